@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Install on first use, then run: ./launch.sh recipe=digits. Works from any folder; recipes and runs are relative to yours.
+set -euo pipefail
+
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+venv=$here/.venv
+
+usage() {
+    cat <<'TEXT'
+usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without one, in two processes)
+       ./launch.sh evaluate checkpoint=RUN        evaluate a trained run again
+       ./launch.sh recipes [NAME]                 list the recipes, or print one completely
+       ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
+       ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts
+
+The first use makes .venv beside this script and installs into it, with uv where present; pip's and uv's own
+variables choose the index and the build. Read as well: NPROC, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, and
+SLURM's variables under srun.
+
+recipes:
+TEXT
+    local file first
+    for file in "$here"/recipes/*.yaml; do
+        IFS= read -r first <"$file" || true
+        printf '  %-14s %s\n' "$(basename "$file" .yaml)" "${first#\# }"
+    done
+}
+
+# What an installation depends on: the dependencies, and where it stands (an environment cannot be moved).
+stamp() {
+    cksum <"$here/pyproject.toml"
+    printf '%s\n' "$here"
+}
+
+installed() {
+    [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.installed" 2>/dev/null)" = "$(stamp)" ]
+}
+
+find_python() {
+    local name
+    for name in python3.13 python3.12 python3.11 python3; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            printf '%s\n' "$name"
+            return
+        fi
+    done
+    echo "launch.sh: Python 3.11 or newer with its venv module is needed and none of python3.13, python3.12," \
+        "python3.11, python3 is one: install it (Debian, Ubuntu: apt install python3-venv) or install uv" >&2
+    exit 3
+}
+
+# An installation that was cut short, lost its Python, or stood elsewhere.
+spoilt() {
+    [ -e "$venv/.installing" ] || [ ! -x "$venv/bin/python" ] ||
+        { [ -f "$venv/.installed" ] && [ "$(tail -n 1 "$venv/.installed")" != "$here" ]; }
+}
+
+install() {
+    local python="" with=pip
+    if command -v uv >/dev/null; then
+        with=uv
+    elif spoilt; then
+        python=$(find_python)
+    fi
+    echo "launch.sh: installing into $venv with $with (a few minutes, once)" >&2
+    if spoilt; then
+        rm -rf "$venv"
+    fi
+    mkdir -p "$venv"
+    touch "$venv/.installing"
+    rm -f "$venv/.installed"
+    if [ "$with" = uv ]; then
+        [ -x "$venv/bin/python" ] || (cd "$here" && uv venv --quiet --allow-existing --python '>=3.11' "$venv")
+        uv pip install --quiet --python "$venv/bin/python" -e "$here[test]"
+    else
+        [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$here[test]"
+    fi
+    stamp >"$venv/.installed"
+    rm "$venv/.installing"
+    echo "launch.sh: installed" >&2
+}
+
+# One launcher a node, whatever the tasks per node.
+if [ -n "${SLURM_STEP_ID:-}" ] && [ "${SLURM_LOCALID:-0}" != 0 ]; then
+    exit 0
+fi
+
+case ${1:-help} in
+    help | --help | -h)
+        usage
+        exit 0
+        ;;
+esac
+
+if ! installed; then
+    exec 9>"$here/.venv.lock"
+    if command -v flock >/dev/null; then
+        flock -n 9 || { echo "launch.sh: waiting for another installation" >&2 && flock 9; }
+    fi
+    installed || install
+    exec 9>&-
+fi
+
+case $1 in
+    test)
+        shift
+        cd "$here"
+        exec "$venv/bin/python" -m pytest "$@"
+        ;;
+    tensorboard)
+        shift
+        case " $*" in *" --logdir"*) ;; *) set -- --logdir=runs "$@" ;; esac
+        case " $*" in *" --host"* | *" --bind_all"*) ;; *) set -- --host=127.0.0.1 "$@" ;; esac
+        exec "$venv/bin/python" -m tensorboard.main "$@"
+        ;;
+    *)
+        exec "$venv/bin/python" -m trainer "$@"
+        ;;
+esac

@@ -1,0 +1,25 @@
+"""What all tests share: `--all` for the full counts, and `gpu` for what needs a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the full counts instead of a sample of each")
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the full counts are wanted."""
+    return bool(request.config.getoption("--all"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        from trainer.world import cuda_count
+
+        if not cuda_count():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,117 @@
+"""Whole-batch augmentation, held against the plainest way of doing the same to one image."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainer.data import order
+from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
+from trainer.data.images import with_channels
+from trainer.data.photos import for_evaluation
+from trainer.recipe import AugmentRecipe
+
+CPU = torch.device("cpu")
+
+
+def images(count, channels=3, size=9):
+    return torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_padded_crops_and_mirrors_match_single_images(channels):
+    recipe = AugmentRecipe(crop="pad", crop_padding=2, hflip=0.5)
+    pictures, index = images(20, channels), np.array([3, 19, 3, 0, 7, 7, 11])
+    draws = Draws.of(recipe, 0, 0, index, 9, CPU)
+    taken = Gallery(pictures, 2, CPU).take(torch.from_numpy(index), draws)
+    assert taken.shape == (7, 9, 9, channels)
+    for row, sample in enumerate(index):
+        top, left = draws.shift[row].tolist()
+        expected = F.pad(pictures[sample], (2, 2, 2, 2))[:, top : top + 9, left : left + 9]
+        expected = expected.flip(2) if draws.flip[row] else expected
+        assert torch.equal(taken[row].permute(2, 0, 1), expected)
+    assert draws.flip.any() and not draws.flip.all()
+
+
+def test_taking_does_not_change_the_gallery():
+    gallery = Gallery(images(8), 0, CPU)
+    before = gallery.images.clone()
+    gallery.take(torch.arange(8), Draws(None, None, torch.ones(8, dtype=torch.bool)))
+    assert torch.equal(gallery.images, before)
+
+
+def test_a_resized_crop_of_everything_is_the_image_and_of_a_corner_its_enlargement():
+    picture = images(2, size=8).permute(0, 2, 3, 1).contiguous()
+    same = resized_crops(picture, torch.tensor([[0, 0, 8, 8], [0, 4, 4, 4]]))
+    assert torch.equal(same[0], picture[0])
+    corner = picture[1:, :4, 4:].permute(0, 3, 1, 2).float()
+    expected = F.interpolate(corner, size=(8, 8), mode="bilinear")[0].round()
+    inside = same[1].permute(2, 0, 1)[:, 1:-1, 1:-1].float()  # at the rim the crop sees its neighbours
+    assert (inside - expected[:, 1:-1, 1:-1]).abs().max() <= 1
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_normalisation(channels_last):
+    mean, std = (0.5, 0.25, 0.1), (0.2, 0.3, 0.4)
+    finish = Finish(mean, std, 9, 10, channels_last, CPU)
+    pictures = images(4)
+    found = finish.inputs(pictures.permute(0, 2, 3, 1).contiguous())
+    expected = (pictures / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def test_erasing_sets_the_box_alone():
+    finish = Finish((0.5,), (0.5,), 6, 2, True, CPU)
+    erased = finish.erased(torch.ones(2, 1, 6, 6), np.array([[1, 2, 3, 4], [0, 0, 0, 0]]))
+    expected = torch.ones(2, 1, 6, 6)
+    expected[0, :, 1:4, 2:6] = 0
+    assert torch.equal(erased, expected)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_mixing_is_what_the_papers_say(layout):
+    finish = Finish((0.5,) * 3, (0.5,) * 3, 6, 4, True, CPU)
+    x, labels = torch.randn(4, 3, 6, 6).contiguous(memory_format=layout), torch.tensor([0, 1, 2, 2])
+    box = np.array([[0, 0, 0, 0], [1, 1, 3, 2]])
+    mix = order.Mix(np.float32([0.7, 1]), np.float32([0.7, 1 - 6 / 36]), box)
+    mixed, soft = finish.mixed(x, mix), finish.soft(labels, mix)
+    assert torch.allclose(mixed[0], 0.7 * x[0] + 0.3 * x[1], atol=1e-6)
+    assert torch.allclose(mixed[1], 0.7 * x[1] + 0.3 * x[0], atol=1e-6)
+    cut = x[2].clone()
+    cut[:, 1:4, 1:3] = x[3, :, 1:4, 1:3]
+    assert torch.equal(mixed[2], cut)
+    assert torch.allclose(soft, torch.tensor([[0.7, 0.3, 0, 0], [0.3, 0.7, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]))
+
+
+@pytest.mark.parametrize("policy", ["trivial", "rand", "autoaugment"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_automatic_policies_follow_the_sample_and_leave_the_generator_alone(policy, channels):
+    pictures, index = images(6, channels, 16), np.array([5, 1, 5, 2, 3, 4])
+    pictures[2] = pictures[0]
+    before = torch.random.get_rng_state()
+    with private_random_state():
+        auto = Auto(AugmentRecipe(auto=policy), 0, 3, index)
+        found = [auto(row, image) for row, image in enumerate(pictures)]
+        again = Auto(AugmentRecipe(auto=policy), 0, 3, index[4:])(0, pictures[4])
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[4], again)
+    assert any(not torch.equal(a, b) for a, b in zip(found, pictures, strict=True))
+    assert all(image.shape == (channels, 16, 16) and image.dtype == torch.uint8 for image in found)
+
+
+@pytest.mark.parametrize(("shape", "size"), [((3, 300, 400), 224), ((3, 50, 20), 32), ((1, 32, 32), 32)])
+def test_evaluation_images_have_the_size(shape, size):
+    assert for_evaluation(torch.zeros(shape, dtype=torch.uint8), size).shape == (shape[0], size, size)
+
+
+def test_tiny_images_of_the_right_size_are_left_as_they_are():
+    picture = images(1, size=32)[0]
+    assert torch.equal(for_evaluation(picture, 32), picture)
+
+
+def test_channels_are_repeated_or_weighted():
+    grey = images(2, 1)
+    assert torch.equal(with_channels(grey, 3)[:, 2:], grey)
+    white = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+    assert with_channels(white, 1).shape == (2, 1, 4, 4) and with_channels(white, 1).min() >= 254

@@ -1,0 +1,661 @@
+"""Checkpoints survive kills, full disks and rot. Run as a script, this file is the parent of the processes killed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import trainer
+from trainer import checkpoint, faults
+from trainer.checkpoint import Position, State, commit, digest, load, newest, read_weights, write_weights
+from trainer.errors import CheckpointError, DiskFullError, NotFiniteError, SetupError
+
+POINTS = ("tmp", "write", "fsync", "rename", "prune")
+
+
+def make(step: int, size: int = 64) -> State:
+    """A small state whose every value depends on the step."""
+    base = torch.arange(size, dtype=torch.float32) * 0.5 + step
+    return State(
+        Position(step, step // 10, step % 10),
+        {
+            "model": {"fc.weight": base.view(2, -1), "bn.num_batches_tracked": torch.tensor(step)},
+            "optimizer": {"fc.weight//momentum_buffer": base.neg(), "fc.weight//step": torch.tensor(float(step))},
+            "ranks": {"0/torch_rng": torch.full((size,), step % 256, dtype=torch.uint8)},
+        },
+        {"run_id": "host-1", "topology": {"mode": "ddp", "world_size": 2}, "losses": [0.1 * step, 1 / 3]},
+    )
+
+
+def same(one: State, other: State) -> bool:
+    def flat(state: State) -> dict[tuple[str, str], Tensor]:
+        return {(stem, name): t for stem, tensors in state.tensors.items() for name, t in tensors.items()}
+
+    a, b = flat(one), flat(other)
+    equal = all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a.keys() & b.keys())
+    return equal and a.keys() == b.keys() and (one.position, one.facts) == (other.position, other.facts)
+
+
+def refuse(line: str) -> None:
+    raise AssertionError(f"unexpected warning: {line}")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in (folder / "checkpoints").iterdir())
+
+
+def one_line(error: BaseException) -> str:
+    assert "\n" not in str(error)
+    return str(error)
+
+
+# Saving and loading
+
+
+def test_round_trip_of_every_kind_of_tensor(tmp_path: Path) -> None:
+    shared = torch.randn(6, 4)
+    tensors = {
+        "bf16": torch.randn(3).bfloat16(),
+        "half": torch.randn(3).half(),
+        "double": torch.tensor(1 / 3, dtype=torch.float64),
+        "count": torch.tensor(2**62 + 1),
+        "flag": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+        "tied": shared,
+        "tied_again": shared,
+        "view": shared[1:3],
+        "transposed": shared.t(),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+    }
+    facts = {"losses": [random.random() * 10**k for k in range(-9, 9)], "best": None, "name": 'é"\\/\n', "big": 10**30}
+    state = State(
+        Position(123456789, 7, 3), {"model": tensors, "ema": {}, "ranks": {"0/rng": torch.get_rng_state()}}, facts
+    )
+    path = commit(tmp_path, state, keep=2)
+    assert path == tmp_path / "checkpoints" / "step-123456789"
+    loaded = newest(tmp_path, refuse)
+    assert loaded is not None and same(loaded, state) and same(load(path), state)
+    assert all(tensor.is_contiguous() for tensor in loaded.tensors["model"].values())
+    loaded.tensors["model"]["tied"].zero_()  # writable, and no longer tied
+    assert torch.equal(loaded.tensors["model"]["tied_again"], shared)
+
+
+def test_manifest_says_what_is_there(tmp_path: Path) -> None:
+    path = commit(tmp_path, make(12), keep=2)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"], manifest["epoch"], manifest["step_in_epoch"]) == (1, 12, 1, 2)
+    assert manifest["facts"]["topology"] == {"mode": "ddp", "world_size": 2}
+    assert sorted(path.iterdir()) == sorted([path / "manifest.json", *(path / name for name in manifest["files"])])
+    for name, entry in manifest["files"].items():
+        assert entry == {"size": (path / name).stat().st_size, "sha256": digest(path / name)}
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert newest(tmp_path / "absent", refuse) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert newest(tmp_path, refuse) is None
+
+
+def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
+    path = commit(tmp_path, make(9), keep=2)
+    home = path.parent
+    for name in ("step-00000099.tmp-abc", "step-99", "step-0000009٣", "xstep-00000099", "step-00000099x", "notes"):
+        shutil.copytree(path, home / name)
+    (home / "step-00000098").write_text("a file")
+    (home / ".DS_Store").write_text("")
+    loaded = newest(tmp_path, refuse)
+    assert loaded is not None and loaded.position.step == 9
+
+
+def test_numbers_order_checkpoints_and_not_letters(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        commit(tmp_path, make(step), keep=2)
+    loaded = newest(tmp_path, refuse)
+    assert loaded is not None and loaded.position.step == 100_000_000
+
+
+@pytest.mark.parametrize("keep, left", [(0, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_pruning_keeps_that_many(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in range(1, 6):
+        commit(tmp_path, make(step), keep)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in left]
+
+
+def test_pruning_counts_only_good_ones(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        commit(tmp_path, make(step), keep=9)
+    flip(tmp_path / "checkpoints" / "step-00000003" / "model.safetensors", 200)
+    commit(tmp_path, make(4), keep=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    commit(tmp_path, make(5), keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_pruning_never_takes_the_new_one(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        commit(tmp_path, make(step), keep=9)
+    assert commit(tmp_path, make(5), keep=2).is_dir()
+
+
+def test_a_good_checkpoint_is_never_overwritten_and_a_bad_one_is_replaced(tmp_path: Path) -> None:
+    path = commit(tmp_path, make(7), keep=2)
+    before = (path / "manifest.json").stat().st_ino
+    commit(tmp_path, make(7), keep=2)
+    assert (path / "manifest.json").stat().st_ino == before
+    flip(path / "model.safetensors", 150)
+    commit(tmp_path, make(7), keep=2)
+    assert same(load(path), make(7)) and names(tmp_path) == [path.name]
+    shutil.rmtree(path)
+    path.write_text("a file in the way")
+    commit(tmp_path, make(7), keep=2)
+    assert same(load(path), make(7)) and names(tmp_path) == [path.name]
+
+
+def test_leftovers_of_dead_writers_go_and_nothing_else(tmp_path: Path) -> None:
+    home = tmp_path / "checkpoints"
+    (home / "step-00000001.tmp-0123" / "deep").mkdir(parents=True)
+    (home / "step-00000002.tmp-4567").write_text("a file")
+    (home / "mine.tmp-1").mkdir()
+    commit(tmp_path, make(3), keep=2)
+    assert names(tmp_path) == ["mine.tmp-1", "step-00000003"]
+
+
+@pytest.mark.parametrize("stem", ["model", "ema", "optimizer"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_not_saved(tmp_path: Path, stem: str, value: float) -> None:
+    state = make(5)
+    state.tensors[stem] = {"bn.running_var": torch.tensor([1.0, value, 2.0])}
+    with pytest.raises(NotFiniteError, match=r"bn\.running_var"):
+        commit(tmp_path, state, keep=2)
+    assert not (tmp_path / "checkpoints").exists()
+    with pytest.raises(NotFiniteError):
+        write_weights(tmp_path / "last.safetensors", state.tensors[stem], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_finite_values_are_saved(tmp_path: Path) -> None:
+    large = {"a": torch.full((9,), 3e38), "b": torch.full((9,), 60000.0).half(), "c": torch.tensor([2**63 - 1] * 2)}
+    commit(tmp_path, State(Position(1, 0, 1), {"model": large}, {}), keep=2)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    for attempt in (
+        lambda: commit(tmp_path / "run", make(1), keep=2),
+        lambda: write_weights(tmp_path / "run" / "last.safetensors", {}, {}),
+    ):
+        with pytest.raises(SetupError, match="output=") as caught:
+            attempt()
+        assert caught.value.code == 3 and str(tmp_path / "run") in one_line(caught.value)
+
+
+def trace(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What reaches the disk from now on, in order; drafts under the name they will get."""
+    calls: list[str] = []
+
+    def plain(path: object) -> str:
+        return re.sub(r"\.tmp(-[0-9a-f]+)?$", "", Path(str(path)).name)
+
+    def record(kind: str) -> None:
+        real = getattr(os, kind)
+
+        def recorded(*words: Any) -> Any:
+            target = f"/proc/self/fd/{words[0]}"
+            calls.append(f"{kind} {plain(os.readlink(target) if isinstance(words[0], int) else words[0])}")
+            return real(*words)
+
+        monkeypatch.setattr(os, kind, recorded)
+
+    for kind in ("write", "fsync", "rename", "replace"):
+        record(kind)
+    return calls
+
+
+def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        commit(tmp_path, make(step), keep=2)
+    calls = trace(monkeypatch)
+    commit(tmp_path, make(3), keep=2)
+    files = ["model.safetensors", "optimizer.safetensors", "ranks.safetensors"]
+    writes = [call for name in files for call in (f"write {name}", f"write {name}", f"fsync {name}")]
+    seal = ["write manifest.json", "fsync manifest.json", "fsync step-00000003"]
+    named = ["rename step-00000003", "fsync checkpoints", "rename step-00000001", "fsync checkpoints"]
+    assert calls == [*writes, *seal, *named]
+
+
+def test_weight_files_are_synced_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = trace(monkeypatch)
+    write_weights(tmp_path / "last.safetensors", {"w": torch.ones(3)}, {})
+    draft = ".last.safetensors"
+    expected = [f"write {draft}", f"write {draft}", f"fsync {draft}", f"replace {draft}", f"fsync {tmp_path.name}"]
+    assert calls == expected
+
+
+def test_a_disk_that_gives_back_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, make(1), keep=2)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(len(data))))
+    with pytest.raises(SetupError, match="disk"):
+        commit(tmp_path, make(2), keep=2)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+# Rot
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_every_flip_and_every_cut_is_found(tmp_path: Path, full: bool) -> None:
+    dice = random.Random(0)
+    commit(tmp_path, make(1, 16), keep=2)
+    newer = commit(tmp_path, make(2, 16), keep=2)
+    whole = {path: path.read_bytes() for path in sorted(newer.iterdir())}
+    for _ in range(10_000 if full else 200):
+        path, data = dice.choice(list(whole.items()))
+        where = dice.randrange(len(data))
+        kind = dice.choice(["flip", "flip", "cut", "longer"])
+        if kind == "flip":
+            flip(path, where, dice.randrange(8))
+        else:
+            path.write_bytes(data[:where] if kind == "cut" else data + data[-1 - where % 8 :])
+        warnings: list[str] = []
+        loaded = newest(tmp_path, warnings.append)
+        assert loaded is not None and same(loaded, make(1, 16)), (path, kind, where)
+        assert len(warnings) == 1 and str(newer) in warnings[0] and path.name in warnings[0] and "\n" not in warnings[0]
+        path.write_bytes(data)
+    assert same(load(newer), make(2, 16))
+
+
+def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
+    path = commit(tmp_path, make(1, 8), keep=2)
+    file = path / "manifest.json"
+    data = file.read_bytes()
+    for where in range(len(data)):
+        flip(file, where, 5)  # the bit between small and capital letters: JSON and hexadecimal would forgive it
+        with pytest.raises(CheckpointError):
+            load(path)
+        file.write_bytes(data)
+
+
+def test_a_missing_file_a_folder_in_its_place_and_a_renamed_checkpoint(tmp_path: Path) -> None:
+    path = commit(tmp_path, make(1), keep=2)
+    moved = path.rename(path.with_name("step-00000077"))
+    with pytest.raises(CheckpointError, match="renamed"):
+        load(moved)
+    path = moved.rename(path)
+    for name in ("manifest.json", "ranks.safetensors"):
+        (path / name).rename(tmp_path / "away")
+        with pytest.raises(CheckpointError, match=f"{name} is missing"):
+            load(path)
+        (path / name).mkdir()
+        with pytest.raises(CheckpointError, match=f"{name} is missing"):
+            load(path)
+        (path / name).rmdir()
+        (tmp_path / "away").rename(path / name)
+    (path / "notes.txt").write_text("extra files are the user's own business")
+    assert same(load(path), make(1))
+
+
+def test_none_good_is_exit_4(tmp_path: Path) -> None:
+    for step in (1, 2):
+        flip(commit(tmp_path, make(step), keep=2) / "optimizer.safetensors", -1)
+    warnings: list[str] = []
+    with pytest.raises(CheckpointError, match="no good checkpoint among the 2") as caught:
+        newest(tmp_path, warnings.append)
+    assert caught.value.code == 4 and str(tmp_path) in one_line(caught.value)
+    assert [f"step-0000000{step}" in line for step, line in zip((2, 1), warnings, strict=True)] == [True, True]
+
+
+def test_a_sealed_manifest_of_nonsense(tmp_path: Path) -> None:
+    """Whoever can write the folder can seal anything: it must still end in one line."""
+    path = commit(tmp_path, make(1), keep=2)
+    good = json.loads((path / "manifest.json").read_text())
+    del good["sha256"]
+    entry = {"size": 1, "sha256": "0" * 64}
+    (tmp_path / "checkpoints" / "outside.safetensors").write_bytes(b"x")
+    cases: list[dict[str, Any]] = [
+        *({key: value for key, value in good.items() if key != absent} for absent in good),
+        *({**good, key: value} for key in good for value in ("1", None, True, 1.5, -1, [1], 2**70)),
+        *({**good, "files": {name: entry}} for name in ("../outside.safetensors", "/etc/passwd", "a/b.safetensors")),
+        *({**good, "files": {name: entry}} for name in ("", "..", ".safetensors", "x\0.safetensors", "manifest.json")),
+        {**good, "files": {"model.safetensors": {"size": 10**18, "sha256": "0" * 64}}},
+        {**good, "files": {"model.safetensors": {"size": "1", "sha256": 5}}},
+    ]
+    for content in cases:
+        (path / "manifest.json").write_bytes(checkpoint._sealed(content))
+        with pytest.raises(CheckpointError) as caught:
+            load(path)
+        assert str(path) in one_line(caught.value)
+    deep = json.dumps({**good, "facts": 0}, indent=1).replace(
+        '"facts": 0', '"facts": ' + '{"a":' * 90_000 + "1" + "}" * 90_000
+    )
+    raw = b'{"format": 1, "step": ' + b"9" * 100_000 + b"\n}"
+    for text in (deep.encode(), raw, b"[1\n}", b"\xff\xfe\n}", b"\n}"):
+        body = text.removesuffix(b"\n}")
+        seal = f',\n "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'
+        (path / "manifest.json").write_bytes(body + seal.encode())
+        with pytest.raises(CheckpointError) as caught:
+            load(path)
+        assert len(one_line(caught.value)) < 1000
+
+
+def test_a_hashed_file_that_is_no_safetensors(tmp_path: Path) -> None:
+    path = commit(tmp_path, make(1), keep=2)
+    content = json.loads((path / "manifest.json").read_text())
+    del content["sha256"]
+    for data in (b"", b"\xff" * 100, b"\x02" + bytes(7) + b"{}" + bytes(9)):
+        (path / "model.safetensors").write_bytes(data)
+        content["files"]["model.safetensors"] = {"size": len(data), "sha256": digest(path / "model.safetensors")}
+        (path / "manifest.json").write_bytes(checkpoint._sealed(content))
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file") as caught:
+            load(path)
+        one_line(caught.value)
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_full_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool, reason: int) -> None:
+    for step in (1, 2):
+        commit(tmp_path, make(step), keep=2)
+    write_weights(tmp_path / "last.safetensors", {"w": torch.ones(3)}, {})
+    weights = digest(tmp_path / "last.safetensors")
+    total = sum(file.stat().st_size for file in (tmp_path / "checkpoints" / "step-00000002").iterdir())
+    write, dice = os.write, random.Random(reason)
+    left = 0
+
+    def limited(file: int, data: memoryview) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(reason, os.strerror(reason))
+        done = write(file, data[:left])
+        left -= done
+        return done
+
+    monkeypatch.setattr(os, "write", limited)
+    for _ in range(300 if full else 10):
+        left = dice.randrange(total)
+        with pytest.raises(DiskFullError) as caught:
+            commit(tmp_path, make(3), keep=2)
+        assert caught.value.code == 28 and str(tmp_path) in one_line(caught.value)
+        assert names(tmp_path) == ["step-00000001", "step-00000002"]
+        left = dice.randrange(80)
+        with pytest.raises(DiskFullError):
+            write_weights(tmp_path / "last.safetensors", {"w": torch.zeros(3)}, {})
+        assert sorted(os.listdir(tmp_path)) == ["checkpoints", "last.safetensors"]
+        assert digest(tmp_path / "last.safetensors") == weights
+    monkeypatch.undo()
+    assert [same(load(tmp_path / "checkpoints" / f"step-0000000{step}"), make(step)) for step in (1, 2)] == [True, True]
+    assert commit(tmp_path, make(3), keep=2).is_dir()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_disk_full_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    for step in (1, 2):
+        commit(tmp_path, make(step), keep=2)
+    monkeypatch.setattr(faults, "active", True)
+    monkeypatch.setenv("TRAINER_FAULT", f"full@save:{point}")
+    with pytest.raises(DiskFullError):
+        commit(tmp_path, make(3), keep=2)
+    monkeypatch.setattr(faults, "active", False)
+    loaded = newest(tmp_path, refuse)
+    assert loaded is not None and same(loaded, make(3 if point == "prune" else 2))
+    commit(tmp_path, make(4), keep=2)
+    assert len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("point", ["write", "fsync", "rename"])
+def test_a_disk_full_under_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    path = tmp_path / "last.safetensors"
+    write_weights(path, {"w": torch.ones(3)}, {})
+    monkeypatch.setattr(faults, "active", True)
+    monkeypatch.setenv("TRAINER_FAULT", f"full@weights:{point}")
+    with pytest.raises(DiskFullError):
+        write_weights(path, {"w": torch.zeros(3)}, {})
+    assert os.listdir(tmp_path) == [path.name] and read_weights(path)[0]["w"].all()
+
+
+# Weights for users
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    tied = torch.randn(4, 3)
+    tensors = {"a": tied, "b": tied, "c": tied.t(), "n": torch.tensor(5)}
+    metadata = {"ema": "true", "top1": "0.98", "recipe": "digits", "é": "ü"}
+    path = tmp_path / "last.safetensors"
+    write_weights(path, tensors, metadata)
+    found, told = read_weights(path)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors) and found.keys() == tensors.keys()
+    assert told == {"format": "pt", **metadata}
+    assert read_weights(tmp_path)[1] == told
+    with safe_open(path, "pt") as file:  # the library itself agrees
+        assert file.metadata() == told and sorted(file.keys()) == sorted(tensors)
+    before = path.read_bytes()
+    for _ in range(5):
+        write_weights(path, tensors, dict(reversed(metadata.items())))
+        assert path.read_bytes() == before  # equal weights are equal files
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_weights_of_a_checkpoint_are_averaged_where_it_has_them(tmp_path: Path) -> None:
+    state = make(4)
+    path = commit(tmp_path / "plain", state, keep=2)
+    found, told = read_weights(path)
+    assert told == {"format": "pt", "weights": "model", "step": "4", "epoch": "0"}
+    assert torch.equal(found["fc.weight"], state.tensors["model"]["fc.weight"])
+    state.tensors["ema"] = {"fc.weight": torch.zeros(2, 32)}
+    found, told = read_weights(commit(tmp_path / "averaged", state, keep=2))
+    assert told["weights"] == "ema" and not found["fc.weight"].any() and found["bn.num_batches_tracked"] == 4
+    flip(path / "model.safetensors", -1)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize("wrap", [None, "model", "state_dict"])
+@pytest.mark.parametrize("suffix", [".pt", ".pth"])
+def test_weights_of_torch_files(tmp_path: Path, wrap: str | None, suffix: str) -> None:
+    weights = {"w": torch.ones(2)}
+    torch.save({wrap: weights, "epoch": 3} if wrap else weights, tmp_path / f"x{suffix}")
+    found, told = read_weights(tmp_path / f"x{suffix}")
+    assert list(found) == ["w"] and torch.equal(found["w"], torch.ones(2)) and told == {}
+
+
+class Hostile:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_hostile_pickle_is_not_executed(tmp_path: Path) -> None:
+    target = tmp_path / "executed"
+    torch.save({"w": torch.ones(2), "x": Hostile(target)}, tmp_path / "zip.pt")
+    torch.save({"x": Hostile(target)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Hostile(target)))
+    for name in ("zip.pt", "old.pth", "raw.pt"):
+        with pytest.raises(CheckpointError, match="nothing in it was executed") as caught:
+            read_weights(tmp_path / name)
+        assert caught.value.code == 4 and name in one_line(caught.value)
+    (tmp_path / "raw.safetensors").write_bytes(pickle.dumps(Hostile(target)))
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        read_weights(tmp_path / "raw.safetensors")
+    assert not target.exists()
+    torch.load(tmp_path / "zip.pt", weights_only=False)
+    assert target.exists()  # or this test would prove nothing
+
+
+def test_weights_that_are_not_there_or_no_weights(tmp_path: Path) -> None:
+    write_weights(tmp_path / "w.safetensors", {"w": torch.ones(99)}, {"x": "y"})
+    data = (tmp_path / "w.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[:-1])
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "image.jpg").write_bytes(b"x")
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    torch.save({"epoch": 3}, tmp_path / "number.pt")
+    (tmp_path / "run" / "x.safetensors").mkdir(parents=True)
+    bad = ["absent", "run", "run/x.safetensors", "cut.safetensors", "empty.safetensors", "empty.pt", "image.jpg"]
+    for name in (*bad, "list.pt", "number.pt", "n" * 300, "absent/step-00000001"):
+        with pytest.raises(CheckpointError, match="give") as caught:
+            read_weights(tmp_path / name)
+        assert caught.value.code == 4 and str(tmp_path / name) in one_line(caught.value)
+    path = commit(tmp_path / "run", make(1), keep=2)
+    with pytest.raises(CheckpointError, match=f"give {path}"):  # killed before its first epoch ended
+        read_weights(tmp_path / "run")
+
+
+# Kills
+
+
+@pytest.fixture(scope="module")
+def driven(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """This file run as a script: one start of torch for all the children that are killed."""
+    rounds = 1000 if request.config.getoption("--all") else 10
+    path = f"{Path(trainer.__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("driven")), str(rounds)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {**json.loads(done.stdout), "rounds": rounds}
+
+
+def test_killed_at_every_point_the_previous_commit_loads(driven: Any) -> None:
+    assert driven["points"] == {point: [-signal.SIGKILL, 3 if point == "prune" else 2, 5] for point in POINTS}
+
+
+def test_killed_anywhere_nothing_is_lost(driven: Any) -> None:
+    found, rounds = driven["kills"], driven["rounds"]
+    assert found["kills"] == rounds and found["commits"] > rounds / 10 and found["inside"] > rounds / 10
+
+
+def test_a_file_size_limit_of_the_system_is_a_full_disk(driven: Any) -> None:
+    assert driven["limit"] == {"exits": [28, 28], "left": ["step-00000001"]}
+
+
+def child(work: Callable[[], int]) -> int:
+    """Fork; the child leaves with what `work` returns. Nothing here starts a thread before."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        code = 99
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def drive_points(folder: Path) -> dict[str, list[int]]:
+    """Each point: [how the child ended, the step that loads after, the step of a commit after that]."""
+    found = {}
+    for point in POINTS:
+        home = folder / point
+        for step in (1, 2):
+            commit(home, make(step), keep=2)
+
+        def work(home: Path = home, point: str = point) -> int:
+            faults.active = True
+            os.environ["TRAINER_FAULT"] = f"kill@save:{point}"
+            commit(home, make(3), keep=2)
+            return 0
+
+        end = wait(child(work))
+        state = newest(home, refuse)
+        assert state is not None and same(state, make(state.position.step))
+        assert any(".tmp-" in name for name in names(home)), point
+        commit(home, make(5), keep=2)
+        assert len(names(home)) == 2, names(home)
+        found[point] = [end, state.position.step, load(home / "checkpoints" / "step-00000005").position.step]
+    return found
+
+
+def drive_kills(folder: Path, rounds: int) -> dict[str, int]:
+    """Kill a child that does nothing but commit, at random times; count kills, commits and kills that left a draft."""
+    dice = random.Random(1)
+    step = inside = 0
+    for _ in range(rounds):
+        out, back = os.pipe()
+
+        def work(step: int = step, back: int = back) -> int:
+            os.write(back, b".")
+            while True:
+                step += 1
+                commit(folder, make(step), keep=2)
+                os.write(back, b".")
+
+        pid = child(work)
+        os.close(back)
+        assert select.select([out], [], [], 60)[0]
+        time.sleep(dice.uniform(0, 0.04))
+        os.kill(pid, signal.SIGKILL)
+        assert wait(pid) == -signal.SIGKILL
+        told = 0
+        while data := os.read(out, 65536):
+            told += len(data)
+        os.close(out)
+        state = newest(folder, refuse)  # whatever has a checkpoint's name is good: no warning ever
+        found = state.position.step if state else 0
+        assert step + told - 1 <= found <= step + told, (step, told, found)
+        assert state is None or same(state, make(found))
+        home = folder / "checkpoints"
+        good = [path for path in checkpoint._found(home) if same(load(path), make(int(path.name[5:])))]
+        assert len(good) >= min(found, 2)
+        inside += any(".tmp-" in path.name for path in home.iterdir()) if home.exists() else 0
+        step = found
+    return {"kills": rounds, "commits": step, "inside": inside}
+
+
+def drive_limit(folder: Path) -> dict[str, Any]:
+    """Under RLIMIT_FSIZE the kernel cuts a write short, then refuses the next."""
+    commit(folder, make(1), keep=2)
+    exits = []
+    for limit in (0, 300):
+
+        def work(limit: int = limit) -> int:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            try:
+                commit(folder, make(2), keep=2)
+            except DiskFullError as error:
+                return error.code
+            return 0
+
+        exits.append(wait(child(work)))
+    return {"exits": exits, "left": names(folder)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    home, times = Path(sys.argv[1]), int(sys.argv[2])
+    results = {"points": drive_points(home / "points"), "limit": drive_limit(home / "limit")}
+    print(json.dumps({**results, "kills": drive_kills(home / "kills", times)}))

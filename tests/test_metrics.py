@@ -1,0 +1,102 @@
+"""Sums, windows and counts, held against hand-made figures."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from trainer import metrics
+from trainer.metrics import StepTimer, Sums
+
+
+def test_sums_leave_padding_out():
+    sums = Sums.zero(torch.device("cpu"))
+    outputs = torch.eye(6) * 9
+    sums.add(outputs, torch.tensor([0, 1, 0, 3, 4, 5]), count=3)
+    loss, top1, top5, count = sums.as_tensor().tolist()
+    assert (top1, top5, count) == (2, 3, 3)
+    assert loss == pytest.approx(nn.functional.cross_entropy(outputs[:3], torch.tensor([0, 1, 0]), reduction="sum").item())
+
+
+def test_sums_with_fewer_than_five_classes_and_nothing_real():
+    sums = Sums.zero(torch.device("cpu"))
+    sums.add(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), count=1)
+    sums.add(torch.tensor([[0.0, 1.0]]), torch.tensor([1]), count=0)
+    assert sums.as_tensor().tolist()[1:] == [0, 1, 1]
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
+
+
+def drive(timer, clock, steps, per_window, seconds=0.5, waited=0.1):
+    for number in range(1, steps + 1):
+        clock.now += seconds
+        timer.step(waited)
+        if number % per_window == 0:
+            timer.stop()
+            clock.now += 50  # an evaluation, nobody's step
+            timer.start()
+
+
+def test_timer_leaves_out_warm_up_and_what_lies_between_windows(monkeypatch):
+    clock = Clock(monkeypatch)
+    timer = StepTimer(torch.device("cpu"), warmup=4)
+    drive(timer, clock, steps=12, per_window=4)
+    found = timer.summary(batch_size=8)
+    assert found["throughput"]["samples_per_sec"] == pytest.approx(16)
+    assert found["step_time_s"]["mean"] == pytest.approx(0.5)
+    assert found["data_wait_fraction"] == pytest.approx(0.2)
+    assert len(timer.steps) == 8 and not found["short"]
+
+
+def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
+    clock = Clock(monkeypatch)
+    timer = StepTimer(torch.device("cpu"), warmup=10)
+    clock.now += 30  # a slow first step
+    timer.step(0.0)
+    drive(timer, clock, steps=3, per_window=3)
+    found = timer.summary(batch_size=8)
+    assert found["short"] and found["throughput"]["samples_per_sec"] == pytest.approx(16)
+
+
+def test_one_step_measures_nothing(monkeypatch):
+    clock = Clock(monkeypatch)
+    timer = StepTimer(torch.device("cpu"), warmup=10)
+    drive(timer, clock, steps=1, per_window=1)
+    assert timer.summary(8)["throughput"] is None
+
+
+def test_flops_of_resnet50():
+    # 4.09 billion multiply-adds (torchvision's table), two operations each.
+    flops = metrics.forward_flops(torchvision.models.resnet50(), (1, 3, 224, 224))
+    assert flops == pytest.approx(2 * 4.09e9, rel=0.01)
+
+
+def test_utilisation():
+    assert metrics.model_flops_utilisation(1000, 10**9, 30e12) == pytest.approx(0.1)
+
+
+def test_activation_bytes_against_what_autograd_keeps():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10))
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(torch.randn(4, 3, 8, 8))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    real = sum(t.untyped_storage().nbytes() for ptr, t in kept.items() if ptr not in own)
+    assert out.shape == (4, 10)
+    assert metrics.activation_bytes(model, (4, 3, 8, 8)) == pytest.approx(real, rel=0.05)
+
+
+def test_memory_figures_are_plausible():
+    device = torch.device("cpu")
+    assert 2**20 < metrics.peak_memory(device) < 2**40
+    assert 2**20 < metrics.free_memory(device) < 2**50

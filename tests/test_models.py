@@ -1,0 +1,98 @@
+"""Every small model, torchvision's by name, heads, starting weights, and the words for what does not fit."""
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import nn
+
+from trainer import models, recipe
+from trainer.errors import CheckpointError, RecipeError
+from trainer.recipe import ModelRecipe
+
+SHAPES = [(1, 8), (1, 28), (3, 32)]
+
+
+@pytest.mark.parametrize("name", recipe.SMALL_MODELS)
+@pytest.mark.parametrize(("channels", "size"), SHAPES)
+def test_small_models(name, channels, size):
+    model = models.build(ModelRecipe(name=name), 7, channels, size)
+    out = model.train()(torch.randn(4, channels, size, size))
+    assert out.shape == (4, 7)
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_small_models_are_those_that_recipes_know():
+    assert set(recipe.SMALL_MODELS) <= set(models._builders)
+
+
+def test_batch_norm_free_models_are():
+    for name in ("mlp", "cnn_gn", "vit_tiny"):
+        assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in models.build(ModelRecipe(name=name), 3, 1, 8).modules())
+    assert any(isinstance(m, nn.BatchNorm2d) for m in models.build(ModelRecipe(name="cnn"), 3, 1, 8).modules())
+
+
+def test_resnet20_has_the_papers_size():
+    # Table 6 of arXiv:1512.03385 gives 0.27 M for depth 20; projection shortcuts (option B) add 2,752.
+    assert sum(p.numel() for p in models._resnet20(10, 3, 32).parameters()) == pytest.approx(0.27e6, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "vit_b_32"])
+def test_torchvision_by_name(name):
+    model = models.build(ModelRecipe(name=name), 5, 3, 64)
+    assert model.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+
+
+def test_every_torchvision_classifier_is_known_without_importing_it():
+    assert set(recipe.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11", "densenet121", "squeezenet1_0", "vit_b_16", "convnext_tiny", "swin_t"])
+def test_a_new_head(name):
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name)
+        models.replace_head(model, 1000, 3)
+        out = model.eval()(torch.empty(2, 3, 224, 224))
+    assert out.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "channels", "size", "says"),
+    [
+        ({"name": "resnet5"}, 3, 32, "did you mean"),
+        ({"name": "resnet18"}, 1, 32, "data.channels=3"),
+        ({"name": "alexnet"}, 3, 8, "data.image_size=64"),
+        ({"name": "cnn", "weights": "DEFAULT"}, 3, 8, "no published weights"),
+        ({"name": "resnet18", "weights": "BEST"}, 3, 32, "IMAGENET1K_V1"),
+        ({"name": "cnn", "num_classes": 3}, 3, 8, "10 classes"),
+    ],
+)
+def test_errors_say_what_to_type(keys, channels, size, says):
+    with pytest.raises(RecipeError, match=says):
+        models.build(ModelRecipe(**keys), 10, channels, size)
+
+
+def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
+    source = models.build(ModelRecipe(name="cnn"), 10, 1, 8)
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    same = models.build(ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
+    torch.testing.assert_close(same.state_dict(), source.state_dict(), rtol=0, atol=0)
+    other = models.build(ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors")), 4, 1, 8)
+    assert torch.equal(other[0].weight, source[0].weight) and other[-1].weight.shape == (4, 128)
+    with pytest.raises(CheckpointError, match="another model"):
+        models.build(ModelRecipe(name="mlp", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
+
+
+def test_a_users_own_model(monkeypatch):
+    monkeypatch.setattr(models, "_builders", dict(models._builders))
+
+    @models.register_model("mine")
+    def build(num_classes, channels, image_size):
+        return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, num_classes))
+
+    assert models.build(ModelRecipe(name="mine"), 3, 1, 8)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
+    with pytest.raises(RecipeError, match="taken"):
+        models.register_model("mine")(build)
+    with pytest.raises(RecipeError, match="taken"):
+        models.register_model("resnet18")(build)

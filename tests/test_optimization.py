@@ -1,0 +1,178 @@
+"""Learning rate against torch's schedulers, the finite guard, clipping, the moving average."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+
+from trainer.errors import CheckpointError
+from trainer.optimization import (
+    MovingAverage,
+    Updater,
+    build_optimizer,
+    learning_rate,
+    load_optimizer_state,
+    optimizer_state,
+    parameter_groups,
+)
+from trainer.recipe import load
+from trainer.strategies import Strategy
+
+STEPS = 7  # in an epoch
+
+
+class Alone(Strategy):
+    """A strategy around a module, without a world."""
+
+    def __init__(self, module):
+        self.module = module
+
+
+def by_torch(recipe, schedule, count):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=recipe.optimizer.lr)
+    warmup = round(recipe.schedule.warmup_epochs * STEPS)
+    parts = [schedule(optimizer, warmup)]
+    scheduler = parts[0]
+    if warmup:
+        rising = LinearLR(optimizer, recipe.schedule.warmup_factor, 1.0, warmup)
+        scheduler = SequentialLR(optimizer, [rising, *parts], [warmup])
+    found = []
+    for _ in range(count):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2.5])
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [
+        (["schedule.name=constant"], lambda o, w: ConstantLR(o, 1.0)),
+        (["schedule.name=cosine", "schedule.min_lr=0.01"], lambda o, w: CosineAnnealingLR(o, 10 * STEPS - w, 0.01)),
+        (["schedule.name=step", "schedule.step_epochs=2"], lambda o, w: StepLR(o, 2 * STEPS, 0.1)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_learning_rate_is_torchs(words, schedule, warmup):
+    recipe = load(None, "epochs=10", f"schedule.warmup_epochs={warmup}", *words)
+    ours = [learning_rate(recipe, step, STEPS) for step in range(10 * STEPS)]
+    assert ours == pytest.approx(by_torch(recipe, schedule, 10 * STEPS), rel=1e-9, abs=1e-12)
+
+
+def test_cosine_ends_at_max_steps():
+    recipe = load(None, "epochs=10", "max_steps=20")
+    assert learning_rate(recipe, 20, STEPS) == pytest.approx(0)
+    assert learning_rate(recipe, 10, STEPS) == pytest.approx(0.05)
+
+
+def test_groups():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    named = dict(model.named_parameters())
+    together = parameter_groups(named, load(None, "optimizer.weight_decay=0.1").optimizer)
+    apart = parameter_groups(named, load(None, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0").optimizer)
+    assert [(len(g["params"]), g["weight_decay"]) for g in together] == [(4, 0.1)]
+    assert [(len(g["params"]), g["weight_decay"]) for g in apart] == [(1, 0.1), (3, 0.0)]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_gradient_that_is_not_finite_stops_all_updates(name):
+    model = nn.Linear(3, 2)
+    recipe = load(None, f"optimizer.name={name}")
+    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
+    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(model)
+
+    def step(poison):
+        loss = model(torch.full((1, 3), torch.nan if poison else 1.0)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        updater.step(loss.detach(), strategy, want_norm=False)
+        return model.weight.detach().clone()
+
+    before = model.weight.detach().clone()
+    assert torch.equal(step(poison=True), before) and updater.bad.item() == 1
+    assert torch.equal(step(poison=False), before), "the flag is sticky: later updates are skipped as well"
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_the_guarded_fused_step_is_torchs(name):
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    recipe = load(None, f"optimizer.name={name}", "optimizer.weight_decay=0.01", "optimizer.lr=0.01")
+    optimizer = build_optimizer(dict(ours.named_parameters()), recipe.optimizer)
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    plain = kind(theirs.parameters(), lr=0.01, weight_decay=0.01, **({"momentum": 0.9} if name == "sgd" else {}))
+    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(ours)
+    for _ in range(5):
+        x = torch.randn(4, 3)
+        for model, stepper in ((ours, optimizer), (theirs, plain)):
+            stepper.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            updater.step(loss.detach(), strategy, want_norm=False) if model is ours else stepper.step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+def test_clipping():
+    model = nn.Linear(2, 1, bias=False)
+    recipe = load(None, "clip_grad_norm=0.5", "optimizer.lr=1", "optimizer.momentum=0")
+    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
+    before = model.weight.detach().clone()
+    loss = model(torch.tensor([[3.0, 4.0]])).sum()
+    loss.backward()
+    norm = Updater(optimizer, recipe, torch.device("cpu")).step(loss.detach(), Alone(model), want_norm=False)
+    assert norm.item() == pytest.approx(5)
+    assert (before - model.weight).norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_fp16_skips_one_overflow_and_goes_on():
+    model = nn.Linear(2, 1, bias=False)
+    recipe = load(None, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0")
+    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
+    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(model)
+    before = model.weight.detach().clone()
+    moved = []
+    for factor in (math.inf, 1.0):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        (updater.scaler.scale(loss) * factor).backward()
+        updater.step(loss.detach(), strategy, want_norm=False)
+        moved.append(not torch.equal(model.weight, before))
+    assert moved == [False, True] and updater.bad.item() == 0
+    assert updater.state()["scale"].item() == 2.0**15, "halved once"
+
+
+def test_optimizer_state_travels_by_name():
+    model = nn.Linear(2, 2)
+    named = dict(model.named_parameters())
+    recipe = load(None).optimizer
+    optimizer = build_optimizer(named, recipe)
+    optimizer.state[model.bias]["momentum_buffer"].fill_(3)
+    saved = {key: value.clone() for key, value in optimizer_state(optimizer, named).items()}
+    assert set(saved) == {"weight//momentum_buffer", "bias//momentum_buffer"}
+    reordered = {"bias": model.bias, "weight": model.weight}
+    fresh = build_optimizer(reordered, recipe)
+    load_optimizer_state(fresh, reordered, saved)
+    assert fresh.state[model.bias]["momentum_buffer"].tolist() == [3, 3]
+    other = build_optimizer(named, load(None, "optimizer.name=adam").optimizer)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_optimizer_state(other, named, saved)
+
+
+def test_moving_average():
+    live = {"w": torch.tensor([0.0]), "count": torch.tensor(0)}
+    average = MovingAverage(live, decay=0.5)
+    expected = 0.0
+    for step in range(1, 4):
+        live["w"].fill_(step)
+        live["count"].fill_(step)
+        average.update(step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    assert average.average["w"].item() == pytest.approx(expected) and average.average["count"].item() == 3
+    with average.in_place():
+        assert live["w"].item() == pytest.approx(expected)
+    assert live["w"].item() == 3

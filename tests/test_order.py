@@ -1,0 +1,97 @@
+"""The order of samples and the draws about them: pure functions, held against their definitions."""
+
+import numpy as np
+import pytest
+
+from trainer.data import order
+
+
+@pytest.mark.parametrize("samples", [1, 2, 17, 1000])
+def test_a_permutation_holds_every_sample_once(samples):
+    assert sorted(order.permutation(3, 0, samples).tolist()) == list(range(samples))
+
+
+def test_permutations_differ_between_epochs_and_seeds_and_repeat():
+    drawn = {tuple(order.permutation(seed, epoch, 50).tolist()) for seed in (0, 1, 2**62) for epoch in (0, 1, 2)}
+    assert len(drawn) == 9
+    assert order.permutation(0, 1, 50).tolist() == order.permutation(0, 1, 50).tolist()
+
+
+def test_draws_do_not_depend_on_the_company():
+    whole = order.uniform(7, 2, np.arange(100), order.FLIP)
+    assert whole[40:60].tolist() == order.uniform(7, 2, np.arange(40, 60), order.FLIP).tolist()
+
+
+def test_draws_are_uniform_and_independent():
+    a, b = (order.uniform(0, 0, np.arange(20_000), draw) for draw in (order.FLIP, order.SHIFT_X))
+    assert 0 <= a.min() and a.max() < 1
+    assert np.histogram(a, 10)[0] == pytest.approx(2000, rel=0.1)
+    assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
+    assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_shards_share_out_each_global_batch_in_order(count, pieces):
+    permuted = order.permutation(0, 0, 27)
+    parts = [order.shard_rows(permuted, 8, index, count, pieces) for index in range(count)]
+    assert all(part.shape == (3, pieces, 8 // count // pieces) for part in parts)
+    for step in range(3):
+        rows = np.concatenate([part[step].reshape(-1) for part in parts])
+        assert rows.tolist() == permuted[step * 8 : step * 8 + 8].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("samples", range(1, 18))
+def test_evaluation_takes_each_sample_once(samples, count):
+    shards = [order.evaluation_spans(samples, 4, index, count) for index in range(count)]
+    assert len({len(spans) for spans in shards}) == 1
+    assert all(0 <= stop - start <= 4 for spans in shards for start, stop in spans)
+    taken = [sample for spans in shards for start, stop in spans for sample in range(start, stop)]
+    assert sorted(taken) == list(range(samples))
+
+
+def test_crop_boxes_keep_to_the_image_and_the_law():
+    boxes = order.crop_boxes(order.box_draws(0, 0, np.arange(5000), order.CROP), 300, 400, (0.08, 1.0))
+    top, left, height, width = boxes.T
+    assert (top >= 0).all() and (left >= 0).all() and (top + height <= 300).all() and (left + width <= 400).all()
+    share, ratio = height * width / 120_000, width / height
+    assert share.min() > 0.07 and share.max() <= 1
+    assert ratio.min() > 0.73 and ratio.max() < 1.36
+    assert 0.4 < share.mean() < 0.6
+
+
+def test_an_image_too_long_for_any_try_is_cut_in_the_middle():
+    draws = order.box_draws(0, 0, np.arange(3), order.CROP)
+    assert order.crop_boxes(draws, 10, 1000, (0.9, 1.0)).tolist() == [[0, 493, 10, 13]] * 3
+    assert order.crop_boxes(draws, 1000, 10, (0.9, 1.0)).tolist() == [[493, 0, 13, 10]] * 3
+
+
+def test_erasing_happens_as_often_as_asked_and_inside():
+    boxes = order.erase_boxes(0, 0, np.arange(4000), 0.25, 32)
+    erased = boxes[boxes[:, 2] > 0]
+    assert 0.22 < len(erased) / 4000 < 0.28
+    assert ((erased[:, :2] + erased[:, 2:]) <= 32).all()
+
+
+def test_shifts_reach_every_place():
+    drawn = order.shifts(0, 0, np.arange(2000), 4)
+    assert drawn.min() == 0 and drawn.max() == 8 and drawn.shape == (2000, 2)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_mixing_shares_agree_with_what_is_mixed(mixup, cutmix):
+    mix = order.mixing(0, 1, 2, 1000, mixup, cutmix, 32)
+    area = mix.box[:, 2] * mix.box[:, 3] / 32**2
+    assert mix.share == pytest.approx(mix.blend - area, abs=1e-6)
+    assert mix.share.min() >= 0 and mix.share.max() <= 1
+    assert ((mix.box[:, :2] + mix.box[:, 2:]) <= 32).all()
+    cut, blended = (area > 0).mean(), (mix.blend < 1).mean()
+    assert (cut > 0.3) == bool(cutmix) and (blended > 0.3) == bool(mixup)
+    assert (mix.blend[area > 0] == 1).all()
+
+
+def test_mixing_follows_the_step_and_splits_by_rows():
+    first, again, other = (order.mixing(0, 0, step, 8, 0.2, 0.0, 8) for step in (5, 5, 6))
+    assert first.blend.tolist() == again.blend.tolist() != other.blend.tolist()
+    assert first.rows(4, 8).blend.tolist() == first.blend[2:4].tolist()

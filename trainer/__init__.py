@@ -1,0 +1,43 @@
+"""Train an image model under any way of using several devices, and measure each honestly.
+
+    from trainer import load_recipe, train
+    result = train(load_recipe("digits", "optimizer.lr=0.05", epochs=1))
+
+Names are resolved on first use, so that importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.data import register_dataset as register_dataset
+    from trainer.launching import evaluate as evaluate
+    from trainer.launching import train as train
+    from trainer.models import register_model as register_model
+    from trainer.recipe import Recipe as Recipe
+    from trainer.recipe import load as load_recipe
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Recipe": ("trainer.recipe", "Recipe"),
+    "load_recipe": ("trainer.recipe", "load"),
+    "train": ("trainer.training", "train"),
+    "evaluate": ("trainer.training", "evaluate"),
+    "register_model": ("trainer.models", "register_model"),
+    "register_dataset": ("trainer.data", "register_dataset"),
+}
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trainer' has no attribute '{name}'")
+    module, attribute = _HOME[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

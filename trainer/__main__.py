@@ -1,0 +1,180 @@
+"""`python -m trainer`: words -> command -> exit code."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+
+from trainer import launching, recipe, world
+from trainer.errors import DeviceMemoryError, DiskFullError, Interrupted, RecipeError, TrainerError
+from trainer.interrupts import leave_now
+
+USAGE = """\
+usage: python -m trainer [train] recipe=NAME [key=value ...]    train
+       python -m trainer evaluate checkpoint=RUN [key=value ...]    evaluate a trained run again
+       python -m trainer recipes [NAME] [key=value ...]    list the recipes, or print one completely
+
+  recipe=NAME      a shipped recipe, a YAML file or a run folder
+  key=value        anything the recipe holds, as in optimizer.lr=0.05 or devices=[cuda:0,cuda:1]
+  nproc=N          ranks on this machine (default: every GPU; without one, two)
+  plugin=MODULE    your own module, which registers models and data sets
+
+recipes:
+{recipes}
+
+examples:
+  python -m trainer recipe=digits
+  python -m trainer recipe=digits mode=single epochs=2 output=runs/first
+  torchrun --nproc_per_node=4 -m trainer recipe=resnet50 data.root=/data/imagenet
+"""
+COMMANDS = ("train", "evaluate", "recipes", "help")
+LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
+
+
+def main() -> None:
+    """Run the command that the words name, and leave with its exit code."""
+    code = answer(sys.argv[1:])
+    if _launched():
+        logging.shutdown()
+        leave_now(code)
+    sys.exit(code)
+
+
+def answer(words: Sequence[str]) -> int:
+    """The exit code of a command, after printing the one line of what went wrong, if anything did."""
+    try:
+        launching.die_with_parent()
+        return run(words)
+    except (Exception, KeyboardInterrupt) as error:
+        line, code = explain(error)
+    launching.report(line, code)
+    if not launching.has_speaker() and (not _launched() or world.place().is_main):
+        launching.say(line, code)
+    return code
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """What to print for an exception, and the exit code. Only what nobody foresaw, a bug, shows a traceback."""
+    text = " ".join(str(error).split())
+    if isinstance(error, TrainerError):
+        return text, error.code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C", Interrupted.code
+    if is_out_of_memory(error):
+        advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces"
+        return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        where = f" at {error.filename}" if error.filename else ""
+        return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
+    return "".join(traceback.format_exception(error)).rstrip(), 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine ran out of memory. Torch has a class for one and only messages for others."""
+    signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return memory or (isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command."""
+    command, rest = (words[0], words[1:]) if words else ("help", [])
+    if "=" in command:
+        command, rest = "train", words
+    if command == "train":
+        return train(rest)
+    if command == "evaluate":
+        return evaluate(rest)
+    if command == "recipes":
+        return recipes(rest)
+    if command in ("help", "--help", "-h"):
+        print(USAGE.format(recipes=_recipe_lines("  ")), end="")
+        return 0
+    guess = recipe.nearest(command, [*COMMANDS, *recipe.shipped_recipes()])
+    hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
+    raise RecipeError(f"'{command[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
+
+
+def train(words: Sequence[str]) -> int:
+    """Train here, or in ranks that torch's launcher starts."""
+    own, rest = split(words)
+    if "checkpoint" in own:
+        raise RecipeError("checkpoint= belongs to evaluate; to continue a run type output=runs/x resume=auto")
+    chosen = recipe.load(own.get("recipe"), *rest)
+    if "plugin" not in own:
+        recipe.check_model_name(chosen.model.name)
+        recipe.check_dataset_name(chosen.data.name)
+    launch = launching.prepare(chosen, own.get("nproc"))
+    if launch is not None:
+        return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)
+    launching.load_plugin(own.get("plugin"))
+    from trainer import training
+
+    training.run(chosen)
+    return 0
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Evaluate a trained run in this process, as the rank that the environment says."""
+    own, rest = split(words)
+    if "checkpoint" not in own:
+        raise RecipeError("evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x")
+    for key, instead in (("recipe", "the run folder has its own"), ("nproc", "start several ranks with torchrun")):
+        if key in own:
+            raise RecipeError(f"{key}= is not for evaluate: {instead}")
+    launching.load_plugin(own.get("plugin"))
+    from trainer import training
+
+    training.evaluate_run(own["checkpoint"], tuple(rest))
+    return 0
+
+
+def recipes(words: Sequence[str]) -> int:
+    """List the shipped recipes with a line each, or print one with all its keys."""
+    if not words:
+        print(_recipe_lines())
+        return 0
+    chosen, rest = words[0].removeprefix("recipe="), words[1:]
+    print(recipe.load(chosen, *rest).to_yaml(), end="")
+    return 0
+
+
+def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The words that say how to run, by name, and those that belong to the recipe.
+
+    Raises:
+        RecipeError: one of the former is given twice, or empty.
+    """
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in LAUNCH_WORDS:
+            rest.append(word)
+        elif key in own:
+            raise RecipeError(f"{key} is given twice, as '{key}={own[key]}' and as '{word}': keep one")
+        elif not value:
+            raise RecipeError(f"{key}= is empty: write a value or leave it out")
+        else:
+            own[key] = value
+    return own, rest
+
+
+def _recipe_lines(indent: str = "") -> str:
+    shipped = recipe.shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    return "\n".join(f"{indent}{name:{width}}  {recipe.describe(path)}" for name, path in shipped.items())
+
+
+def _launched() -> bool:
+    try:
+        return world.place().launched
+    except TrainerError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""torchvision's small sets: found in the data folder, or downloaded there by one process a node.
+
+The data folder is `data.root`, else $TRAINER_DATA, else ~/.cache/trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision import datasets as published
+
+from trainer.data.images import reason
+from trainer.errors import SetupError
+from trainer.recipe import DataRecipe
+
+PATIENCE = 30  # seconds without a byte before a download is given up
+Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
+
+
+@dataclass(frozen=True)
+class Published:
+    """A set that torchvision knows."""
+
+    maker: Any
+    folder: str  # what torchvision expects in the data folder
+    files: str  # what must lie in it, for people
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+_IDX = "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
+PUBLISHED = {
+    "mnist": Published(published.MNIST, "MNIST", f"raw/ with {_IDX}", (0.1307,), (0.3081,)),
+    "fashion_mnist": Published(published.FashionMNIST, "FashionMNIST", f"raw/ with {_IDX}", (0.2860,), (0.3530,)),
+    "cifar10": Published(
+        published.CIFAR10,
+        "cifar-10-batches-py",
+        "what cifar-10-python.tar.gz holds",
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+    ),
+    "cifar100": Published(
+        published.CIFAR100,
+        "cifar-100-python",
+        "what cifar-100-python.tar.gz holds",
+        (0.5071, 0.4865, 0.4409),
+        (0.2673, 0.2564, 0.2762),
+    ),
+}
+
+
+def data_folder(data: DataRecipe) -> Path:
+    """Where published sets live."""
+    return Path(data.root or os.environ.get("TRAINER_DATA") or "~/.cache/trainer").expanduser()
+
+
+def load_published(data: DataRecipe) -> tuple[Split, Split, tuple[str, ...]]:
+    """(training set, held-out set, class names), downloaded where that is needed and allowed.
+
+    Raises:
+        SetupError: not here and not to be had; the line says what to put where.
+    """
+    known, root = PUBLISHED[data.name], data_folder(data)
+    found = _load(known, root)
+    if found is None:
+        why = "data.download=false"
+        if data.download:
+            try:
+                with _alone(root, data.name):  # the ranks that waited find it there
+                    found = _load(known, root) or _download(known, root, data.name)
+            except (OSError, RuntimeError, EOFError, ValueError) as error:
+                why = f"the download failed: {reason(error)}"
+        if found is None:
+            raise SetupError(
+                f"{data.name} is not in {root} ({why}); put {known.folder}/ there, {known.files}, "
+                "or type data.root=FOLDER where it is"
+            )
+    return found
+
+
+def _load(known: Published, root: Path) -> tuple[Split, Split, tuple[str, ...]] | None:
+    """The set as it lies in `root`; None where it does not, or not whole."""
+    if not (root / known.folder).is_dir():
+        return None
+    try:
+        train, val = known.maker(root, train=True), known.maker(root, train=False)
+    except RuntimeError:  # torchvision: files are missing or have the wrong checksum
+        return None
+    except (OSError, ValueError, EOFError, AssertionError, pickle.UnpicklingError) as error:
+        raise SetupError(f"{root / known.folder} cannot be read ({reason(error)}); remove it and start again") from None
+    return _tensors(train), _tensors(val), tuple(train.classes)
+
+
+def _tensors(data: Any) -> Split:
+    pixels = torch.as_tensor(data.data)  # (N, H, W) or (N, H, W, C)
+    if pixels.dim() == 3:
+        pixels = pixels[..., None]
+    return pixels.permute(0, 3, 1, 2), torch.as_tensor(np.asarray(data.targets), dtype=torch.int64)
+
+
+def _download(known: Published, root: Path, name: str) -> tuple[Split, Split, tuple[str, ...]] | None:
+    """Download beside the place and rename, so that whoever is killed leaves nothing that looks whole."""
+    for left_over in root.glob(f".{name}-*.tmp"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    place = root / f".{name}-{os.getpid()}.tmp"
+    patience = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(PATIENCE)
+    try:
+        place.mkdir()
+        for train in (True, False):
+            known.maker(place, train=train, download=True)
+        shutil.rmtree(root / known.folder, ignore_errors=True)  # only what was not whole
+        os.replace(place / known.folder, root / known.folder)
+    finally:
+        socket.setdefaulttimeout(patience)
+        shutil.rmtree(place, ignore_errors=True)
+    return _load(known, root)
+
+
+@contextlib.contextmanager
+def _alone(root: Path, name: str) -> Iterator[None]:
+    """Hold this node's lock on a set. The kernel lets go of it when the holder dies."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / f".{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

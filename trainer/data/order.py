@@ -1,0 +1,171 @@
+"""The order of samples and every random draw about them: pure functions of (seed, epoch, sample).
+
+A counter-based hash takes the place of a random stream, so that a draw needs no state. The same sample gets the same
+draws with any number of ranks and loader workers, and in a run that was stopped and resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+# What a draw is for. CROP and ERASE take BOX_DRAWS numbers each.
+ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL = range(8)
+BOX_TRIES = 10
+BOX_DRAWS = 4 * BOX_TRIES
+CROP, ERASE = 100, 200
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _scramble(values: Array) -> Array:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every bit of the input moves every bit of the output."""
+    values = values ^ (values >> np.uint64(30))
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+@lru_cache(maxsize=64)
+def _key(seed: int, epoch: int) -> Array:
+    key = _scramble(np.array([seed], np.uint64) + _GOLDEN)
+    return _scramble(key + np.array([epoch], np.uint64) * _GOLDEN)
+
+
+def hashed(seed: int, epoch: int, index: npt.ArrayLike, draw: npt.ArrayLike) -> Array:
+    """64 random bits for each (index, draw), broadcast together; at least one-dimensional uint64."""
+    rows = np.atleast_1d(np.asarray(index)).astype(np.uint64)
+    draws = np.atleast_1d(np.asarray(draw)).astype(np.uint64)
+    return _scramble(_scramble(rows + _key(seed, epoch)) + draws * _GOLDEN)
+
+
+def uniform(seed: int, epoch: int, index: npt.ArrayLike, draw: npt.ArrayLike) -> Array:
+    """As `hashed`, as float64 in [0, 1)."""
+    return np.asarray((hashed(seed, epoch, index, draw) >> np.uint64(11)) * 2.0**-53)
+
+
+def permutation(seed: int, epoch: int, samples: int) -> Array:
+    """The order of an epoch: every index below `samples` once, (samples,) int64."""
+    return np.argsort(hashed(seed, epoch, np.arange(samples), ORDER), kind="stable")
+
+
+def shard_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> Array:
+    """What one shard reads of an epoch: (steps, pieces, rows) sample indices.
+
+    Global batch b is order[b * batch_size : (b + 1) * batch_size]; shard `index` of `count` reads its contiguous share,
+    cut into `pieces` contiguous micro-batches. The last partial global batch is dropped.
+    """
+    steps = len(order) // batch_size
+    return order[: steps * batch_size].reshape(steps, count, pieces, -1)[:, index]
+
+
+def evaluation_spans(samples: int, rows: int, index: int, count: int) -> list[tuple[int, int]]:
+    """Which samples one shard evaluates, as (start, stop), a batch each: all shards together take each sample once.
+
+    Every shard has as many batches; a stop short of `rows`, or equal to start, is to be padded.
+    """
+    starts = range(index * rows, index * rows + samples + (-samples) % (rows * count), rows * count)
+    return [(min(start, samples), min(start + rows, samples)) for start in starts]
+
+
+def shifts(seed: int, epoch: int, index: Array, padding: int) -> Array:
+    """Where a crop of an image padded by `padding` on all sides starts: (n, 2) int64, y then x."""
+    drawn = uniform(seed, epoch, index[:, None], np.array([SHIFT_Y, SHIFT_X]))
+    return np.asarray(drawn * (2 * padding + 1)).astype(np.int64)
+
+
+def flips(seed: int, epoch: int, index: Array, probability: float) -> Array:
+    """Which images are mirrored: (n,) bool."""
+    return np.asarray(uniform(seed, epoch, index, FLIP) < probability)
+
+
+def box_draws(seed: int, epoch: int, index: Array, purpose: int) -> Array:
+    """The numbers behind one box (CROP or ERASE) an image: (n, BOX_TRIES, 4)."""
+    draws = uniform(seed, epoch, index[:, None], purpose + np.arange(BOX_DRAWS))
+    return draws.reshape(len(index), BOX_TRIES, 4)
+
+
+def crop_boxes(draws: Array, height: int, width: int, scale: tuple[float, float]) -> Array:
+    """Random resized crops, by torchvision's law: (n, 4) int64 of top, left, height, width.
+
+    The area is a uniform share of the image's, the logarithm of the aspect ratio uniform between 3/4 and 4/3; after ten
+    tries that do not fit, the largest central box with such a ratio.
+    """
+    ratio = (3 / 4, 4 / 3)
+    boxes, found = _boxes(draws, height, width, scale, ratio, margin=0)
+    if not found.all():
+        h = min(height, round(width / ratio[0]))
+        w = min(width, round(height * ratio[1]))
+        boxes[~found] = ((height - h) // 2, (width - w) // 2, h, w)
+    return boxes
+
+
+def erase_boxes(seed: int, epoch: int, index: Array, probability: float, size: int) -> Array:
+    """Random erasing (Zhong et al. 2017), by torchvision's law.
+
+    Returns (n, 4) int64 of top, left, height, width; 0 high where nothing is erased.
+    """
+    draws = box_draws(seed, epoch, index, ERASE)
+    boxes, found = _boxes(draws, size, size, (0.02, 0.33), (0.3, 3.3), margin=1)
+    boxes[~(found & (uniform(seed, epoch, index, ERASE_OR_NOT) < probability))] = 0
+    return boxes
+
+
+def _boxes(
+    draws: Array, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], margin: int
+) -> tuple[Array, Array]:
+    """The first of each row's tries that is at most the image less `margin`, and whether there was one."""
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[..., 0])
+    low, high = np.log(ratio)
+    aspect = np.exp(low + (high - low) * draws[..., 1])
+    h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+    w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+    fits = (h > 0) & (w > 0) & (h <= height - margin) & (w <= width - margin)
+    rows, first = np.arange(len(draws)), fits.argmax(1)
+    h, w = h[rows, first], w[rows, first]
+    top = (draws[rows, first, 2] * (height - h + 1)).astype(np.int64)
+    left = (draws[rows, first, 3] * (width - w + 1)).astype(np.int64)
+    return np.stack([top, left, h, w], 1), fits.any(1)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How neighbours (2k, 2k + 1) of a global batch are mixed with each other; P pairs."""
+
+    blend: Array  # (P,) float32: each image's own share of its pixels (mixup); 1 where the pair is cut
+    share: Array  # (P,) float32: each image's own share of its label
+    box: Array  # (P, 4) int64 of top, left, height, width: what the pair exchanges (cutmix); 0 high where it is blended
+
+    def rows(self, start: int, stop: int) -> Mix:
+        """The pairs of images start to stop of the global batch."""
+        pairs = slice(start // 2, stop // 2)
+        return Mix(self.blend[pairs], self.share[pairs], self.box[pairs])
+
+
+def mixing(seed: int, epoch: int, step: int, pairs: int, mixup: float, cutmix: float, size: int) -> Mix:
+    """Draw mixup (Zhang et al. 2017) and cutmix (Yun et al. 2019) for the pairs of one global batch.
+
+    `mixup` and `cutmix` are the alphas of Beta(alpha, alpha), 0 is off; with both on, a pair takes either with
+    probability one half. Cut boxes keep the share 1 - lambda of the area, are clipped at the border, and the labels
+    follow the clipped area.
+    """
+    stream = np.random.Generator(np.random.Philox(key=int(hashed(seed, epoch, step, MIX)[0])))
+    cut = stream.random(pairs) < (0.5 if mixup else 1.0) if cutmix else np.zeros(pairs, bool)
+    blended = stream.beta(mixup, mixup, pairs) if mixup else np.ones(pairs)
+    kept = stream.beta(cutmix, cutmix, pairs) if cutmix else np.ones(pairs)
+    side = (size * np.sqrt(1 - kept)).astype(np.int64)[:, None]
+    centre = stream.integers(0, size, (pairs, 2))
+    start = np.clip(centre - side // 2, 0, size)
+    length = np.clip(centre - side // 2 + side, 0, size) - start
+    box = np.where(cut[:, None], np.concatenate([start, length], 1), 0)
+    exchanged = box[:, 2] * box[:, 3] / size**2
+    blend = np.where(cut, 1.0, blended).astype(np.float32)
+    return Mix(blend, np.where(cut, 1 - exchanged, blended).astype(np.float32), box)

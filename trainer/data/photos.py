@@ -1,0 +1,139 @@
+"""Photos: from a sample index to a uint8 image of the right size, in a loader worker."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.transforms.v2 import functional as vision
+
+from trainer.data import order
+from trainer.data.augment import Auto, private_random_state
+from trainer.data.images import reason
+from trainer.data.order import Array
+from trainer.data.sets import PhotoSource
+from trainer.recipe import AugmentRecipe
+
+TINY = 64  # images of this size and less are not zoomed into
+NEIGHBOURS = 100  # how many further samples are tried in place of one that cannot be read
+
+Key = tuple[int, int | None, Array]  # slot to fill; epoch, or None for evaluation; sample indices
+Failure = tuple[str, str]  # what could not be read, and why
+
+
+def for_evaluation(image: Tensor, size: int) -> Tensor:
+    """Resize the shorter side to size / 0.875 and cut out the centre; tiny ones are only resized."""
+    shorter = size if size <= TINY else round(size / 0.875)
+    if min(image.shape[-2:]) != shorter:
+        image = vision.resize(image, [shorter], antialias=True)
+    centre: Tensor = vision.center_crop(image, [size, size])
+    return centre
+
+
+class PhotoDraws:
+    """The random part of some photos' way to training, before they leave the worker."""
+
+    def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
+        self.recipe = recipe
+        self.crop = order.box_draws(seed, epoch, index, order.CROP) if recipe.crop == "resized" else None
+        self.shift = order.shifts(seed, epoch, index, recipe.crop_padding)
+        self.flip = order.flips(seed, epoch, index, recipe.hflip)
+        self.auto = Auto(recipe, seed, epoch, index)
+
+    def apply(self, row: int, image: Tensor, size: int) -> Tensor:
+        """A decoded (C, height, width) uint8 image as (C, size, size)."""
+        if self.crop is not None:
+            low, high = self.recipe.crop_scale
+            drawn = self.crop[row : row + 1]
+            box = order.crop_boxes(drawn, image.shape[1], image.shape[2], (low, high))[0].tolist()
+            image = vision.resized_crop(image, *box, [size, size], antialias=True)
+        else:
+            image = for_evaluation(image, size)
+            if self.recipe.crop == "pad":
+                top, left = self.shift[row].tolist()
+                image = F.pad(image, (self.recipe.crop_padding,) * 4)[:, top : top + size, left : left + size]
+        if self.flip[row]:
+            image = image.flip(-1)
+        return self.auto(row, image)
+
+
+class Reader:
+    """Fills a slot of the shared batch buffers with the samples of a key. The data set that DataLoader workers hold.
+
+    It never raises for a sample: a worker's traceback is no message for a user.
+    """
+
+    def __init__(
+        self,
+        source: PhotoSource,
+        images: Tensor,
+        labels: Tensor,
+        augment: AugmentRecipe,
+        seed: int,
+        skip: bool,
+    ) -> None:
+        """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows) int64 are the buffers."""
+        self.source, self.images, self.labels = source, images, labels
+        self.augment, self.seed, self.skip = augment, seed, skip
+        self.size, self.channels = images.shape[2], images.shape[4]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, key: Key) -> tuple[int, list[Failure], bool]:
+        """Fill a slot. Returns how many rows are real, what could not be read, and whether that is the end."""
+        slot, epoch, index = key
+        images, labels = self.images[slot], self.labels[slot]
+        if epoch is None:
+            return self._evaluation(images, labels, index)
+        return self._training(images, labels, epoch, index)
+
+    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Failure], bool]:
+        draws = PhotoDraws(self.augment, self.seed, epoch, index)
+        failures: list[Failure] = []
+        with private_random_state():
+            for row, sample in enumerate(index.tolist()):
+                image, label, failed = self._readable(sample)
+                failures += failed
+                if image is None:
+                    return 0, failures, True
+                image = draws.apply(row, image, self.size)
+                images[row] = image.permute(1, 2, 0)
+                labels[row] = label
+        return len(index), failures, False
+
+    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> tuple[int, list[Failure], bool]:
+        failures: list[Failure] = []
+        row = 0
+        for sample in index.tolist():
+            image, label, failed = self._try(sample)
+            failures += failed
+            if image is None:
+                if not self.skip:
+                    return 0, failures, True
+                continue
+            images[row] = for_evaluation(image, self.size).permute(1, 2, 0)
+            labels[row] = label
+            row += 1
+        images[row:] = images[row - 1] if row else 0
+        labels[row:] = labels[row - 1] if row else 0
+        return row, failures, False
+
+    def _readable(self, sample: int) -> tuple[Tensor | None, int, list[Failure]]:
+        """The sample or, where skipping is allowed, the next one that can be read."""
+        image, label, failures = self._try(sample)
+        for step in range(1, NEIGHBOURS):
+            if image is not None or not self.skip:
+                break
+            image, label, _ = self._try((sample + step) % len(self.source))
+        return image, label, failures
+
+    def _try(self, sample: int) -> tuple[Tensor | None, int, list[Failure]]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow's, about odd metadata: once a worker, for images that are fine
+                image, label = self.source.read(sample, self.channels)
+            return image, label, []
+        except Exception as error:  # decoders and users' data sets raise anything at all
+            return None, 0, [(self.source.where(sample), reason(error))]

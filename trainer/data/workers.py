@@ -1,0 +1,223 @@
+"""Photos through loader workers: a DataLoader that hands out slots of shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from trainer.data.folders import unreadable
+from trainer.data.order import Array
+from trainer.data.photos import Failure, Key, Reader
+from trainer.data.sets import PhotoSource
+from trainer.errors import PeerError, RecipeError, SetupError
+from trainer.recipe import Recipe
+
+PREFETCH = 2  # batches each worker reads ahead
+POLL = 1.0  # seconds between two looks at whether the workers live
+SHARED_MEMORY = "/dev/shm"
+
+
+def slots(workers: int) -> int:
+    """Batches that are being filled or read at once: what DataLoader sends ahead, and the one in use."""
+    return workers * PREFETCH + 1 if workers else 1
+
+
+def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
+    """Refuse to start what would die of a bus error later.
+
+    Raises:
+        SetupError: less than `needed` bytes of shared memory are free.
+    """
+    if not os.path.isdir(folder):
+        return
+    state = os.statvfs(folder)
+    free = state.f_bavail * state.f_frsize
+    if free < needed:
+        raise SetupError(
+            f"loader workers need {needed / 2**20:.0f} MiB of shared memory, {folder} has {free / 2**20:.0f} free: "
+            f"use fewer data.workers (data.workers=0 needs none), "
+            f"or start the container with --shm-size={-(-needed // 2**30)}g or more"
+        )
+
+
+class PhotoFeed:
+    """Reads batches of one split of photos, in workers or (workers=0) in this process.
+
+    A worker writes into a slot of a buffer that all share, and only the slot's number travels: nothing is allocated in
+    a step, what is needed is known before the start, and a stopped worker cannot block this process half-way through
+    handing over a tensor.
+    """
+
+    def __init__(
+        self,
+        source: PhotoSource,
+        size: int,
+        channels: int,
+        rows: int,
+        recipe: Recipe,
+        workers: int,
+        device: torch.device,
+    ) -> None:
+        self.source, self.rows, self.workers, self.device = source, rows, workers, device
+        self.skip, self.patience = recipe.data.on_error == "skip", recipe.timeout
+        self.images = torch.empty(slots(workers), rows, size, size, channels, dtype=torch.uint8)
+        self.labels = torch.zeros(slots(workers), rows, dtype=torch.int64)
+        if workers:
+            for buffer in (self.images, self.labels):
+                buffer.share_memory_()  # type: ignore[no-untyped-call]
+        self.failures: list[Failure] = []
+        self._reader = Reader(source, self.images, self.labels, recipe.augment, recipe.seed, self.skip)
+        self._keys: list[Key] = []
+        self._loader: Any = None
+        self._batches: Any = None
+        self._processes: list[BaseProcess] = []
+        self._busy = False
+
+    def training(self, epoch: int, batches: Array) -> Iterator[tuple[Tensor, Tensor]]:
+        """A batch for each of the given (n, rows) sample indices: images (rows, H, W, C) uint8 and labels."""
+        for images, labels, _ in self._read([(n % len(self.images), epoch, index) for n, index in enumerate(batches)]):
+            yield images, labels
+
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Batches of samples start to stop, in full shape, with the number of rows that count."""
+        return self._read([(n % len(self.images), None, np.arange(*span)) for n, span in enumerate(spans)])
+
+    def close(self) -> None:
+        """End the workers: they get a moment to finish, a hung one is killed."""
+        self._busy = False
+        if not self._processes:
+            return
+        killer = threading.Timer(2 * POLL, _kill, [self._processes])
+        killer.daemon = True
+        killer.start()
+        self._batches = self._loader = None  # DataLoader tells its workers when it goes, and waits for them
+        killer.cancel()
+        _kill(self._processes)
+        self._processes = []
+
+    def _read(self, keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        if self._busy:  # the last epoch was left half-way: its batches are still coming
+            self.close()
+        if self.workers:
+            self._start(keys)
+        self._busy = True
+        try:
+            for n, key in enumerate(keys):
+                count, failures, end = self._next(n, key) if self.workers else self._reader.__getitems__(key)
+                self._busy = n < len(keys) - 1
+                self.failures += failures
+                if end:
+                    raise unreadable(*failures[0])
+                images, labels = self.images[key[0]], self.labels[key[0]]
+                if self.device.type == "cuda":  # pinned, so that the copy to the device does not hold up this process
+                    images = images.pin_memory().to(self.device, non_blocking=True)
+                    labels = labels.pin_memory().to(self.device, non_blocking=True)
+                else:  # the slot is filled again as soon as the next batch is asked for
+                    labels = labels.clone()
+                yield images, labels, count
+        finally:
+            if self._busy:
+                self.close()
+
+    def _start(self, keys: list[Key]) -> None:
+        self._keys[:] = keys
+        if self._loader is not None:
+            self._batches = iter(self._loader)
+            return
+        # Never fork this process: after OpenMP or CUDA has started, the child hangs. The server has only loaded torch.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["trainer.data.preload"])
+        self._loader = DataLoader(
+            self._reader,  # type: ignore[arg-type]  # a list of samples is all it is asked for
+            batch_sampler=self._keys,  # type: ignore[arg-type]
+            num_workers=self.workers,
+            collate_fn=_as_it_is,
+            timeout=min(POLL, self.patience),
+            worker_init_fn=_begin,
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # else it draws from the global one
+            prefetch_factor=PREFETCH,
+            persistent_workers=True,
+        )
+        others = set(multiprocessing.active_children())
+        try:
+            self._batches = iter(self._loader)
+        except (TypeError, AttributeError, ImportError) as error:
+            raise RecipeError(
+                f"the data set cannot be sent to loader workers ({error}); "
+                "define its class in a module, or set data.workers=0"
+            ) from None
+        except OSError as error:
+            raise SetupError(f"loader workers cannot be started ({error}); set data.workers=0") from None
+        self._processes = [child for child in multiprocessing.active_children() if child not in others]
+        self._processes.sort(key=lambda child: child.pid or 0)
+        weakref.finalize(self, _kill, self._processes)  # also when this process ends without close()
+
+    def _next(self, n: int, key: Key) -> tuple[int, list[Failure], bool]:
+        """The report of the n-th batch, within `timeout` seconds."""
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                report: tuple[int, list[Failure], bool] = next(self._batches)
+                return report
+            except (RuntimeError, OSError, EOFError) as error:
+                if "timed out" in str(error) and time.monotonic() < deadline:
+                    continue
+                raise PeerError(self._lost(n, key, error)) from None
+
+    def _lost(self, n: int, key: Key, error: BaseException) -> str:
+        index = key[2]
+        awaited = (
+            f"{len(index)} samples from {self.source.where(int(index[0]))} on were awaited"
+            if len(index)
+            else "nothing was awaited"
+        )
+        died = re.search(r"\(pid\(s\) ([\d, ]+)\) exited", str(error))
+        if died:
+            what = f"loader worker {died[1]} died (killed, or out of memory)"
+        elif "timed out" in str(error):
+            pids = [child.pid for child in self._processes]
+            what = f"loader worker {pids[n % len(pids)]} did not answer for timeout={self.patience:g} seconds"
+        else:
+            what = f"a loader worker was lost ({str(error).partition(chr(10))[0]})"
+        return f"{what}; {awaited}; data.workers=0 reads in this process"
+
+
+def _as_it_is(report: Any) -> Any:
+    return report
+
+
+def _begin(_: int) -> None:
+    """In a new worker: leave signals to the parent, and go when it goes, however it goes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_follow, args=[parent.sentinel], daemon=True).start()
+
+
+def _follow(sentinel: int) -> None:
+    # PR_SET_PDEATHSIG would watch the fork server, which lives as long as its children: wait for the rank itself.
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()

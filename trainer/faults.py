@@ -1,0 +1,34 @@
+"""Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`.
+
+Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (the caller poisons its loss), `oom` and `full` (raise what torch
+and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`.
+Unset, `active` is False and every call site is a single falsy test.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+
+active = bool(os.environ.get("TRAINER_FAULT"))
+
+
+def fault(place: object, moment: object) -> bool:
+    """Do what `TRAINER_FAULT` asks for here, if this is the place (a rank, or "save") and the moment (a step, or a point).
+
+    Returns True when the kind is one that the caller must act out itself (`nan`).
+    """
+    kind, _, where = os.environ.get("TRAINER_FAULT", "").partition("@")
+    if where != f"{place}:{moment}":
+        return False
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        time.sleep(1e6)
+    if kind == "oom":
+        raise MemoryError("out of memory (TRAINER_FAULT)")
+    if kind == "full":
+        raise OSError(errno.ENOSPC, "No space left on device (TRAINER_FAULT)")
+    return kind == "nan"

@@ -1,0 +1,313 @@
+"""Where the ranks come from: this process, a torchrun that the user started, or one that we start.
+
+There is one launcher, torch's own; `start` calls it within this process, so that the exit code and the line of the rank
+that failed reach the user unchanged. Nothing here imports torch before it starts something.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import errors, world
+from trainer.errors import PeerError, RecipeError, SetupError, TrainerError
+from trainer.recipe import Recipe, check_processes
+from trainer.topology import Launch, topology
+
+# Set by our launcher for its ranks and by the API for the trainer it starts: whom to die with, who speaks for them.
+PARENT = "TRAINER_PARENT"
+
+
+def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
+    """Hold a recipe against processes and devices before anything heavy starts.
+
+    Returns:
+        What to `start`, or None when this process trains: it is a rank already, or there is only one.
+
+    Raises:
+        RecipeError: it cannot run like this; the line says what can.
+    """
+    me = world.place()
+    if me.launched:
+        if nproc is not None and nproc != str(me.local_size):
+            raise RecipeError(
+                f"nproc={nproc} but torchrun started {me.local_size} here: leave nproc= out, "
+                f"or type torchrun --nproc_per_node={nproc}"
+            )
+        launch, size = Launch(me.local_size), me.size
+    else:
+        launch = topology(os.environ, nproc, recipe, world.cuda_count, world.cores())
+        size = launch.size
+    check_processes(recipe, size)
+    on_cpu = recipe.devices != "auto" and set(recipe.devices) == {"cpu"}
+    world.device_names(recipe, launch.nproc, 0 if on_cpu else world.cuda_count())
+    return None if me.launched or size == 1 else launch
+
+
+def wants_children(recipe: Recipe) -> bool:
+    """Whether the Python API has to start torchrun for this recipe here."""
+    return prepare(recipe) is not None
+
+
+def load_plugin(name: str | None) -> None:
+    """Import the user's own module, which registers models and data sets; the working folder comes first.
+
+    Raises:
+        RecipeError: there is no such module.
+    """
+    if not name:
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            hint = f" (write plugin={name.removesuffix('.py')}, without .py)" if name.endswith(".py") else ""
+            raise RecipeError(f"plugin={name}: no module of that name in {os.getcwd()} or installed{hint}") from None
+        raise RecipeError(f"plugin={name} imports {error.name}, which is not installed") from None
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"plugin={name} is not a module's name: {error}") from None
+
+
+# --- starting torchrun ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank failed: its exit code as the system gives it (negative: killed by a signal), its line, when."""
+
+    rank: int
+    code: int
+    line: str = ""
+    time: float = 0.0
+
+
+def verdict(endings: Iterable[Ending]) -> Ending:
+    """The failure that explains the others, with the code and the line that the launcher passes on.
+
+    A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
+    counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
+    """
+    follows = {130: 1, PeerError.code: 2, 143: 3}
+    first = min(endings, key=lambda end: (follows.get(_exit_code(end.code), 0), end.code >= 0, end.time, end.rank))
+    return Ending(first.rank, _exit_code(first.code), first.line or _obituary(first), first.time)
+
+
+def _exit_code(code: int) -> int:
+    if code >= 0:
+        return code
+    return 128 - code if -code in (signal.SIGINT, signal.SIGTERM) else PeerError.code
+
+
+def _obituary(end: Ending) -> str:
+    if end.code >= 0:
+        return f"rank {end.rank} ended with exit code {end.code}"
+    try:
+        name = signal.Signals(-end.code).name
+    except ValueError:
+        name = f"signal {-end.code}"
+    return f"rank {end.rank} was killed by {name}" + (
+        " (the system may be short of memory)" if name == "SIGKILL" else ""
+    )
+
+
+def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
+    """Run `python -m trainer words...` under torchrun, within this process.
+
+    Returns:
+        0, or the exit code of the rank that failed first, after printing its line.
+    """
+    loud = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = loud or "FATAL"  # read once, here: pages of stack for nodes that do not meet
+    from torch.distributed import run
+
+    if not loud:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    arguments = [f"--nproc_per_node={launch.nproc}", f"--nnodes={launch.nnodes}", "--max_restarts=0"]
+    arguments += [f"--rdzv_conf=timeout={math.ceil(recipe.timeout)}"]
+    if launch.nnodes == 1:
+        arguments += ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1"]
+        arguments += [f"--rdzv_id={uuid.uuid4().hex}"]
+    else:
+        arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
+        arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
+    os.environ[PARENT] = str(os.getpid())
+    quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
+    quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
+        arguments += [f"--log_dir={logs}", "--module", "trainer", *words]
+        try:
+            ending = _ending(lambda: run.run(run.parse_args(arguments)), Path(logs), launch)  # type: ignore[no-untyped-call]
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    if ending is None:
+        return 0
+    say(ending.line, ending.code)
+    return ending.code
+
+
+def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending | None:
+    """Run to the end; None when every rank ended well."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun()
+    except ChildFailedError as failed:
+        reports = _reports(logs)
+        return verdict(
+            reports.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
+            for rank, failure in failed.failures.items()
+        )
+    except SignalException as stopped:
+        # The agent has passed the signal on and waited. A rank that could not save tells by a code of its own.
+        ours = Ending(sys.maxsize, 128 + stopped.sigval, f"stopped by {stopped.sigval.name}", time.time())
+        return verdict([ours, *(end for end in _reports(logs).values() if end.code != PeerError.code)])
+    except Exception as error:
+        if not type(error).__name__.startswith(("Dist", "Rendezvous")):
+            raise
+        where = f"{launch.master_addr}:{launch.master_port}"
+        raise SetupError(f"the nodes cannot meet at {where}: {str(error).splitlines()[0]}") from None
+    return None
+
+
+def _reports(logs: Path) -> dict[int, Ending]:
+    """What the ranks of this node wrote when they failed, by rank."""
+    found: dict[int, Ending] = {}
+    for path in logs.glob("*/attempt_*/*/error.json"):
+        try:
+            message = json.loads(path.read_text())["message"]
+            extra = message["extraInfo"]
+            end = Ending(extra["rank"], message["errorCode"], extra["py_callstack"], extra["time"])
+            found[end.rank] = end
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+# --- being a rank, or a child -----------------------------------------------------------------------------------------
+
+
+def report(line: str, code: int) -> None:
+    """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": world.place().rank}
+    with suppress(OSError):  # the exit code still tells
+        Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+
+
+def say(line: str, code: int) -> None:
+    """Print a run's last word: one line on stderr (or a bug's traceback)."""
+    prefix = "" if line.startswith("Traceback") else "trainer: " if code in (130, 143) else "trainer: error: "
+    print(f"{prefix}{line}", file=sys.stderr, flush=True)
+
+
+def has_speaker() -> bool:
+    """Whether a launcher of ours prints for this rank."""
+    return PARENT in os.environ and world.place().launched
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, so that no rank outlives its launcher."""
+    parent = os.environ.get(PARENT)
+    if parent is None and not world.place().launched:
+        return
+    before = int(parent) if parent and parent.isdigit() else os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != before:  # it died before we asked
+        os._exit(PeerError.code)
+
+
+def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
+    """Train a many-process mode from the Python API: `python -m trainer` in a child, its result.json as the answer.
+
+    Raises:
+        TrainerError: of the kind that the child's exit code names, with its line.
+    """
+    folder = Path(recipe.output).expanduser() if recipe.output else _fresh_folder(recipe)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as temporary:
+        file = Path(temporary, f"{recipe.name}.yaml")
+        file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
+        command = [sys.executable, "-m", "trainer", f"recipe={file}", *([f"plugin={plugin}"] if plugin else [])]
+        # A session of its own: Ctrl-C reaches the child once, from here.
+        child = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, PARENT: str(os.getpid())},
+            start_new_session=True,
+        )
+        try:
+            last = _pass_on(child)
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            _pass_on(child)
+            raise
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    code = _exit_code(child.returncode)
+    if code == 0:
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return result
+    kinds = {kind.code: kind for kind in TrainerError.__subclasses__()}
+    raise kinds.get(code, TrainerError)(last or f"the training ended with exit code {code}")
+
+
+def _pass_on(child: subprocess.Popen[str]) -> str:
+    """Copy a child's stderr to ours until it ends, and return its last word; an error is kept back, to be raised."""
+    last = ""
+    for line in child.stderr or ():
+        if line.startswith("trainer: "):
+            last = line.strip().removeprefix("trainer: ").removeprefix("error: ")
+        if not line.startswith("trainer: error: "):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+    child.wait()
+    return last
+
+
+def _fresh_folder(recipe: Recipe) -> Path:
+    stem = f"runs/{recipe.name}-{recipe.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        folder = Path(stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SetupError(f"{folder} cannot be made ({error.strerror}); choose a folder with output=") from None
+    raise errors.FolderInUseError(f"{stem} and 998 more exist already; choose a folder with output=")
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed blocks: by default it returns big ones to the kernel and fetches new ones every step."""
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX: no block of its own mapping, which would go back when freed

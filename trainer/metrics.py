@@ -1,0 +1,201 @@
+"""What is measured: accuracy sums, step times, throughput, memory, FLOPs. Nothing here waits for a device in a step."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+# Dense bf16/fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12}
+
+
+@dataclass
+class Sums:
+    """Evaluation sums, 0-dim float64 on the device: added over batches and ranks, divided once."""
+
+    loss: Tensor
+    correct1: Tensor
+    correct5: Tensor
+    count: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Sums:
+        return cls(*torch.zeros(4, dtype=torch.float64, device=device).unbind())
+
+    def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
+        """Count the first `count` rows of logits (N, classes) against class indices (N,); the rest is padding."""
+        outputs, targets = outputs[:count].float(), targets[:count]
+        self.loss += cross_entropy(outputs, targets, reduction="sum")
+        best = outputs.topk(min(5, outputs.shape[1])).indices
+        hits = best == targets[:, None]
+        self.correct1 += hits[:, 0].sum()
+        self.correct5 += hits.sum()
+        self.count += count
+
+    def as_tensor(self) -> Tensor:
+        """(4,) on the CPU: loss, correct1, correct5, count."""
+        return torch.stack([self.loss, self.correct1, self.correct5, self.count]).cpu()
+
+
+class StepTimer:
+    """Times of steps, and of waiting for data within them, cut into windows that end at synchronised moments.
+
+    On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock.
+    """
+
+    def __init__(self, device: torch.device, warmup: int) -> None:
+        self.device = device
+        self.warmup = warmup
+        self.seen = 0
+        self.steps = array("d")  # seconds of each measured step
+        self.early = array("d")  # the same for warm-up steps after the first, used by runs with nothing else
+        self.waits = [0.0, 0.0]  # seconds waited for data in measured, and early, steps
+        self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
+        self._events: list[torch.cuda.Event] = []
+        self._pending: list[tuple[float, float]] = []  # (time of the step's end, seconds it waited for data)
+        self.start()
+
+    def start(self) -> None:
+        """A window begins here: what lies before (evaluation, saving) is nobody's step."""
+        self._pending.clear()
+        if self.device.type == "cuda":
+            self._events = [self._event()]
+        self._begun = time.perf_counter()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def step(self, waited: float) -> None:
+        """A step has been issued, after waiting so long for its data."""
+        if self.device.type == "cuda":
+            self._events.append(self._event())
+        self._pending.append((time.perf_counter(), waited))
+
+    def stop(self) -> tuple[int, float, float]:
+        """Close the window after a synchronisation: its steps, its seconds, its seconds waiting for data."""
+        if not self._pending:
+            self.start()
+            return 0, 0.0, 0.0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            durations = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
+        else:
+            ends = [self._begun, *(end for end, _ in self._pending)]
+            durations = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        seconds = time.perf_counter() - self._begun
+        waits = [wait for _, wait in self._pending]
+        first = self.seen
+        self.seen += len(durations)
+        for number, (duration, wait) in enumerate(zip(durations, waits, strict=True), first):
+            if number >= self.warmup:
+                self.steps.append(duration)
+                self.waits[0] += wait
+            elif number > 0:
+                self.early.append(duration)
+                self.waits[1] += wait
+        if first >= self.warmup:
+            self.windows.append((len(durations), seconds))
+        self.start()
+        return len(durations), seconds, sum(waits)
+
+    def summary(self, batch_size: int) -> dict[str, Any]:
+        """Throughput and step times over all measured windows; a run too short for its warm-up uses its later steps."""
+        short = not self.steps
+        steps = self.early if short else self.steps
+        if not steps:
+            return {"throughput": None, "step_time_s": None, "data_wait_fraction": None, "short": True}
+        total, mean = sum(steps), sum(steps) / len(steps)
+        windows = [(n, s) for n, s in self.windows if n] if len(self.windows) > 1 else [(1, s) for s in steps]
+        rates = torch.tensor([n * batch_size / s for n, s in windows], dtype=torch.float64)
+        times = torch.tensor(steps, dtype=torch.float64)
+        measured_steps = sum(n for n, _ in windows)
+        measured_seconds = sum(s for _, s in windows)
+        return {
+            "throughput": {
+                "samples_per_sec": measured_steps * batch_size / measured_seconds,
+                "std": rates.std().item() if len(rates) > 1 else 0.0,
+            },
+            "step_time_s": {
+                "mean": mean,
+                "std": times.std().item() if len(steps) > 1 else 0.0,
+                "p95": times.quantile(0.95).item() if len(steps) < 1_000_000 else times[-1_000_000:].quantile(0.95).item(),
+            },
+            "data_wait_fraction": self.waits[int(short)] / total,
+            "short": short,
+        }
+
+
+def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
+    """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone."""
+    probe = copy.deepcopy(model).to("meta").eval()
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        probe(torch.empty(tuple(shape), device="meta"))
+    return int(counter.get_total_flops())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's published dense 16-bit peak in FLOP/s, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak: float) -> float:
+    """Share of the devices' peak that forward and backward (3 x forward) amount to; Chowdhery et al., arXiv:2204.02311, B."""
+    return samples_per_sec * 3 * flops_per_sample / peak
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this rank has held: torch's allocations on CUDA, the process's resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on the device; on CPU what the machine and the control group leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as info:
+            free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            free = min(free, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError, StopIteration):
+        pass  # no such file, or "max": no limit
+    return free
+
+
+def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
+    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, counted on shapes alone."""
+    probe = copy.deepcopy(model).to("meta").train()
+    own = {p.untyped_storage()._cdata for p in probe.parameters()}
+    kept: dict[int, Tensor] = {}  # by storage: views and in-place results of one tensor count once
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in own:
+            kept.setdefault(storage, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        probe(torch.empty(tuple(shape), device="meta"))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -1,0 +1,202 @@
+"""What happens to gradients and weights: optimizer, learning rate, finite guard, fp16 scaling, moving average.
+
+Apart from `training`, which calls these in order, because each is a small thing of its own with its own state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer.errors import CheckpointError
+from trainer.recipe import OptimizerRecipe, Recipe
+from trainer.strategies import Strategy
+
+
+def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> list[dict[str, object]]:
+    """Two groups where normalisation layers and biases (every one-dimensional parameter) decay differently, else one."""
+    if recipe.norm_weight_decay is None or recipe.norm_weight_decay == recipe.weight_decay:
+        return [{"params": list(parameters.values()), "weight_decay": recipe.weight_decay}]
+    flat = [p for p in parameters.values() if p.ndim <= 1]
+    rest = [p for p in parameters.values() if p.ndim > 1]
+    groups = [
+        {"params": rest, "weight_decay": recipe.weight_decay},
+        {"params": flat, "weight_decay": recipe.norm_weight_decay},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer in torch's fused form, its state complete before the first step.
+
+    Momentum starts as zeros: fused SGD would leave it uninitialised if its first step were skipped as not finite.
+    """
+    groups = parameter_groups(parameters, recipe)
+    if recipe.name == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True
+        )
+        if recipe.momentum:
+            for parameter in parameters.values():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
+    kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW
+    beta1, beta2 = recipe.betas
+    optimizer = kind(groups, lr=recipe.lr, betas=(beta1, beta2), eps=recipe.eps, fused=True)
+    for parameter in parameters.values():
+        optimizer.state[parameter] |= {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The optimizer's tensors as `parameter//key`."""
+    return {f"{name}//{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
+) -> None:
+    """Copy saved tensors into a fresh optimizer's state, matched by name.
+
+    Raises:
+        CheckpointError: the checkpoint was written by another optimizer.
+    """
+    own = optimizer_state(optimizer, parameters)
+    odd = sorted(own.keys() - saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
+    if odd:
+        raise CheckpointError(f"the checkpoint's optimizer state does not fit: no {odd[0]} of shape {tuple(own[odd[0]].shape)} in it")
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return min(recipe.epochs * steps_per_epoch, recipe.max_steps or recipe.epochs * steps_per_epoch)
+
+
+def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of optimizer step `step` (from 0): a pure function, equal to torch's chained schedulers.
+
+    A linear warm-up, then constant, a cosine to `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983), or
+    a multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes.
+    """
+    schedule, top = recipe.schedule, recipe.optimizer.lr
+    warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    if step < warmup:
+        return top * (schedule.warmup_factor + (1 - schedule.warmup_factor) * step / warmup)
+    if schedule.name == "cosine":
+        share = min(1.0, (step - warmup) / max(1, total_steps(recipe, steps_per_epoch) - warmup))
+        return schedule.min_lr + (top - schedule.min_lr) * (1 + math.cos(math.pi * share)) / 2
+    if schedule.name == "step":
+        return top * float(schedule.gamma ** ((step - warmup) // (schedule.step_epochs * steps_per_epoch)))
+    return top
+
+
+class Updater:
+    """Applies gradients: finite guard or fp16 scaler, clipping, optimizer step. Nothing here waits for the device.
+
+    `bad` is a sticky flag on the device: from the first gradient that is not finite on, fused optimizers skip every
+    update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
+    skips that one step) and only a loss that is not finite is bad.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.limit = recipe.clip_grad_norm
+        self.bad = torch.zeros((), device=device)
+        self.one = torch.ones((), device=device)
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
+        """One optimizer step on the gradients there are.
+
+        Args:
+            loss: this step's, 0-dim; in fp16 it tells what is bad, in other precisions the gradients do.
+            strategy: gives the whole model's gradient norm and spreads flags over its parts.
+            want_norm: compute the norm although nothing is clipped.
+
+        Returns:
+            The gradient's norm before clipping, where it was computed.
+        """
+        if self.scaler is None:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)
+            strategy.share_overflow(self.bad)
+            self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
+        else:
+            self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
+            self.scaler.unscale_(self.optimizer)
+            for flag in self.scaler._found_inf_per_device(self.optimizer).values():
+                strategy.share_overflow(flag)
+        norm = strategy.grad_norm() if want_norm or self.limit is not None else None
+        if self.limit is not None and norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.limit, norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """The scaler's state, empty in other precisions than fp16."""
+        if self.scaler is None:
+            return {}
+        saved = self.scaler.state_dict()
+        return {"scale": torch.tensor(saved["scale"]), "growth": torch.tensor(saved["_growth_tracker"])}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        if self.scaler is not None and saved:
+            state = self.scaler.state_dict()
+            state |= {"scale": saved["scale"].item(), "_growth_tracker": int(saved["growth"].item())}
+            self.scaler.load_state_dict(state)
+
+
+class MovingAverage:
+    """Exponential moving average of weights and float buffers, under plain names.
+
+    The decay rises as (1 + n) / (10 + n) up to the recipe's, so that short runs do not average their starting weights.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], decay: float) -> None:
+        self.live = dict(tensors)
+        self.decay = decay
+        self.average = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._floats = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+        self._others = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
+
+    def update(self, step: int) -> None:
+        """Take in the weights after `step` optimizer steps."""
+        average = get_ema_multi_avg_fn(min(self.decay, (1 + step) / (10 + step)))
+        with torch.no_grad():
+            average([self.average[n] for n in self._floats], [self.live[n].detach() for n in self._floats], step)  # type: ignore[arg-type]
+            for name in self._others:
+                self.average[name].copy_(self.live[name])
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue a saved average, matched by name."""
+        for name, tensor in self.average.items():
+            tensor.copy_(saved[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model computes with the averaged weights inside this block; storages are swapped, not copied."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, live in self.live.items():
+            live.data, self.average[name].data = self.average[name].data, live.data

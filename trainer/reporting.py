@@ -1,0 +1,153 @@
+"""What a run says of itself: banner, logged values, lines for people, result.json. Reads a run, changes nothing."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+import torchvision
+
+import trainer
+from trainer.metrics import model_flops_utilisation
+from trainer.run import Run
+from trainer.tracking import without_nan
+
+
+def banner(run: Run) -> str:
+    """What is about to run, in a few lines."""
+    recipe, world, data = run.recipe, run.world, run.datasets
+    size = world.size
+    devices = ", ".join(world.devices) if size <= 8 else f"{world.devices[0]} ... {world.devices[-1]}"
+    count = sum(p.numel() for p in run.parameters.values())
+    options = [recipe.precision, *(word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word))]
+    options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
+    local = recipe.batch_size // size
+    batch = f"{recipe.batch_size} global" + (f" = {size} x {local} a device" if size > 1 else "")
+    batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
+    lines = {
+        "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
+        "devices": devices,
+        "model": f"{recipe.model.name}, {count:,} parameters ({', '.join(options)})",
+        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out ({data.split}), "
+        f"{len(data.classes)} classes, {data.channels} x {data.image_size} x {data.image_size}",
+        "batch": batch,
+        "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
+        + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
+        "folder": str(run.tracker.path),
+    }
+    return f"trainer {trainer.__version__}: {recipe.name}\n" + "\n".join(f"  {key:<8} {value}" for key, value in lines.items())
+
+
+def step_values(run: Run, loss: float, lr: float, norm: float | None, window: tuple[float, float, float]) -> dict[str, float]:
+    """TensorBoard's values of a logged step; speed only once warm-up is over.
+
+    Args:
+        loss: mean over the steps since the last logged one.
+        window: steps, seconds, and seconds of waiting for data since then.
+    """
+    steps, seconds, waited = window
+    values = {"train/loss": loss, "train/lr": lr}
+    if norm is not None:
+        values["train/grad_norm"] = norm
+    if run.position.step > run.recipe.logging.warmup_steps and seconds:
+        speed = steps * run.recipe.batch_size / seconds
+        values |= {
+            "speed/samples_per_sec": speed,
+            "speed/samples_per_sec_per_device": speed / run.world.size,
+            "speed/step_ms": 1e3 * seconds / steps,
+            "speed/data_wait_pct": 100 * waited / seconds,
+        }
+        utilisation = _mfu(run, speed)
+        if utilisation is not None:
+            values["speed/mfu_pct"] = 100 * utilisation
+    return values
+
+
+def _mfu(run: Run, samples_per_sec: float) -> float | None:
+    if run.peak_flops is None:
+        return None
+    return model_flops_utilisation(samples_per_sec, run.flops_per_sample, run.peak_flops * run.world.size)
+
+
+def epoch_line(run: Run, epoch: int) -> str:
+    """One line an epoch."""
+    measured = run.history.validation
+    return (
+        f"epoch {epoch + 1}/{run.recipe.epochs}  train loss {run.history.losses[-1]:.4f}  val loss {measured['val_loss']:.4f}  "
+        f"top-1 {measured['val_top1']:.2%}  top-5 {measured['val_top5']:.2%}  {run.seconds():.0f} s"
+    )
+
+
+def last_line(run: Run, result: dict[str, Any]) -> str:
+    """The result, and the command that shows it."""
+    speed, folder = result["throughput"], run.tracker.path
+    rate = f"{speed['samples_per_sec']:,.0f} images/s (+- {speed['std']:,.0f})" if speed else "too few steps to measure speed"
+    rate += ", measured over all steps after the first: fewer than logging.warmup_steps" if result["short"] and speed else ""
+    if run.speed_only:
+        memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in run.memory.items())
+        return f"measured on synthetic images: {rate}; peak memory {memory}\n  result   {folder}/result.json"
+    text = f"done: top-1 {result['val_top1']:.2%} on {result['data']['val_samples']:,} held-out images, {rate}, {result['seconds']:.0f} s"
+    if result["data"]["skipped"]:
+        text += f"; {result['data']['skipped']} unreadable images were replaced"
+    return f"{text}\n  weights  {folder}/last.safetensors\n  watch    tensorboard --logdir {folder}"
+
+
+def result(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
+    """What result.json holds; its keys are stable."""
+    history, recipe, data = run.history, run.recipe, run.datasets
+    speed = run.timer.summary(recipe.batch_size)
+    throughput = speed["throughput"]
+    mfu = None
+    if throughput is not None:
+        mfu = _mfu(run, throughput["samples_per_sec"])
+        throughput |= {"per_device": throughput["samples_per_sec"] / run.world.size, "threads": run.world.threads}
+    plain: dict[str, Any] = without_nan(
+        {
+            "recipe": recipe.name,
+            "mode": recipe.mode,
+            "world_size": run.world.size,
+            "devices": list(run.world.devices),
+            "batch_size": recipe.batch_size,
+            "accumulate": recipe.accumulate,
+            "epochs": len(history.losses),
+            "steps": run.position.step,
+            "status": status,
+            "error": error,
+            "data": {
+                "name": data.name,
+                "synthetic": data.synthetic,
+                "train_samples": len(data.train),
+                "val_samples": len(data.val),
+                "skipped": history.skipped,
+            },
+            "train_loss": history.losses[-1] if history.losses else None,
+            **{key: history.validation.get(key) for key in ("val_loss", "val_top1", "val_top5")},
+            "best_top1": history.best_top1,
+            "best_epoch": history.best_epoch,
+            "throughput": throughput,
+            "step_time_s": speed["step_time_s"],
+            "data_wait_fraction": speed["data_wait_fraction"],
+            "short": speed["short"],
+            "peak_memory_bytes": run.memory,
+            "mfu": mfu,
+            "pipeline": None,
+            "losses": history.losses,
+            "seconds": run.seconds(),
+            "verdict": None,
+            "versions": versions(),
+            "output": str(run.tracker.path) if run.tracker.path else None,
+        }
+    )
+    return plain
+
+
+def versions() -> dict[str, str | None]:
+    """What the figures depend on."""
+    return {
+        "trainer": trainer.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+    }

@@ -1,0 +1,112 @@
+"""A run's state to a checkpoint and back. Collective: every rank calls these, rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from trainer import checkpoint
+from trainer.errors import CheckpointError
+from trainer.optimization import load_optimizer_state, optimizer_state
+from trainer.randomness import random_states, restore_random_states, seed_ranks
+from trainer.recipe import Recipe
+from trainer.run import History, Run
+from trainer.tracking import NullTracker, Tracker
+from trainer.world import World, job_id
+
+
+def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
+    """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow."""
+    state = None
+    if isinstance(tracker, Tracker) and tracker.folder.resuming:
+        state = checkpoint.newest(tracker.folder.path, tracker.say)
+    shared: checkpoint.State | None = world.share(state)
+    return shared
+
+
+def topology(recipe: Recipe, world: World) -> dict[str, Any]:
+    """What per-rank state is bound to."""
+    return {"mode": recipe.mode, "world_size": world.size}
+
+
+def save(run: Run) -> None:
+    """Commit a checkpoint of this very step."""
+    if run.speed_only:
+        return
+    run.interrupts.suspend(True)
+    run.strategy.settle()
+    tensors = {
+        "model": run.strategy.gather(run.weights()),
+        "optimizer": run.strategy.gather(optimizer_state(run.optimizer, run.parameters)),
+        "ema": run.strategy.gather(run.average.average) if run.average is not None else {},
+        "scaler": run.updater.state(),
+    }
+    window = torch.stack(run.window).cpu() if run.window else torch.zeros(0)
+    ranks = run.world.gather({**random_states(run.world.device), "window": window})
+    if isinstance(run.tracker, Tracker):
+        tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
+        facts = {
+            "history": {**vars(run.history), "seconds": run.seconds()},
+            "topology": topology(run.recipe, run.world),
+            "run_id": job_id(),
+        }
+        state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
+        checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep)
+    run.interrupts.suspend(False)
+    run.timer.start()
+
+
+def restore(run: Run, state: checkpoint.State) -> None:
+    """Continue a checkpoint whose weights are in the model already.
+
+    Raises:
+        CheckpointError: its optimizer state or moving average does not fit.
+    """
+    load_optimizer_state(run.optimizer, run.parameters, state.tensors.get("optimizer", {}))
+    run.updater.load(state.tensors.get("scaler", {}))
+    if run.average is not None:
+        if "ema" not in state.tensors:
+            raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
+        run.average.load(state.tensors["ema"])
+    run.position = state.position
+    run.history = History(**state.facts["history"])
+    run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
+    was, now = state.facts["topology"], topology(run.recipe, run.world)
+    if was != now:
+        run.tracker.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
+        seed_ranks(run.recipe.seed + run.position.step, run.world.rank)
+        _share_window(run, state)
+        return
+    prefix = f"{run.world.rank}/"
+    mine = {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
+    restore_random_states(mine, run.world.device)
+    run.window = list(mine["window"].to(run.world.device).unbind())
+
+
+def _share_window(run: Run, state: checkpoint.State) -> None:
+    """Losses since the last logged step, saved by other ranks than there are now: rank 0 takes their sum."""
+    windows = [value for key, value in state.tensors["ranks"].items() if key.endswith("/window")]
+    total = torch.stack(windows).sum(0).to(run.world.device)
+    run.window = list((total if run.world.is_main else torch.zeros_like(total)).unbind())
+
+
+def write_weights(run: Run, name: str) -> None:
+    """last.safetensors or best.safetensors: the weights that were evaluated, under torchvision's names."""
+    weights = run.strategy.gather(run.average.average if run.average is not None else run.weights())
+    if isinstance(run.tracker, Tracker) and not run.speed_only:
+        data = run.datasets
+        facts = {
+            "format": "pt",
+            "step": str(run.position.step),
+            "ema": str(run.average is not None).lower(),
+            "num_classes": str(run.num_classes),
+            "channels": str(data.channels),
+            "image_size": str(data.image_size),
+            "mean": json.dumps(data.mean),
+            "std": json.dumps(data.std),
+            "classes": json.dumps(data.classes),
+            "recipe": json.dumps(run.recipe.to_dict()),
+        }
+        checkpoint.write_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)

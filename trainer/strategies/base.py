@@ -1,0 +1,115 @@
+"""The contract between the loop and the modes; the base class is mode `single`.
+
+A strategy owns forward, loss and backward as one, because pipelines fuse them. The loop owns everything else and asks
+only what is here. A mode overrides what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer.data import Batch, Shard
+from trainer.recipe import Recipe
+from trainer.world import World
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Strategy:
+    """One model on one device (mode `single`)."""
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        self.recipe = recipe
+        self.world = world
+        self.device = world.device
+        self.scale: Callable[[Tensor], Tensor] | None = None  # the fp16 scaler's, set by the loop
+        self.module: nn.Module
+
+    def shard(self) -> Shard:
+        """Which part of every global batch this rank reads."""
+        return Shard()
+
+    def setup(self, model: nn.Module) -> None:
+        """Take the model, with its starting weights loaded, to where it trains."""
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
+        if self.recipe.compile:
+            self.module.compile()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trained parameters under the plain model's names."""
+        return dict(self.module.named_parameters())
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers that belong in a checkpoint, under the plain model's names."""
+        saved = self.module.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+
+    def train(self, training: bool = True) -> None:
+        """Switch between training and evaluation."""
+        self.module.train(training)
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        """Add the gradients of weight x the loss summed over the batch's rows.
+
+        Args:
+            batch: a full micro-batch.
+            weight: 1 / global batch size, so that gradients summed over ranks and micro-batches are the mean's.
+            sync: False while more micro-batches of this step follow.
+
+        Returns:
+            weight x summed loss of the rows this rank has outputs for, 0-dim, detached, on the device.
+        """
+        loss = self.loss(self.outputs(batch.inputs), batch.targets) * (weight * len(batch.targets))
+        self.backward(loss)
+        return loss.detach()
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Logits (N, classes) in the recipe's precision."""
+        with self.autocast():
+            out: Tensor = self.module(inputs)
+        return out
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in fp32, for class indices (N,) or soft labels (N, classes)."""
+        return cross_entropy(outputs.float(), targets, label_smoothing=self.recipe.loss.label_smoothing)
+
+    def backward(self, loss: Tensor) -> None:
+        (self.scale(loss) if self.scale else loss).backward()  # type: ignore[no-untyped-call]
+
+    def autocast(self) -> Any:
+        precision = self.recipe.precision
+        return torch.autocast(self.device.type, AUTOCAST.get(precision), enabled=precision != "fp32")
+
+    def reduce_gradients(self) -> None:
+        """Combine gradients over replicas where backward has not done so already."""
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient, 0-dim, on the device."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.named_parameters().values() if p.grad is not None])
+
+    def share_overflow(self, flag: Tensor) -> None:
+        """Make an fp16 overflow seen by one part of the model known to all: the maximum of `flag`, in place."""
+
+    def forward(self, inputs: Tensor) -> Tensor | None:
+        """Logits without gradients, or None on a rank that has none."""
+        with torch.no_grad():
+            return self.outputs(inputs)
+
+    def after_step(self, step: int) -> None:
+        """Called after every optimizer step, with the number of steps done."""
+
+    def settle(self) -> None:
+        """Make the weights one over all ranks, before evaluating or saving."""
+
+    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole model's tensors on rank 0, from each rank's part under plain names."""
+        return {name: tensor.detach() for name, tensor in named.items()}
+
+    def close(self) -> None:
+        """Let go of what `setup` took."""

@@ -1,0 +1,56 @@
+"""Batch normalisation over all ranks, on any device: `nn.SyncBatchNorm` refuses the CPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+    """Replace every batch normalisation by one that sees the global batch; names of parameters and buffers stay."""
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
+    for name, child in list(model.named_children()):
+        if isinstance(child, _BatchNorm):
+            synchronised = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats)
+            synchronised.load_state_dict(child.state_dict())
+            setattr(model, name, synchronised)
+        else:
+            convert_sync_batchnorm(child, device)
+    return model
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose mean and variance are those of all ranks' rows (Ioffe and Szegedy, arXiv:1502.03167).
+
+    Every rank must hold the same number of rows. Inputs (N, C, ...).
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected (N, C, ...), got {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        count = input.numel() // input.shape[1] * dist.get_world_size()
+        axes = [axis for axis in range(input.dim()) if axis != 1]
+        sums = torch.stack([input.float().sum(axes), input.float().square().sum(axes)])
+        mean, square = all_reduce(sums) / count  # type: ignore[no-untyped-call]
+        variance = square - mean.square()
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+                self.running_mean.lerp_(mean, share)
+                self.running_var.lerp_(variance * (count / max(1, count - 1)), share)
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)

@@ -1,0 +1,107 @@
+"""How many ranks on how many nodes, and where they meet: a pure function of the environment and the recipe.
+
+The first that says counts: the nproc= word, NPROC and torchrun's names for several nodes, SLURM's variables inside a
+step, the recipe's devices, the GPUs, the cores.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trainer.errors import RecipeError
+from trainer.recipe import MANY_PROCESS_MODES, Recipe
+
+CPU_RANKS = 2  # at most, where nobody says otherwise
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many ranks, and where they meet."""
+
+    nproc: int = 1  # ranks on this node
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0: one that is free
+
+    @property
+    def size(self) -> int:
+        return self.nproc * self.nnodes
+
+
+def topology(
+    environment: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int
+) -> Launch:
+    """Ranks and nodes from the nproc= word, NPROC and companions, SLURM, the devices, the cores: the first that says.
+
+    Raises:
+        RecipeError: what is given makes no sense, or several nodes do not say where they meet.
+    """
+    variables = {**_slurm(environment), **{key: value for key, value in environment.items() if value}}
+    nnodes = _whole(variables, "NNODES", 1, 1, 65536)
+    ranks = _ranks(variables, nproc, recipe, cuda, cores)
+    if nnodes == 1:
+        return Launch(ranks)
+    absent = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in variables]
+    if absent:
+        raise RecipeError(
+            f"NNODES={nnodes} needs {' and '.join(absent)}: on every node set NODE_RANK=0 to {nnodes - 1}, "
+            "MASTER_ADDR to the first node's name, and MASTER_PORT where 29500 is taken"
+        )
+    node_rank = _whole(variables, "NODE_RANK", 0, 0, nnodes - 1)
+    port = _whole(variables, "MASTER_PORT", 29500, 1, 65535)
+    return Launch(ranks, nnodes, node_rank, variables["MASTER_ADDR"], port)
+
+
+def _ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int) -> int:
+    if nproc is not None:
+        return _whole({"nproc": nproc}, "nproc", 1, 1, 4096)
+    if "NPROC" in variables:
+        return _whole(variables, "NPROC", 1, 1, 4096)
+    if recipe.mode not in MANY_PROCESS_MODES:
+        return 1
+    if recipe.devices != "auto" and recipe.devices != ["cpu"]:
+        return len(recipe.devices)
+    return (cuda() if recipe.devices == "auto" else 0) or max(1, min(cores, CPU_RANKS))
+
+
+def _whole(variables: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    text = variables.get(name, str(default))
+    if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
+        raise RecipeError(f"{name}={text[:40]} must be a whole number from {low} to {high}")
+    return int(text)
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's variables as SLURM knows them, inside a step (srun) and nowhere else."""
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
+    if "SLURM_STEP_ID" not in environment or not nodes:
+        return {}
+    found = {"NNODES": nodes, "NODE_RANK": environment.get("SLURM_NODEID", "0")}
+    listed = hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
+    if listed:
+        found["MASTER_ADDR"] = listed[0]
+    job = environment.get("SLURM_JOB_ID", "")
+    if job.isdigit():
+        found["MASTER_PORT"] = str(10000 + int(job) % 20000)  # below the ports that systems hand out themselves
+    return found
+
+
+def hosts(text: str) -> list[str]:
+    """SLURM's compressed list of hosts, written out: "n[08-10,2],gpu1" is n08, n09, n10, n2, gpu1."""
+    names: list[str] = []
+    for entry in re.findall(r"(?:\[[^]]*\]|[^,\[])+", text):
+        prefix, bracket, rest = entry.strip().partition("[")
+        if not bracket:
+            names.append(prefix)
+            continue
+        inside, _, suffix = rest.partition("]")
+        for part in inside.split(","):
+            first, _, last = part.partition("-")
+            if not (first.isdigit() and (last or first).isdigit()):
+                raise RecipeError(f"SLURM's list of nodes '{text[:80]}' is not understood: set MASTER_ADDR yourself")
+            numbers = range(int(first), int(last or first) + 1)
+            names += [f"{prefix}{number:0{len(first)}}{tail}" for number in numbers for tail in hosts(suffix) or [""]]
+    return [name for name in names if name]

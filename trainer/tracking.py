@@ -1,0 +1,182 @@
+"""Watching a run: progress bar or plain lines, TensorBoard, steps.csv, result.json; and the null twin of all that.
+
+Rank 0 has a `Tracker`; every other rank the `NullTracker`, so nobody asks which rank it is.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.recipe import Recipe, flatten
+from trainer.run_folder import RunFolder, StepsFile
+
+SPEED_CHARTS = {
+    "speed": {
+        "samples per second": ["Multiline", ["speed/samples_per_sec", "speed/samples_per_sec_per_device"]],
+        "step time, ms": ["Multiline", ["speed/step_ms"]],
+        "waiting for data, %": ["Multiline", ["speed/data_wait_pct"]],
+    }
+}
+
+
+class NullTracker:
+    """Does nothing, for ranks that have no run folder."""
+
+    path: Path | None = None
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        """Training begins at this step, of so many."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """TensorBoard values; tags as in the design, x is the optimizer step."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A logged step: steps.csv, progress."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Evaluation is at batch `done` of `total`."""
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        """Replace result.json."""
+
+    def text(self, tag: str, text: str) -> None:
+        """A text for TensorBoard."""
+
+    def close(self) -> None:
+        """Flush and close every file."""
+
+
+class Tracker(NullTracker):
+    """The run folder's writer."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.path = folder.path
+        self._bar: tqdm[None] | None = None
+        self._steps: StepsFile | None = None
+        self._events: Any = None
+        self._spoke = 0.0
+        self._interactive = recipe.logging.progress and sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            print(text, flush=True)
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        self.folder.write_recipe(self.recipe)
+        self._steps = StepsFile(self.folder.path, first_step)
+        self._total = total_steps
+        self._begun, self._first = time.perf_counter(), first_step
+        if self.recipe.logging.tensorboard:
+            self._open_events(first_step)
+        if self._interactive:
+            self._bar = tqdm(
+                total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            )  # fmt: skip
+
+    def _open_events(self, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        trim_events(self.folder.path, last_step)
+        self._events = SummaryWriter(str(self.folder.path), flush_secs=10)  # type: ignore[no-untyped-call]
+        if last_step == 0:
+            self._events.add_text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
+            self._events.add_custom_scalars(SPEED_CHARTS)
+            plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
+            for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):
+                self._events.file_writer.add_summary(summary)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if self._events is not None:
+            for tag, value in values.items():
+                self._events.add_scalar(tag, value, step)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        if self._steps is not None:
+            self._steps.add(row)
+        speed = f"{row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
+        if self._bar is not None:
+            self._bar.n = row["step"]
+            self._bar.set_postfix_str(f"epoch {row['epoch']}, loss {row['train_loss']:.4f}, {speed}")
+        elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
+            self._spoke = time.perf_counter()
+            left = (self._spoke - self._begun) / max(1, row["step"] - self._first) * (self._total - row["step"])
+            print(
+                f"step {row['step']}/{self._total}, epoch {row['epoch']}, loss {row['train_loss']:.4f}, {speed}, {_duration(left)} left",
+                flush=True,
+            )
+
+    def evaluating(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"evaluating {done}/{total}")
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        self.folder.write_result(result)
+
+    def text(self, tag: str, text: str) -> None:
+        if self._events is not None:
+            self._events.add_text(tag, text, 0)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._steps is not None:
+            self._steps.close()
+        if self._events is not None:
+            self._events.close()
+        self.folder.close()
+
+
+def trim_events(folder: Path, last_step: int) -> None:
+    """Rewrite a continued run's TensorBoard files into one that ends at `last_step`, so that a (tag, step) has one value."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    old = sorted(folder.glob("events.out.tfevents.*"))
+    if not old:
+        return
+    target = folder / f"trimmed.{old[0].name}"
+    with target.open("wb") as file:
+        writer = RecordWriter(file)
+        for path in old:
+            for event in LegacyEventFileLoader(str(path)).Load():
+                if event.step <= last_step:
+                    writer.write(event.SerializeToString())
+    for path in old:
+        path.unlink()
+    shutil.move(target, folder / old[0].name)
+
+
+def without_nan(value: Any) -> Any:
+    """JSON knows no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> bool | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

@@ -42,7 +42,9 @@ def imported(path: Path):
         yield from names
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path != HOME / "__init__.py"], ids=lambda p: str(p.relative_to(HOME)))
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path != HOME / "__init__.py"], ids=lambda p: str(p.relative_to(HOME))
+)
 def test_imports_go_one_way(path):
     assert room(path) in LEVEL, f"{path.name} has no place in the order above"
     for name in imported(path):
@@ -52,7 +54,10 @@ def test_imports_go_one_way(path):
 
 
 def test_no_import_cycles():
-    graph = {name: {n for path in FILES if room(path) == name for n in imported(path) if n in LEVEL and n != name} for name in LEVEL}
+    graph = {
+        name: {n for path in FILES if room(path) == name for n in imported(path) if n in LEVEL and n != name}
+        for name in LEVEL
+    }
 
     def reaches(start: str, goal: str, seen: frozenset[str]) -> bool:
         return any(n == goal or (n not in seen and reaches(n, goal, seen | {n})) for n in graph[start])

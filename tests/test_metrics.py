@@ -15,7 +15,9 @@ def test_sums_leave_padding_out():
     sums.add(outputs, torch.tensor([0, 1, 0, 3, 4, 5]), count=3)
     loss, top1, top5, count = sums.as_tensor().tolist()
     assert (top1, top5, count) == (2, 3, 3)
-    assert loss == pytest.approx(nn.functional.cross_entropy(outputs[:3], torch.tensor([0, 1, 0]), reduction="sum").item())
+    assert loss == pytest.approx(
+        nn.functional.cross_entropy(outputs[:3], torch.tensor([0, 1, 0]), reduction="sum").item()
+    )
 
 
 def test_sums_with_fewer_than_five_classes_and_nothing_real():
@@ -80,7 +82,9 @@ def test_utilisation():
 
 
 def test_activation_bytes_against_what_autograd_keeps():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)
+    )
     kept = {}
 
     def pack(tensor):

@@ -29,7 +29,10 @@ def test_the_small_models_are_those_that_recipes_know():
 
 def test_batch_norm_free_models_are():
     for name in ("mlp", "cnn_gn", "vit_tiny"):
-        assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in models.build(ModelRecipe(name=name), 3, 1, 8).modules())
+        assert not any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm)
+            for m in models.build(ModelRecipe(name=name), 3, 1, 8).modules()
+        )
     assert any(isinstance(m, nn.BatchNorm2d) for m in models.build(ModelRecipe(name="cnn"), 3, 1, 8).modules())
 
 
@@ -48,7 +51,9 @@ def test_every_torchvision_classifier_is_known_without_importing_it():
     assert set(recipe.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vgg11", "densenet121", "squeezenet1_0", "vit_b_16", "convnext_tiny", "swin_t"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "vgg11", "densenet121", "squeezenet1_0", "vit_b_16", "convnext_tiny", "swin_t"]
+)
 def test_a_new_head(name):
     with torch.device("meta"):
         model = torchvision.models.get_model(name)

@@ -6,7 +6,13 @@ from trainer import world
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.recipe import load
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+}
 
 
 def test_place():

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.data import register_dataset as register_dataset
-    from trainer.launching import evaluate as evaluate
-    from trainer.launching import train as train
+    from trainer.evaluation import evaluate_run as evaluate  # noqa: F401
     from trainer.models import register_model as register_model
     from trainer.recipe import Recipe as Recipe
-    from trainer.recipe import load as load_recipe
+    from trainer.recipe import load as load_recipe  # noqa: F401
+    from trainer.training import train as train
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _HOME = {
     "Recipe": ("trainer.recipe", "Recipe"),
     "load_recipe": ("trainer.recipe", "load"),
     "train": ("trainer.training", "train"),
-    "evaluate": ("trainer.training", "evaluate"),
+    "evaluate": ("trainer.evaluation", "evaluate_run"),
     "register_model": ("trainer.models", "register_model"),
     "register_dataset": ("trainer.data", "register_dataset"),
 }

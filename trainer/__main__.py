@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ def run(words: Sequence[str]) -> int:
     if command == "recipes":
         return recipes(rest)
     if command in ("help", "--help", "-h"):
-        print(USAGE.format(recipes=_recipe_lines("  ")), end="")
+        _show(USAGE.format(recipes=_recipe_lines("  ")))
         return 0
     guess = recipe.nearest(command, [*COMMANDS, *recipe.shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
@@ -126,19 +127,19 @@ def evaluate(words: Sequence[str]) -> int:
         if key in own:
             raise RecipeError(f"{key}= is not for evaluate: {instead}")
     launching.load_plugin(own.get("plugin"))
-    from trainer import training
+    from trainer import evaluation
 
-    training.evaluate_run(own["checkpoint"], tuple(rest))
+    evaluation.evaluate_run(own["checkpoint"], tuple(rest))
     return 0
 
 
 def recipes(words: Sequence[str]) -> int:
     """List the shipped recipes with a line each, or print one with all its keys."""
     if not words:
-        print(_recipe_lines())
+        _show(_recipe_lines() + "\n")
         return 0
     chosen, rest = words[0].removeprefix("recipe="), words[1:]
-    print(recipe.load(chosen, *rest).to_yaml(), end="")
+    _show(recipe.load(chosen, *rest).to_yaml())
     return 0
 
 
@@ -161,6 +162,13 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             own[key] = value
     return own, rest
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _recipe_lines(indent: str = "") -> str:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.data import Batch
+from trainer import recipe as recipes
+from trainer import strategies
+from trainer.checkpoint import read_weights
+from trainer.data import Batch, Loader, open_datasets
+from trainer.errors import CheckpointError
 from trainer.metrics import Sums
+from trainer.models import build, initialise
+from trainer.randomness import seed_everything
+from trainer.recipe import Recipe
 from trainer.strategies import Strategy
-from trainer.world import World
+from trainer.world import World, keep_freed_memory, locate
 
 
 def evaluate(
@@ -46,3 +55,55 @@ def evaluate(
         "val_top5": correct5 / total,
         "val_samples": int(count),
     }
+
+
+def evaluate_run(checkpoint: str, words: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Evaluate a trained run again, in this process or as one of torchrun's ranks.
+
+    Args:
+        checkpoint: a run folder (its last weights), one of its checkpoints, or a .safetensors file of it.
+        words: `key=value` on top of the run's own recipe: where the data is, another batch size, devices.
+
+    Returns:
+        What `evaluate` returns, on every rank.
+
+    Raises:
+        CheckpointError: no such checkpoint, or no recipe with it.
+    """
+    keep_freed_memory()
+    path = Path(checkpoint).expanduser()
+    weights, metadata = read_weights(path)
+    recipe = recipe_of(path, metadata, words)
+    seed_everything(recipe.seed, recipe.deterministic)
+    world = locate(recipe)
+    recipe = recipe.replace(mode="single" if world.size == 1 else "ddp", model__weights=None, model__init_from=None)
+    recipes.check_processes(recipe, world.size)
+    data = open_datasets(recipe)
+    model = build(recipe.model, len(data.classes), data.channels, data.image_size)
+    initialise(model, weights, str(path))
+    world.connect(recipe.timeout)
+    strategy = strategies.create(recipe, world)
+    strategy.setup(model)
+    loader = Loader(data, recipe, strategy.shard(), world.device, world.place.local_size)
+    found = evaluate(strategy, loader.evaluation(), world)
+    loader.close()
+    if world.is_main:
+        print(f"{path}: {described(found)} on {found['val_samples']:,} held-out images of {data.name}", flush=True)
+    world.barrier()
+    world.close()
+    return found
+
+
+def described(found: Mapping[str, Any]) -> str:
+    """Loss and accuracies in words."""
+    return f"val loss {found['val_loss']:.4f}  top-1 {found['val_top1']:.2%}  top-5 {found['val_top5']:.2%}"
+
+
+def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -> Recipe:
+    """The recipe that weights were trained with: from their file, else from the run folder they lie in."""
+    if "recipe" in metadata:
+        return recipes.load(json.loads(metadata["recipe"]), *words)
+    for folder in (path, *path.absolute().parents[:3]):
+        if (folder / "recipe.yaml").is_file():
+            return recipes.load(str(folder / "recipe.yaml"), *words)
+    raise CheckpointError(f"{path} has no recipe with it; give a run folder, as in checkpoint=runs/x")

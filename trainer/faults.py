@@ -1,7 +1,8 @@
 """Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`.
 
-Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (the caller poisons its loss), `oom` and `full` (raise what torch
-and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`.
+Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (the caller poisons its images), `oom` and `full` (raise what
+torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`.
+A job that torchrun has restarted is left alone, so that its recovery can be watched.
 Unset, `active` is False and every call site is a single falsy test.
 """
 
@@ -12,11 +13,11 @@ import os
 import signal
 import time
 
-active = bool(os.environ.get("TRAINER_FAULT"))
+active = bool(os.environ.get("TRAINER_FAULT")) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def fault(place: object, moment: object) -> bool:
-    """Do what `TRAINER_FAULT` asks for here, if this is the place (a rank, or "save") and the moment (a step, or a point).
+    """Do what `TRAINER_FAULT` asks for, if this is the place (a rank, or "save") and the moment (a step, or a point).
 
     Returns True when the kind is one that the caller must act out itself (`nan`).
     """

@@ -1,7 +1,7 @@
 """Signals: a flag that the loop agrees on at a step's boundary, and a watcher for when the loop cannot come.
 
-A handler never runs while Python waits inside a collective for a peer that is gone. The watcher thread hears of the signal
-through a file descriptor, gives the loop time to reach a boundary, and otherwise dumps the stacks and leaves.
+A handler never runs while Python waits inside a collective for a peer that is gone. The watcher thread hears of the
+signal through a file descriptor, gives the loop time to reach a boundary, and otherwise dumps the stacks and leaves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
@@ -21,7 +22,8 @@ SHORTEST, LONGEST = 4.0, 18.0  # seconds from a signal, or the last boundary, un
 class Interrupts:
     """Within this block SIGINT and SIGTERM raise a flag instead of ending the process; a second Ctrl-C ends it at once.
 
-    Under torchrun a second Ctrl-C arrives as SIGTERM, so SIGTERM after SIGINT ends at once too; a repeated SIGTERM does not.
+    Under torchrun a second Ctrl-C arrives as SIGTERM, so SIGTERM after SIGINT ends at once too; a repeated SIGTERM does
+    not.
     Outside the main thread (a notebook's worker, say) nothing is installed.
     """
 
@@ -44,7 +46,9 @@ class Interrupts:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._installed:
             return
         for number, handler in zip(WATCHED, self._handlers, strict=True):
@@ -84,7 +88,8 @@ class Interrupts:
                 return
             time.sleep(0.05)
             if not self._suspended and time.monotonic() - max(heard, self._beat) > self.patience:
-                print(f"trainer: rank {os.environ.get('RANK', 0)}: no step's end after {signal.Signals(first).name}; leaving without saving", file=sys.stderr)
+                rank, name = os.environ.get("RANK", 0), signal.Signals(first).name
+                print(f"trainer: rank {rank}: no step's end after {name}; leaving without saving", file=sys.stderr)
                 faulthandler.dump_traceback(all_threads=True)
                 leave_now(128 + first)
 
@@ -92,8 +97,6 @@ class Interrupts:
 def leave_now(code: int) -> None:
     """End this process without the interpreter's farewell, which aborts when gloo's threads still run."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(code)

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import errors, world
+from trainer import world
 from trainer.errors import PeerError, RecipeError, SetupError, TrainerError
 from trainer.recipe import Recipe, check_processes
+from trainer.run_folder import fresh_folder
 from trainer.topology import Launch, topology
 
 # Set by our launcher for its ranks and by the API for the trainer it starts: whom to die with, who speaks for them.
@@ -246,7 +247,7 @@ def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, An
     Raises:
         TrainerError: of the kind that the child's exit code names, with its line.
     """
-    folder = Path(recipe.output).expanduser() if recipe.output else _fresh_folder(recipe)
+    folder = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
     with tempfile.TemporaryDirectory(prefix="trainer-") as temporary:
         file = Path(temporary, f"{recipe.name}.yaml")
         file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
@@ -289,25 +290,3 @@ def _pass_on(child: subprocess.Popen[str]) -> str:
             sys.stderr.flush()
     child.wait()
     return last
-
-
-def _fresh_folder(recipe: Recipe) -> Path:
-    stem = f"runs/{recipe.name}-{recipe.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
-        folder = Path(stem if number == 1 else f"{stem}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise SetupError(f"{folder} cannot be made ({error.strerror}); choose a folder with output=") from None
-    raise errors.FolderInUseError(f"{stem} and 998 more exist already; choose a folder with output=")
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks: by default it returns big ones to the kernel and fetches new ones every step."""
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        mallopt(-4, 0)  # M_MMAP_MAX: no block of its own mapping, which would go back when freed

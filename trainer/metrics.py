@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
 
 
 @dataclass
@@ -75,7 +85,7 @@ class StepTimer:
         self._begun = time.perf_counter()
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -92,10 +102,10 @@ class StepTimer:
             return 0, 0.0, 0.0
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            durations = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
+            durations = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
         else:
             ends = [self._begun, *(end for end, _ in self._pending)]
-            durations = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+            durations = [b - a for a, b in pairwise(ends)]
         seconds = time.perf_counter() - self._begun
         waits = [wait for _, wait in self._pending]
         first = self.seen
@@ -132,7 +142,9 @@ class StepTimer:
             "step_time_s": {
                 "mean": mean,
                 "std": times.std().item() if len(steps) > 1 else 0.0,
-                "p95": times.quantile(0.95).item() if len(steps) < 1_000_000 else times[-1_000_000:].quantile(0.95).item(),
+                "p95": times.quantile(0.95).item()
+                if len(steps) < 1_000_000
+                else times[-1_000_000:].quantile(0.95).item(),
             },
             "data_wait_fraction": self.waits[int(short)] / total,
             "short": short,
@@ -157,7 +169,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak: float) -> float:
-    """Share of the devices' peak that forward and backward (3 x forward) amount to; Chowdhery et al., arXiv:2204.02311, B."""
+    """Share of the devices' peak that forward and backward (3 x forward) amount to.
+
+    Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
+    """
     return samples_per_sec * 3 * flops_per_sample / peak
 
 
@@ -185,7 +200,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
-    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, counted on shapes alone."""
+    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, from shapes alone."""
     probe = copy.deepcopy(model).to("meta").train()
     own = {p.untyped_storage()._cdata for p in probe.parameters()}
     kept: dict[int, Tensor] = {}  # by storage: views and in-place results of one tensor count once

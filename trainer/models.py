@@ -71,11 +71,17 @@ def _cnn_gn(num_classes: int, channels: int, image_size: int) -> nn.Module:
 @register_model("vit_tiny")
 def _vit_tiny(num_classes: int, channels: int, image_size: int) -> nn.Module:
     patches = next(count for count in range(8, 0, -1) if image_size % count == 0)  # along each side
-    model = torchvision.models.VisionTransformer(
-        image_size, image_size // patches, num_layers=4, num_heads=4, hidden_dim=96, mlp_dim=192, num_classes=num_classes
+    model: nn.Module = torchvision.models.VisionTransformer(
+        image_size,
+        image_size // patches,
+        num_layers=4,
+        num_heads=4,
+        hidden_dim=96,
+        mlp_dim=192,
+        num_classes=num_classes,
     )
     if channels != 3:
-        model.conv_proj = nn.Conv2d(channels, 96, model.patch_size, model.patch_size)
+        model.conv_proj = nn.Conv2d(channels, 96, image_size // patches, image_size // patches)
     return model
 
 
@@ -87,7 +93,9 @@ class SmallResNet(nn.Module):
 
     def __init__(self, blocks: int, num_classes: int, channels: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        )
         width, stages = 16, []
         for planes in (16, 32, 64):
             stage: list[nn.Module] = []
@@ -138,7 +146,9 @@ def build(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int)
     num_classes = recipe.num_classes or num_classes
     if recipe.name in _builders:
         if recipe.weights is not None:
-            raise RecipeError(f"model.weights={recipe.weights}: {recipe.name} has no published weights; use model.init_from=FILE")
+            raise RecipeError(
+                f"model.weights={recipe.weights}: {recipe.name} has no published weights; use model.init_from=FILE"
+            )
         model = _builders[recipe.name](num_classes, channels, image_size)
     else:
         model = _torchvision(recipe, num_classes, channels, image_size)
@@ -156,7 +166,9 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
         hint = f"did you mean {guess}?" if guess else f"small ones: {', '.join(_builders)}; any torchvision classifier"
         raise RecipeError(f"model.name={recipe.name} is not a model; {hint}")
     if channels != 3:
-        raise RecipeError(f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3")
+        raise RecipeError(
+            f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
+        )
     builder = torchvision.models.get_model_builder(recipe.name)
     options: dict[str, Any] = {}
     if recipe.name.startswith("vit_") and recipe.weights is None:
@@ -170,13 +182,16 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
         weights = entries[recipe.weights]
     except KeyError:
         raise RecipeError(
-            f"model.weights={recipe.weights} is not published for {recipe.name}; there are {', '.join(entry.name for entry in entries)}, DEFAULT"
+            f"model.weights={recipe.weights} is not published for {recipe.name}; "
+            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
         ) from None
     try:
         model: nn.Module = builder(weights=weights, **options)
     except (URLError, ConnectionError, TimeoutError) as error:
         target = f"{torch.hub.get_dir()}/checkpoints/{weights.url.rpartition('/')[2]}"
-        raise SetupError(f"model.weights={recipe.weights} cannot be downloaded ({error}); put the file at {target}") from None
+        raise SetupError(
+            f"model.weights={recipe.weights} cannot be downloaded ({error}); put the file at {target}"
+        ) from None
     published = len(weights.meta["categories"])
     if published != num_classes:
         replace_head(model, published, num_classes)
@@ -185,16 +200,17 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
 
 def replace_head(model: nn.Module, old: int, new: int) -> str:
     """Put a fresh last layer with `new` outputs where the one with `old` outputs was; returns its name."""
-    heads = [
+    heads: list[tuple[str, nn.Module]] = [
         (name, layer)
         for name, layer in model.named_modules()
-        if (isinstance(layer, nn.Linear) and layer.out_features == old) or (isinstance(layer, nn.Conv2d) and layer.out_channels == old)
+        if (isinstance(layer, nn.Linear) and layer.out_features == old)
+        or (isinstance(layer, nn.Conv2d) and layer.out_channels == old)
     ]
     name, layer = heads[-1]
-    fresh: nn.Module
     if isinstance(layer, nn.Linear):
-        fresh = nn.Linear(layer.in_features, new, bias=layer.bias is not None)
+        fresh: nn.Module = nn.Linear(layer.in_features, new, bias=layer.bias is not None)
     else:
+        assert isinstance(layer, nn.Conv2d)
         fresh = nn.Conv2d(layer.in_channels, new, 1, bias=layer.bias is not None)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, fresh)
@@ -215,14 +231,19 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> 
     own = model.state_dict()
     absent = [name for name in own if name not in weights]
     if absent:
-        raise CheckpointError(f"init_from={source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model")
+        raise CheckpointError(
+            f"init_from={source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model"
+        )
     unlike = {name for name in own if own[name].shape != weights[name].shape}
-    last = next((name for name, layer in reversed(list(model.named_modules())) if isinstance(layer, nn.Linear | nn.Conv2d)), "")
+    last = next(
+        (name for name, layer in reversed(list(model.named_modules())) if isinstance(layer, nn.Linear | nn.Conv2d)), ""
+    )
     foreign = sorted(name for name in unlike if name.rpartition(".")[0] != last)
     if foreign:
         name = foreign[0]
         raise CheckpointError(
-            f"init_from={source}: {name} is {tuple(weights[name].shape)} there and {tuple(own[name].shape)} here: weights of another model"
+            f"init_from={source}: {name} is {tuple(weights[name].shape)} there and {tuple(own[name].shape)} here: "
+            "weights of another model"
         )
     model.load_state_dict({name: weights[name] for name in own if name not in unlike}, strict=False)
 
@@ -238,7 +259,9 @@ def _try_shape(model: nn.Module, name: str, num_classes: int, channels: int, ima
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())[:160]
         larger = f"try data.image_size={max(64, 2 * image_size)}" if image_size < 224 else "see its documentation"
-        raise RecipeError(f"model.name={name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {larger}") from None
+        raise RecipeError(
+            f"model.name={name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {larger}"
+        ) from None
     if not isinstance(out, Tensor) or out.shape != (2, num_classes):
         found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise RecipeError(f"model.name={name} gives {found} for 2 images; a classifier gives (2, {num_classes})")

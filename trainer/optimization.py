@@ -19,7 +19,7 @@ from trainer.strategies import Strategy
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> list[dict[str, object]]:
-    """Two groups where normalisation layers and biases (every one-dimensional parameter) decay differently, else one."""
+    """Two groups where normalisation layers and biases (all one-dimensional parameters) decay differently, else one."""
     if recipe.norm_weight_decay is None or recipe.norm_weight_decay == recipe.weight_decay:
         return [{"params": list(parameters.values()), "weight_decay": recipe.weight_decay}]
     flat = [p for p in parameters.values() if p.ndim <= 1]
@@ -73,7 +73,9 @@ def load_optimizer_state(
     own = optimizer_state(optimizer, parameters)
     odd = sorted(own.keys() - saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
     if odd:
-        raise CheckpointError(f"the checkpoint's optimizer state does not fit: no {odd[0]} of shape {tuple(own[odd[0]].shape)} in it")
+        raise CheckpointError(
+            f"the checkpoint's optimizer state does not fit: no {odd[0]} of shape {tuple(own[odd[0]].shape)} in it"
+        )
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 
@@ -177,9 +179,10 @@ class MovingAverage:
 
     def update(self, step: int) -> None:
         """Take in the weights after `step` optimizer steps."""
-        average = get_ema_multi_avg_fn(min(self.decay, (1 + step) / (10 + step)))
+        decay = min(self.decay, (1 + step) / (10 + step))
+        average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            average([self.average[n] for n in self._floats], [self.live[n].detach() for n in self._floats], step)  # type: ignore[arg-type]
+            average([self.average[n] for n in self._floats], [self.live[n].detach() for n in self._floats], step)
             for name in self._others:
                 self.average[name].copy_(self.live[name])
 

@@ -30,8 +30,8 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     legacy = np.random.get_state(legacy=False)
     states = {
         "python": torch.tensor(python),
-        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),  # type: ignore[call-overload,index]
-        "numpy_position": torch.tensor(legacy["state"]["pos"]),  # type: ignore[call-overload,index]
+        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+        "numpy_position": torch.tensor(legacy["state"]["pos"]),
         "torch": torch.get_rng_state(),
     }
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})

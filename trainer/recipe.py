@@ -342,8 +342,8 @@ def _check_together(recipe: Recipe, name: str) -> None:
             f"try batch_size={sizes}"
         )
     optimizer = recipe.optimizer
-    if optimizer.nesterov and (optimizer.name != "sgd" or optimizer.momentum == 0):
-        raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.name=sgd and optimizer.momentum above 0")
+    if optimizer.name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
+        raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
     if recipe.schedule.min_lr > optimizer.lr:
         raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}")
     low, high = recipe.augment.crop_scale

@@ -9,6 +9,7 @@ import torch
 import torchvision
 
 import trainer
+from trainer.evaluation import described
 from trainer.metrics import model_flops_utilisation
 from trainer.run import Run
 from trainer.tracking import without_nan
@@ -29,17 +30,21 @@ def banner(run: Run) -> str:
         "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
         "devices": devices,
         "model": f"{recipe.model.name}, {count:,} parameters ({', '.join(options)})",
-        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out ({data.split}), "
+        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
         f"{len(data.classes)} classes, {data.channels} x {data.image_size} x {data.image_size}",
         "batch": batch,
         "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
         + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
         "folder": str(run.tracker.path),
     }
-    return f"trainer {trainer.__version__}: {recipe.name}\n" + "\n".join(f"  {key:<8} {value}" for key, value in lines.items())
+    return f"trainer {trainer.__version__}: {recipe.name}\n" + "\n".join(
+        f"  {key:<8} {value}" for key, value in lines.items()
+    )
 
 
-def step_values(run: Run, loss: float, lr: float, norm: float | None, window: tuple[float, float, float]) -> dict[str, float]:
+def step_values(
+    run: Run, loss: float, lr: float, norm: float | None, window: tuple[float, float, float]
+) -> dict[str, float]:
     """TensorBoard's values of a logged step; speed only once warm-up is over.
 
     Args:
@@ -72,22 +77,30 @@ def _mfu(run: Run, samples_per_sec: float) -> float | None:
 
 def epoch_line(run: Run, epoch: int) -> str:
     """One line an epoch."""
-    measured = run.history.validation
     return (
-        f"epoch {epoch + 1}/{run.recipe.epochs}  train loss {run.history.losses[-1]:.4f}  val loss {measured['val_loss']:.4f}  "
-        f"top-1 {measured['val_top1']:.2%}  top-5 {measured['val_top5']:.2%}  {run.seconds():.0f} s"
+        f"epoch {epoch + 1}/{run.recipe.epochs}  train loss {run.history.losses[-1]:.4f}  "
+        f"{described(run.history.validation)}  {run.seconds():.0f} s"
     )
 
 
 def last_line(run: Run, result: dict[str, Any]) -> str:
     """The result, and the command that shows it."""
     speed, folder = result["throughput"], run.tracker.path
-    rate = f"{speed['samples_per_sec']:,.0f} images/s (+- {speed['std']:,.0f})" if speed else "too few steps to measure speed"
-    rate += ", measured over all steps after the first: fewer than logging.warmup_steps" if result["short"] and speed else ""
+    rate = (
+        f"{speed['samples_per_sec']:,.0f} images/s (+- {speed['std']:,.0f})"
+        if speed
+        else "too few steps to measure speed"
+    )
+    rate += (
+        ", measured over all steps after the first: fewer than logging.warmup_steps"
+        if result["short"] and speed
+        else ""
+    )
     if run.speed_only:
         memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in run.memory.items())
         return f"measured on synthetic images: {rate}; peak memory {memory}\n  result   {folder}/result.json"
-    text = f"done: top-1 {result['val_top1']:.2%} on {result['data']['val_samples']:,} held-out images, {rate}, {result['seconds']:.0f} s"
+    held_out = f"top-1 {result['val_top1']:.2%} on {result['data']['val_samples']:,} held-out images"
+    text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
     return f"{text}\n  weights  {folder}/last.safetensors\n  watch    tensorboard --logdir {folder}"

@@ -107,6 +107,6 @@ def write_weights(run: Run, name: str) -> None:
             "mean": json.dumps(data.mean),
             "std": json.dumps(data.std),
             "classes": json.dumps(data.classes),
-            "recipe": json.dumps(run.recipe.to_dict()),
+            "recipe": json.dumps(run.recipe.replace(output=None, resume=None).to_dict()),
         }
         checkpoint.write_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)

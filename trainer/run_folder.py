@@ -37,12 +37,14 @@ class RunFolder:
             RecipeError: it is continued with a recipe that computes something else.
             SetupError: it cannot be written.
         """
-        self.path = Path(recipe.output).expanduser() if recipe.output else self._fresh(recipe.name, recipe.mode)
+        self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise SetupError(f"output={self.path} cannot be written ({error.strerror}); choose another folder") from None
+            raise SetupError(
+                f"output={self.path} cannot be written ({error.strerror}); choose another folder"
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -61,7 +63,9 @@ class RunFolder:
         restarted = place().restarts > 0 and owner == job_id()
         resuming = used and (recipe.resume == "auto" or restarted)
         if used and not resuming:
-            raise FolderInUseError(f"{self.path} holds a run already: continue it with resume=auto, or choose another output=")
+            raise FolderInUseError(
+                f"{self.path} holds a run already: continue it with resume=auto, or choose another output="
+            )
         if resuming:
             self._check_recipe(recipe)
         try:
@@ -71,23 +75,6 @@ class RunFolder:
             raise SetupError(f"{self.path} cannot be written ({error.strerror}); choose another output=") from None
         return resuming
 
-    def _fresh(self, name: str, mode: str) -> Path:
-        """A name with the time of launch; a restart of the same job finds the folder it had."""
-        stem = f"runs/{name}-{mode}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(launch_time()))}"
-        for number in range(1, 1000):
-            path = Path(stem if number == 1 else f"{stem}-{number}")
-            with suppress(OSError):
-                if (path / ".lock").read_text() == job_id():
-                    return path
-            try:
-                path.mkdir(parents=True)
-                return path
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise SetupError(f"{path} cannot be made ({error.strerror}); choose a folder with output=") from None
-        raise FolderInUseError(f"{stem} and 998 more exist already; choose a folder with output=")
-
     def _check_recipe(self, recipe: Recipe) -> None:
         file = self.path / "recipe.yaml"
         if not file.exists():
@@ -95,7 +82,10 @@ class RunFolder:
         changes = recipes.changed_keys(recipes.load(str(file)), recipe)
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
-            raise RecipeError(f"resume=auto: {self.path} was trained with another recipe ({listed}); put it back or choose another output=")
+            raise RecipeError(
+                f"resume=auto: {self.path} was trained with another recipe ({listed}); "
+                "put it back or choose another output="
+            )
 
     def write_recipe(self, recipe: Recipe) -> None:
         """recipe.yaml, resolved and re-runnable; a continued run keeps the one it has."""
@@ -108,6 +98,29 @@ class RunFolder:
 
     def close(self) -> None:
         os.close(self._lock)
+
+
+def fresh_folder(recipe: Recipe) -> Path:
+    """Make runs/<recipe>-<mode>-<time of launch>; a restart of the same job finds the one it had.
+
+    Raises:
+        SetupError: it cannot be made.
+    """
+    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(launch_time()))
+    stem = f"runs/{recipe.name}-{recipe.mode}-{when}"
+    for number in range(1, 1000):
+        path = Path(stem if number == 1 else f"{stem}-{number}")
+        with suppress(OSError):
+            if (path / ".lock").read_text() == job_id():
+                return path
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SetupError(f"{path} cannot be made ({error.strerror}); choose a folder with output=") from None
+    raise FolderInUseError(f"{stem} and 998 more exist already; choose a folder with output=")
 
 
 class StepsFile:

@@ -31,12 +31,13 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     pieces = world.share(pieces)
     say(
         f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
-        f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; at most {STEPS} steps or {SECONDS:.0f} s; "
-        f"no checkpoint is saved. To train: data.root=/path/to/images"
+        f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; at most {STEPS} steps "
+        f"or {SECONDS:.0f} s; no checkpoint is saved. To train: data.root=/path/to/images"
     )
     if pieces != recipe.accumulate:
         say(
-            f"  memory: {world.size} x {rows} images need {per_image * rows * world.size / 2**30:.1f} GiB of activations; "
+            f"  memory: {world.size} x {rows} images "
+            f"need {per_image * rows * world.size / 2**30:.1f} GiB of activations; "
             f"accumulating {pieces} pieces of {rows // pieces} instead (accumulate={pieces})"
         )
     return recipe.replace(accumulate=pieces, max_steps=min(STEPS, recipe.max_steps or STEPS), resume=None)

@@ -64,7 +64,7 @@ class Tracker(NullTracker):
         self.recipe = recipe
         self.folder = folder
         self.path = folder.path
-        self._bar: tqdm[None] | None = None
+        self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None
         self._spoke = 0.0
@@ -94,12 +94,12 @@ class Tracker(NullTracker):
         from torch.utils.tensorboard.summary import hparams
 
         trim_events(self.folder.path, last_step)
-        self._events = SummaryWriter(str(self.folder.path), flush_secs=10)  # type: ignore[no-untyped-call]
+        self._events = SummaryWriter(str(self.folder.path), flush_secs=10)
         if last_step == 0:
             self._events.add_text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
             self._events.add_custom_scalars(SPEED_CHARTS)
             plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
-            for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):
+            for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]
                 self._events.file_writer.add_summary(summary)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -117,10 +117,8 @@ class Tracker(NullTracker):
         elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
             self._spoke = time.perf_counter()
             left = (self._spoke - self._begun) / max(1, row["step"] - self._first) * (self._total - row["step"])
-            print(
-                f"step {row['step']}/{self._total}, epoch {row['epoch']}, loss {row['train_loss']:.4f}, {speed}, {_duration(left)} left",
-                flush=True,
-            )
+            where = f"step {row['step']}/{self._total}, epoch {row['epoch']}"
+            print(f"{where}, loss {row['train_loss']:.4f}, {speed}, {_duration(left)} left", flush=True)
 
     def evaluating(self, done: int, total: int) -> None:
         if self._bar is not None:
@@ -145,7 +143,7 @@ class Tracker(NullTracker):
 
 
 def trim_events(folder: Path, last_step: int) -> None:
-    """Rewrite a continued run's TensorBoard files into one that ends at `last_step`, so that a (tag, step) has one value."""
+    """Rewrite a continued run's TensorBoard files into one that ends at `last_step`: one value a (tag, step)."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 

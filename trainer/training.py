@@ -174,8 +174,10 @@ def train_epoch(run: Run, epoch: int) -> None:
 
 
 class Meeting:
-    """What all ranks must know at the same step, in one small all-reduce about once a second: whether a gradient was not
-    finite, a signal came, time is up; and at a logged step the loss."""
+    """What all ranks must know at the same step, in one small all-reduce about once a second.
+
+    Whether a gradient was not finite, a signal came, time is up; and at a logged step the loss.
+    """
 
     def __init__(self, run: Run, done: int | None = None) -> None:
         self.run = run
@@ -204,7 +206,7 @@ class Meeting:
         if bad or loss != loss:
             raise NotFiniteError(
                 f"a loss or gradient was not finite at step {step} or shortly before; nothing was saved over. "
-                f"Try a lower optimizer.lr (it is {run.recipe.optimizer.lr:g}), schedule.warmup_epochs, or clip_grad_norm=1"
+                f"Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"
             )
         if log:
             self._log(loss, lr, norm)
@@ -213,7 +215,9 @@ class Meeting:
         run.timer.start()
         return late
 
-    def exchange(self, done: int, pace: float, loss: float = 0.0, bad: float = 0.0) -> tuple[float, float, type[TrainerError] | None, bool]:
+    def exchange(
+        self, done: int, pace: float, loss: float = 0.0, bad: float = 0.0
+    ) -> tuple[float, float, type[TrainerError] | None, bool]:
         """Sum over ranks: loss, bad, the signal to stop at if any, whether time is up. Sets when to meet next."""
         run = self.run
         received = run.interrupts.received
@@ -232,7 +236,8 @@ class Meeting:
         run.history.epoch_steps += count
         steps, seconds, _ = self.window
         run.tracker.scalars(
-            reporting.step_values(run, loss / count, lr, norm.item() if norm is not None else None, self.window), run.position.step
+            reporting.step_values(run, loss / count, lr, norm.item() if norm is not None else None, self.window),
+            run.position.step,
         )
         run.tracker.step(
             {
@@ -299,14 +304,20 @@ def measure(run: Run) -> dict[str, Any]:
 def leave(run: Run, stop: type[TrainerError]) -> None:
     """A signal that all ranks have agreed on: save and go."""
     resuming.save(run)
-    saved = "" if run.speed_only else f"; saved step {run.position.step}: continue with output={run.tracker.path} resume=auto"
+    saved = (
+        ""
+        if run.speed_only
+        else f"; saved step {run.position.step}: continue with output={run.tracker.path} resume=auto"
+    )
     raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else 'SIGTERM'}{saved}")
 
 
 def note_memory(run: Run) -> None:
     """Peak bytes of every rank's device."""
     run.memory = dict(run.world.share(run.world.gather((run.world.name, peak_memory(run.world.device)))))
-    run.tracker.scalars({f"memory/peak_gib/{name}": size / 2**30 for name, size in run.memory.items()}, run.position.step)
+    run.tracker.scalars(
+        {f"memory/peak_gib/{name}": size / 2**30 for name, size in run.memory.items()}, run.position.step
+    )
 
 
 def finish(run: Run) -> dict[str, Any]:

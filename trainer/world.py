@@ -1,12 +1,13 @@
 """Who am I: rank, world size, devices, threads; and the few words that ranks exchange.
 
-The only reader of RANK and its companions. Imports no torch at its top, so that "printed once" is decided in milliseconds.
+The only reader of RANK and its companions. Imports no torch at its top: "printed once" is decided in milliseconds.
 """
 
 from __future__ import annotations
 
 import ctypes
 import datetime
+import faulthandler
 import glob
 import os
 import time
@@ -104,7 +105,10 @@ def device_names(recipe: Recipe, local_size: int, cuda: int) -> list[str]:
         absent = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= cuda]
         if absent:
             have = f"cuda:0 to cuda:{cuda - 1}" if cuda > 1 else "cuda:0" if cuda else "no CUDA device"
-            raise RecipeError(f"devices: {absent[0]} is not here, this machine has {have}; write devices={'[cuda:0]' if cuda else '[cpu]'}")
+            raise RecipeError(
+                f"devices: {absent[0]} is not here, this machine has {have}; "
+                f"write devices={'[cuda:0]' if cuda else '[cpu]'}"
+            )
         if names == ["cpu"]:
             names *= local_size
     if local_size > len(names):
@@ -152,10 +156,22 @@ class World:
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 timeout=datetime.timedelta(seconds=timeout),
                 device_id=self.device if cuda else None,
+                **self._own_store(),
             )
             names: list[Any] = [None] * self.size
             dist.all_gather_object(names, self.name)
         self.devices = tuple(names)
+
+    def _own_store(self) -> dict[str, Any]:
+        """After a restart, keys of this attempt: the launcher's store still holds the addresses of ranks that died, and
+        a rank that reads them waits for the dead (seen with torch 2.15 in one restart of three)."""
+        if not self.place.restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return {}
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.size, is_master=False)
+        own = PrefixStore(f"restart-{self.place.restarts}", store)
+        return {"store": own, "rank": self.rank, "world_size": self.size}
 
     @property
     def name(self) -> str:
@@ -208,7 +224,7 @@ class World:
             dist.destroy_process_group()
 
 
-class lost_peers:  # noqa: N801 - reads as a statement
+class lost_peers:
     """Turn what a collective raises when a peer is gone or silent into a PeerError."""
 
     def __enter__(self) -> None:
@@ -216,12 +232,14 @@ class lost_peers:  # noqa: N801 - reads as a statement
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_broken_collective(error):
-            raise PeerError(f"rank {place().rank}: lost another rank (died, or silent for longer than timeout)") from error
+            if "imed out" in str(error):
+                faulthandler.dump_traceback(all_threads=True)
+            raise PeerError(f"rank {place().rank}: lost another rank (it died, or was silent for `timeout`)") from error
 
 
 def is_broken_collective(error: BaseException) -> bool:
     """Whether torch raised this because a peer of a collective is gone or silent."""
-    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "gloo", "NCCL", "Socket Timeout")
+    signs = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "Timeout", "gloo", "Gloo", "NCCL")
     return type(error).__name__.startswith("Dist") or any(sign in str(error) for sign in signs)
 
 
@@ -246,12 +264,12 @@ def locate(recipe: Recipe) -> World:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep big blocks between steps instead of returning them to the kernel (6 to 14 % on CPU)."""
-    mmap_threshold, trim_threshold = -3, -1
+    """Let glibc's malloc keep big blocks between steps; by default it returns them to the kernel (6 to 14 % on CPU)."""
+    m_trim_threshold, m_mmap_max = -1, -4
     try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 32 * 2**20)  # the most that glibc allows
-        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(m_mmap_max, 0)  # no block a mapping of its own, which would go back when freed
     except (OSError, AttributeError):
         return  # another C library: nothing to tune
 

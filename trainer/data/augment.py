@@ -177,9 +177,10 @@ class Finish:
 
     def inputs(self, images: Tensor) -> Tensor:
         """(n, H, W, C) uint8 as normalised (n, C, H, W) float32."""
-        if self.channels_last:
-            return torch.mul(images, self.scale).add_(self.shift).permute(0, 3, 1, 2)
-        return torch.mul(images.permute(0, 3, 1, 2).contiguous(), self.scale).add_(self.shift)
+        if not self.channels_last:
+            images = images.permute(0, 3, 1, 2).contiguous()
+        inputs = images.float().mul_(self.scale).add_(self.shift)
+        return inputs.permute(0, 3, 1, 2) if self.channels_last else inputs
 
     def erased(self, inputs: Tensor, boxes: Array) -> Tensor:
         """Set each image's box to the mean, in place."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,15 @@ def read_image(path: str, channels: int) -> Tensor:
     data = np.fromfile(path, np.uint8)
     if not data.size:
         raise ValueError("the file is empty")
-    if data[:2].tobytes() == b"\xff\xd8":
-        mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-        try:
-            image: Tensor = decode_jpeg(torch.from_numpy(data), mode=mode)
-            return image
-        except RuntimeError:
-            pass
-    with Image.open(path) as opened:
-        return from_pillow(opened, channels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about odd metadata in images that are fine, and torchvision's about itself
+        if data[:2].tobytes() == b"\xff\xd8":
+            with contextlib.suppress(RuntimeError):
+                mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
+                image: Tensor = decode_jpeg(torch.from_numpy(data), mode=mode)
+                return image
+        with Image.open(path) as opened:
+            return from_pillow(opened, channels)
 
 
 def from_pillow(image: Image.Image, channels: int) -> Tensor:

@@ -1,10 +1,9 @@
 """Loaded once into the process that loader workers are forked from, so that they start in milliseconds.
 
 That process must outlive a SIGTERM to the whole group (torchrun sends one to each rank's): the rank still finishes its
-step and saves. What is forked from it gets the default back; loader workers then decide for themselves.
+step and saves. It is started with the signal blocked; from here on, it and what is forked from it ignore it.
 """
 
-import os
 import signal
 
 import torch
@@ -15,4 +14,4 @@ import trainer.data.photos
 __all__ = ["torch", "torchvision", "trainer"]
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

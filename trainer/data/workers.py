@@ -8,9 +8,10 @@ import re
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -112,7 +113,7 @@ class PhotoFeed:
     def _read(self, keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
         if self._busy:  # the last epoch was left half-way: its batches are still coming
             self.close()
-        if self.workers:
+        if self.workers and keys:
             self._start(keys)
         self._busy = True
         try:
@@ -135,12 +136,9 @@ class PhotoFeed:
 
     def _start(self, keys: list[Key]) -> None:
         self._keys[:] = keys
-        if self._loader is not None:
-            self._batches = iter(self._loader)
+        if self._loader is not None and self._continued(keys[0]):
             return
-        # Never fork this process: after OpenMP or CUDA has started, the child hangs. The server has only loaded torch.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["trainer.data.preload"])
+        self.close()
         self._loader = DataLoader(
             self._reader,  # type: ignore[arg-type]  # a list of samples is all it is asked for
             batch_sampler=self._keys,  # type: ignore[arg-type]
@@ -148,14 +146,16 @@ class PhotoFeed:
             collate_fn=_as_it_is,
             timeout=min(POLL, self.patience),
             worker_init_fn=_begin,
-            multiprocessing_context=context,
+            multiprocessing_context=_fork_server(),
             generator=torch.Generator(),  # else it draws from the global one
             prefetch_factor=PREFETCH,
             persistent_workers=True,
         )
         others = set(multiprocessing.active_children())
         try:
-            self._batches = iter(self._loader)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what it warns of becomes an error below
+                self._batches = iter(self._loader)
         except (TypeError, AttributeError, ImportError) as error:
             raise RecipeError(
                 f"the data set cannot be sent to loader workers ({error}); "
@@ -166,6 +166,16 @@ class PhotoFeed:
         self._processes = [child for child in multiprocessing.active_children() if child not in others]
         self._processes.sort(key=lambda child: child.pid or 0)
         weakref.finalize(self, _kill, self._processes)  # also when this process ends without close()
+
+    def _continued(self, key: Key) -> bool:
+        """Begin another epoch with the workers of the last; False when one is too slow to answer."""
+        try:
+            self._batches = iter(self._loader)
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise PeerError(self._lost(0, key, error)) from None
+            return False
+        return True
 
     def _next(self, n: int, key: Key) -> tuple[int, list[Failure], bool]:
         """The report of the n-th batch, within `timeout` seconds."""
@@ -195,6 +205,19 @@ class PhotoFeed:
         else:
             what = f"a loader worker was lost ({str(error).partition(chr(10))[0]})"
         return f"{what}; {awaited}; data.workers=0 reads in this process"
+
+
+def _fork_server() -> Any:
+    """The context to start workers in. Never fork this process: after OpenMP or CUDA has started, the child hangs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.data.preload"])
+    resource_tracker.ensure_running()  # first: it clears the signal mask when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # see preload
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return context
 
 
 def _as_it_is(report: Any) -> Any:

@@ -12,10 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Replace every batch normalisation by one that sees the global batch; names of parameters and buffers stay."""
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm):
-            synchronised = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats)
+            synchronised = SyncBatchNorm(
+                child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
+            )
             synchronised.load_state_dict(child.state_dict())
             setattr(model, name, synchronised)
         else:
@@ -53,4 +55,5 @@ class SyncBatchNorm(_BatchNorm):
             scale = scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         shape = [1, -1] + [1] * (input.dim() - 2)
-        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+        out: Tensor = (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+        return out

@@ -1,0 +1,257 @@
+"""Finding data: what comes with the package, what torchvision knows, folders of photos, and the user's own."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import os
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trainer.data import Datasets, ImageSet, datasets, downloads, open_datasets, register_dataset
+from trainer.errors import RecipeError, SetupError
+from trainer.recipe import DATASETS, load
+
+
+def opened(*words):
+    return open_datasets(load(None, *words))
+
+
+def photo(path, size=(40, 30), seed=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split in ("train", "val"):
+        for label, name in enumerate(("bee", "ant")):
+            for index in range(3):
+                photo(tmp_path / split / name / f"{index}.jpg", seed=label)
+    return tmp_path
+
+
+def test_digits_hold_out_every_fifth_image():
+    found = opened()
+    assert (len(found.train), len(found.val), found.channels, found.image_size) == (1437, 360, 1, 8)
+    assert found.train.images.max() == 255 and found.train.images.dtype == torch.uint8
+    assert found.val.labels[:3].tolist() == [0, 5, 0]  # images 0, 5 and 10
+    pixels = found.train.images / 255
+    assert pixels.mean().item() == pytest.approx(found.mean[0], abs=0.01)
+    assert pixels.std().item() == pytest.approx(found.std[0], abs=0.01)
+
+
+def test_sets_in_memory_are_brought_to_the_recipes_shape_once():
+    found = opened("data.image_size=32", "data.channels=3")
+    assert found.train.images.shape == (1437, 3, 32, 32)
+    assert found.mean == (found.mean[0],) * 3
+
+
+def test_synthetic_sets_are_as_long_as_asked_and_depend_on_the_seed():
+    words = ("data.name=synthetic", "data.samples=5000", "model.num_classes=7", "data.image_size=16", "data.channels=1")
+    a, b, c = opened(*words), opened(*words), opened(*words, "seed=1")
+    assert (len(a.train), len(a.val), len(a.classes)) == (5000, 256, 7) and a.synthetic
+    assert a.train.images.shape == (256, 1, 16, 16)
+    assert torch.equal(a.train.images, b.train.images) and not torch.equal(a.train.images, c.train.images)
+    assert not torch.equal(a.train.images, a.val.images)
+
+
+def test_missing_photos_may_be_stood_in_for():
+    found = opened("data.name=imagefolder", "data.missing=synthetic", "batch_size=100")
+    assert found.synthetic and len(found.train) >= 2000 and len(found.classes) == 1000 and found.image_size == 224
+
+
+@pytest.mark.parametrize("words", [["data.missing=error"], ["data.missing=synthetic", "data.root=/not/here"]])
+def test_missing_photos_are_an_error_otherwise(words):
+    with pytest.raises(SetupError, match=r"data\.root="):
+        opened("data.name=imagefolder", *words)
+
+
+def test_a_folder_of_photos(folder):
+    (folder / "train" / "ant" / "notes.txt").write_text("no image")
+    (folder / "train" / "ant" / ".DS_Store").write_text("no image")
+    photo(folder / "train" / "ant" / "deeper" / "ü.PNG")
+    found = opened("data.name=imagefolder", f"data.root={folder}")
+    assert found.classes == ("ant", "bee") and (len(found.train), len(found.val)) == (7, 6)
+    assert found.train.where(3) == str(folder / "train" / "ant" / "deeper" / "ü.PNG")
+    image, label = found.train.read(4, 3)
+    assert image.shape == (3, 30, 40) and label == 1
+    assert found.split == str(folder / "val")
+
+
+def test_folders_of_tiny_images_lie_in_memory(folder):
+    found = opened("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
+    assert isinstance(found.train, ImageSet) and found.train.images.shape == (6, 3, 16, 16)
+    assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    cropped = opened("data.name=imagefolder", f"data.root={folder}", "data.image_size=16", "augment.crop=resized")
+    assert not isinstance(cropped.train, ImageSet)
+
+
+def test_unreadable_tiny_images_stop_or_are_skipped(folder):
+    bad = folder / "train" / "ant" / "1.jpg"
+    bad.write_bytes(b"no image")
+    (folder / "val" / "bee" / "2.jpg").write_bytes(b"")
+    words = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
+    with pytest.raises(SetupError, match=r"ant/1\.jpg cannot be read .*data\.on_error=skip"):
+        opened(*words)
+    found = opened(*words, "data.on_error=skip")
+    assert (len(found.train), len(found.val)) == (6, 5)
+    assert torch.equal(found.train.images[1], found.train.images[2])
+    assert found.train.failures[0][0] == str(bad)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: (root / "val" / "cat").mkdir(), "val/cat holds no images"),
+        (lambda root: photo(root / "val" / "cat" / "0.jpg"), "class folder 'cat' is in val and not in train"),
+        (lambda root: (root / "val" / "ant").rename(root / "ant"), "class folder 'ant' is in train and not in val"),
+        (lambda root: (root / "val").rename(root / "x"), "needs the folders train and val"),
+        (lambda root: [(root / "train" / name).rename(root / name) for name in ("ant", "bee")], "no class folders"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises(SetupError, match=message):
+        opened("data.name=imagefolder", f"data.root={folder}")
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
+def test_published_sets_that_are_missing_say_what_to_put_where(name, tmp_path):
+    with pytest.raises(SetupError) as error:
+        opened(f"data.name={name}", f"data.root={tmp_path}", "data.download=false")
+    assert str(tmp_path) in str(error.value) and downloads.PUBLISHED[name].folder in str(error.value)
+    assert "\n" not in str(error.value) and os.listdir(tmp_path) == []
+
+
+def test_the_data_folder_has_a_documented_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRAINER_DATA", str(tmp_path))
+    assert downloads.data_folder(load(None).data) == tmp_path
+    monkeypatch.delenv("TRAINER_DATA")
+    assert downloads.data_folder(load(None).data).parts[-2:] == (".cache", "trainer")
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    """A place that offers a tiny MNIST."""
+    place, resources = tmp_path / "mirror", []
+    place.mkdir()
+    for split, count in (("train", 6), ("t10k", 2)):
+        pixels, labels = bytes(range(count)) * 784, bytes(index % 10 for index in range(count))
+        for kind, header, body in (
+            ("images-idx3", struct.pack(">4i", 2051, count, 28, 28), pixels),
+            ("labels-idx1", struct.pack(">2i", 2049, count), labels),
+        ):
+            file = place / f"{split}-{kind}-ubyte.gz"
+            file.write_bytes(gzip.compress(header + body))
+            resources.append((file.name, hashlib.md5(file.read_bytes()).hexdigest()))
+    maker = downloads.PUBLISHED["mnist"].maker
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=place)
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *what: None)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(maker, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        monkeypatch.setattr(maker, "resources", resources)
+        yield place
+        server.shutdown()
+
+
+def test_a_download_appears_whole_and_leaves_nothing_else(mirror, tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / ".mnist-1.tmp").mkdir()  # of a download that was killed
+    found = opened("data.name=mnist", f"data.root={root}")
+    assert (len(found.train), len(found.val), found.train.images.shape[1:]) == (6, 2, (1, 28, 28))
+    assert sorted(os.listdir(root)) == [".mnist.lock", "MNIST"]
+    for file in mirror.iterdir():
+        file.unlink()
+    assert len(opened("data.name=mnist", f"data.root={root}").train) == 6
+
+
+def test_a_failed_download_leaves_nothing_half(mirror, tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    (mirror / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(SetupError, match=r"the download failed: .*put MNIST/ there"):
+        opened("data.name=mnist", f"data.root={root}")
+    assert os.listdir(root) == [".mnist.lock"]
+
+
+def test_two_at_once_download_once(mirror, tmp_path, monkeypatch):
+    root, calls, plain = tmp_path / "data", [], downloads._download
+    root.mkdir()
+    monkeypatch.setattr(downloads, "_download", lambda *what: (calls.append(what), plain(*what))[1])
+    with ThreadPoolExecutor(2) as ranks:  # the lock is held by an open file, so threads are kept apart as processes are
+        found = list(ranks.map(lambda _: opened("data.name=mnist", f"data.root={root}"), range(2)))
+    assert [len(each.train) for each in found] == [6, 6] and len(calls) == 1
+
+
+@pytest.fixture
+def names(monkeypatch):
+    monkeypatch.setattr(datasets, "_registered", {})
+
+
+def pair(count, size=5, channels=3):
+    return torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8), torch.arange(count) % 2
+
+
+def test_users_bring_tensors(names):
+    register_dataset("mine")(lambda data: (pair(8), pair(4), ["a", "b"]))
+    found = opened("data.name=mine")
+    assert isinstance(found, Datasets) and found.classes == ("a", "b") and found.image_size == 5
+    assert (len(found.train), len(found.val)) == (8, 4) and len(found.mean) == 3
+
+
+def test_users_bring_map_style_sets(names):
+    items = [(Image.new("L", (20, 10)), 1), (torch.zeros(3, 6, 7, dtype=torch.uint8), 0)]
+    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
+    found = opened("data.name=mine")
+    assert found.image_size == 224 and found.train.read(0, 3)[0].shape == (3, 10, 20)
+    assert found.train.read(1, 1)[0].shape == (1, 6, 7) and found.train.where(1) == "mine, training set: item 1"
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (None, "must return"),
+        ((pair(8), [], ("a", "b")), "must both be"),
+        (([(1, 2)], [], ("a", "b")), "length above 0"),
+        ((pair(8), pair(4), ("a",)), "labels must be 0 to 0"),
+        (((pair(8)[0].float(), pair(8)[1]), pair(4), ("a", "b")), "must be uint8"),
+        (((pair(8)[0], pair(7)[1]), pair(4), ("a", "b")), "8 images need as many"),
+        (((pair(8)[0][..., :3], pair(8)[1]), pair(4), ("a", "b")), "not square"),
+    ],
+)
+def test_a_users_set_that_does_not_fit_is_explained(names, made, message):
+    register_dataset("mine")(lambda data: made)
+    with pytest.raises(RecipeError, match=message):
+        opened("data.name=mine")
+
+
+@pytest.mark.parametrize("name", ["digits", "mine"])
+def test_a_name_is_taken_once(names, name):
+    register_dataset("mine")(lambda data: None)
+    with pytest.raises(RecipeError, match="taken"):
+        register_dataset(name)
+
+
+def test_an_unknown_name_gets_the_nearest(names):
+    register_dataset("flowers")(lambda data: None)
+    with pytest.raises(RecipeError, match=r"did you mean data\.name=flowers"):
+        opened("data.name=flower")
+
+
+def test_every_known_name_is_handled(tmp_path):
+    for name in DATASETS:
+        try:
+            opened(f"data.name={name}", f"data.root={tmp_path}", "data.download=false")
+        except SetupError as error:
+            assert str(tmp_path) in str(error)

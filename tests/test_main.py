@@ -1,0 +1,202 @@
+"""The command line: usage, recipes, and errors of one line, told once, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer import __main__ as cli
+from trainer import launching
+from trainer.errors import CheckpointError, DeviceMemoryError, PeerError, RecipeError
+from trainer.recipe import load, shipped_recipes
+
+ROOT = Path(__file__).parent.parent
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher's variables, whatever runs these tests."""
+    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE", launching.PARENT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launching, "die_with_parent", lambda: None)
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.answer(words)
+    output, errors = capsys.readouterr()
+    return code, output, errors
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_usage_lists_the_recipes(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, errors = outcome(capsys, *words)
+    assert (code, errors) == (0, "")
+    assert output.startswith("usage: python -m trainer [train] recipe=NAME")
+    for name in shipped_recipes():
+        assert f"\n  {name} " in output
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, output, _ = outcome(capsys, "recipes")
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines()] == list(shipped_recipes())
+    code, output, _ = outcome(capsys, "recipes", "resnet50", "epochs=3")
+    assert code == 0
+    (tmp_path / "printed.yaml").write_text(output)
+    assert load(tmp_path / "printed.yaml").to_dict() == load("resnet50", "epochs=3").to_dict()
+
+
+def test_recipes_into_a_reader_that_leaves() -> None:
+    script = f"{sys.executable} -m trainer recipes resnet50 | true; echo ${{PIPESTATUS[0]}}"
+    answer = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert (answer.stdout, answer.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["recips"], "'recips' is not a command; did you mean recipes? there are: train, evaluate, recipes, help"),
+        (["resnet50"], "'resnet50' is not a command; did you mean recipe=resnet50? "),
+        (["--nproc", "2"], "'--nproc' is not a command; "),
+        (["train", "epochs"], "'epochs' is not key=value, as in optimizer.lr=0.05"),
+        (["recipe=digts"], "did you mean recipe=digits?"),
+        (["recipes", "digts"], "did you mean recipe=digits?"),
+        (["recipe=digits", "optimzer.lr=1"], "optimzer is not a key; did you mean optimizer?"),
+        (
+            ["recipe=digits", "recipe=mnist"],
+            "recipe is given twice, as 'recipe=digits' and as 'recipe=mnist': keep one",
+        ),
+        (["recipe="], "recipe= is empty"),
+        (["recipe=digits", "nproc=x"], "nproc=x must be a whole number"),
+        (["recipe=digits", "nproc=3", "batch_size=64"], "does not divide among 3 processes; try batch_size=63 or 66"),
+        (["recipe=digits", "mode=single", "nproc=2"], "mode=single runs in 1 process, not 2"),
+        (["recipe=digits", "model.name=resnet5O"], "did you mean model.name=resnet50?"),
+        (["recipe=digits", "data.name=digit"], "did you mean data.name=digits?"),
+        (["recipe=digits", "checkpoint=runs/x"], "checkpoint= belongs to evaluate"),
+        (["recipe=digits", "plugin=trainer_test_absent", "mode=single"], "plugin=trainer_test_absent: no module"),
+        (["evaluate"], "evaluate needs checkpoint="),
+        (["evaluate", "checkpoint=x", "nproc=2"], "nproc= is not for evaluate: start several ranks with torchrun"),
+        (["evaluate", "checkpoint=x", "recipe=digits"], "recipe= is not for evaluate"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output, errors = outcome(capsys, *words)
+    assert (code, output) == (2, "")
+    assert errors.startswith("trainer: error: ") and errors.count("\n") == 1
+    assert expected in errors
+
+
+def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def as_rank(environment: dict[str, str]) -> str:
+        file = tmp_path / f"{environment['RANK']}.json"
+        for name, value in {**environment, "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+            monkeypatch.setenv(name, value)
+        code, output, errors = outcome(capsys, "recipe=digts")
+        assert (code, output) == (2, "")
+        message = json.loads(file.read_text())["message"]
+        assert "did you mean recipe=digits?" in message["message"]
+        assert message["message"] == message["extraInfo"]["py_callstack"]
+        assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 5
+        return errors
+
+    assert as_rank(RANK_0).count("did you mean recipe=digits?") == 1
+    assert as_rank(RANK_1) == ""
+    monkeypatch.setenv(launching.PARENT, str(os.getppid()))  # under our own launcher, which prints for all
+    assert as_rank(RANK_0) == ""
+
+
+def test_torchrun_shows_our_line(tmp_path: Path) -> None:
+    arguments = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "-m", "trainer", "recipe=digts"]
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 1  # torchrun's own, whatever the rank's
+    assert answer.stderr.count("trainer: error: recipe=digts") == 1
+    assert "traceback : recipe=digts: no such recipe or file; did you mean recipe=digits?" in answer.stderr
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "expected"),
+    [
+        (RecipeError("a\nb"), 2, "a b"),
+        (CheckpointError("none"), 4, "none"),
+        (PeerError("gone"), 7, "gone"),
+        (DeviceMemoryError("too big"), 6, "too big"),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
+        (MemoryError(), 6, "out of memory: lower batch_size, or raise accumulate"),
+        (OutOfMemoryError("CUDA: tried to allocate 3 GiB"), 6, "out of memory: lower batch_size, or raise accumulate"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 6, "out of memory: "),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 6, "out of memory: "),
+        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 28, "the disk is full at /data/x: "),
+        (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
+        (RuntimeError("size mismatch"), 1, "RuntimeError: size mismatch"),
+    ],
+)
+def test_explain(error: BaseException, code: int, expected: str) -> None:
+    line, found = cli.explain(error)
+    assert found == code
+    assert line.startswith(expected)
+    assert code == 1 or "\n" not in line
+
+
+def test_training_happens_here_with_the_plugin_and_the_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[object] = []
+    stand_in = SimpleNamespace(run=ran.append, evaluate_run=lambda *words: ran.append(words))
+    for name in ("training", "evaluation"):
+        monkeypatch.setitem(sys.modules, f"trainer.{name}", stand_in)  # type: ignore[arg-type]
+        monkeypatch.setattr(f"trainer.{name}", stand_in, raising=False)
+    monkeypatch.setattr(launching, "load_plugin", lambda name: ran.append(name))
+    own = ("mode=single", "plugin=mine", "model.name=my_net", "data.name=my_data")
+    assert outcome(capsys, *own, "epochs=3")[0] == 0
+    assert ran[0] == "mine"
+    assert ran[1].to_dict() == load(None, "mode=single", "model.name=my_net", "data.name=my_data", "epochs=3").to_dict()  # type: ignore[attr-defined]
+    assert outcome(capsys, "evaluate", "batch_size=7", "checkpoint=runs/x")[0] == 0
+    assert ran[2:] == [None, ("runs/x", ("batch_size=7",))]
+
+
+def test_several_ranks_are_started_with_the_same_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(launching, "start", lambda recipe, words, launch: started.append((words, launch)) or 5)
+    words = ["recipe=digits", "nproc=2", "devices=[cpu]", "epochs=3"]
+    assert outcome(capsys, *words) == (5, "", "")
+    assert started == [(["recipe=digits", "devices=[cpu]", "epochs=3"], launching.Launch(2))]
+
+
+def test_rejecting_takes_half_a_second_and_no_torch() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment["NPROC"] = "3"
+    words = ["-X", "importtime", "-m", "trainer", "recipe=digits", "batch_size=64", "devices=[cpu]"]
+    seconds = []
+    for _ in range(3):  # the machine may be busy: the best of three
+        began = time.perf_counter()
+        answer = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        seconds.append(time.perf_counter() - began)
+        assert answer.returncode == 2
+        imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
+        assert "trainer.recipe" in imported
+        assert not {"torch", "torchvision", "numpy"} & imported
+        assert "does not divide among 3 processes" in answer.stderr
+    assert min(seconds) < 0.5

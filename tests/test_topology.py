@@ -1,0 +1,92 @@
+"""Ranks and nodes as a table: words, variables, SLURM, devices, cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.errors import RecipeError
+from trainer.recipe import load
+from trainer.topology import Launch, hosts, topology
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "1234567"}
+STEP |= {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_LOCALID": "0"}
+NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "nproc", "words", "cuda", "cores", "expected"),
+    [
+        # one node: word, variable, devices, GPUs, cores
+        ({}, None, (), 0, 8, Launch(2)),
+        ({}, None, (), 0, 1, Launch(1)),
+        ({}, None, (), 4, 8, Launch(4)),
+        ({}, None, ("devices=[cuda:2,cuda:3]",), 4, 8, Launch(2)),
+        ({}, None, ("devices=[cpu]",), 4, 8, Launch(2)),
+        ({}, None, ("devices=[cpu,cpu,cpu]",), 4, 8, Launch(3)),
+        ({"NPROC": "3"}, None, ("devices=[cuda:2,cuda:3]",), 4, 8, Launch(3)),
+        ({"NPROC": "3"}, "1", ("devices=[cuda:2,cuda:3]",), 4, 8, Launch(1)),
+        ({"NPROC": ""}, None, (), 0, 8, Launch(2)),
+        ({"NNODES": "1", "MASTER_ADDR": "x", "MASTER_PORT": "5"}, None, (), 0, 8, Launch(2)),
+        ({}, None, ("mode=single",), 4, 8, Launch(1)),
+        ({}, "2", ("mode=single",), 4, 8, Launch(2)),  # refused by check_processes
+        # several nodes
+        (NODES, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),
+        ({**NODES, "MASTER_PORT": "1234"}, None, (), 8, 8, Launch(8, 3, 2, "first", 1234)),
+        # SLURM, inside a step only; a variable that is set wins
+        (STEP, None, (), 4, 8, Launch(4, 2, 1, "gpu07", 10000 + 1234567 % 20000)),
+        ({**STEP, "MASTER_PORT": "77", "NPROC": "1"}, None, (), 4, 8, Launch(1, 2, 1, "gpu07", 77)),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}, None, (), 4, 8, Launch(4)),
+        ({key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}, None, (), 4, 8, Launch(4)),
+    ],
+)
+def test_topology(
+    environment: dict[str, str], nproc: str | None, words: tuple[str, ...], cuda: int, cores: int, expected: Launch
+) -> None:
+    assert topology(environment, nproc, load(None, *words), lambda: cuda, cores) == expected
+
+
+def test_gpus_are_counted_only_where_they_decide() -> None:
+    def never() -> int:
+        raise AssertionError("counted")
+
+    for environment, nproc, words in (({}, "2", ()), ({"NPROC": "2"}, None, ()), ({}, None, ("devices=[cpu]",))):
+        assert topology(environment, nproc, load(None, *words), never, 2).nproc == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "nproc", "expected"),
+    [
+        ({}, "two", "nproc=two must be a whole number from 1 to 4096"),
+        ({}, "0", "nproc=0 must be"),
+        ({}, "-1", "nproc=-1 must be"),
+        ({"NPROC": "1.5"}, None, "NPROC=1.5 must be"),
+        ({"NNODES": "many"}, None, "NNODES=many must be"),
+        ({"NNODES": "0"}, None, "NNODES=0 must be"),
+        ({"NNODES": "2"}, None, "NNODES=2 needs NODE_RANK and MASTER_ADDR: on every node set NODE_RANK=0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, None, "NNODES=2 needs MASTER_ADDR: "),
+        ({**NODES, "NODE_RANK": "3"}, None, "NODE_RANK=3 must be a whole number from 0 to 2"),
+        ({**NODES, "MASTER_PORT": "http"}, None, "MASTER_PORT=http must be"),
+        ({**NODES, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 must be"),
+        ({**STEP, "SLURM_STEP_NODELIST": "gpu[a-b]"}, None, "set MASTER_ADDR yourself"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(environment: dict[str, str], nproc: str | None, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        topology(environment, nproc, load(None), lambda: 0, 2)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("gpu1", ["gpu1"]),
+        ("a,b.c", ["a", "b.c"]),
+        ("node[003-005,9],gpu1", ["node003", "node004", "node005", "node9", "gpu1"]),
+        ("n[08-10]", ["n08", "n09", "n10"]),
+        ("n[1,3]-ib,m", ["n1-ib", "n3-ib", "m"]),
+        ("r[0-1]n[1-2]", ["r0n1", "r0n2", "r1n1", "r1n2"]),
+    ],
+)
+def test_hosts(text: str, expected: list[str]) -> None:
+    assert hosts(text) == expected

@@ -1,0 +1,464 @@
+"""Whole runs through the real command line: what a mode computes, what a run leaves behind, what survives.
+
+Importing torch costs seconds and a torchrun five: tests share a run where they look at different sides of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from trainer.recipe import shipped_recipes
+
+PROJECT = Path(__file__).parent.parent
+QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
+
+
+def trainer(*words, env=None, timeout=180, cwd=None, python=()):
+    """Run `python -m trainer words...`; returns the finished process."""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+    command = [sys.executable, *python, "-m", "trainer", *map(str, words)]
+    return subprocess.run(command, env=environment, timeout=timeout, cwd=cwd, capture_output=True, text=True)
+
+
+def ok(*words, **options):
+    done = trainer(*words, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def steps(folder):
+    with (Path(folder) / "steps.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(folder):
+    return [float(row["train_loss"]) for row in steps(folder)]
+
+
+def result(folder):
+    return json.loads((Path(folder) / "result.json").read_text())
+
+
+SAME = ["recipe=digits", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *QUIET]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """mode=single, the run that all others must equal."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    ok(*SAME, "mode=single", "model.name=cnn_gn", f"output={folder}")
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ddp_has_the_losses_of_single(reference, ranks, tmp_path):
+    ok(*SAME, "mode=ddp", f"nproc={ranks}", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
+    assert len(losses(reference)) == 20
+    ours, single = result(tmp_path / "run"), result(reference)
+    assert ours["world_size"] == ranks and len(ours["devices"]) == ranks
+    assert ours["val_top1"] == single["val_top1"]
+    assert ours["val_loss"] == pytest.approx(single["val_loss"], rel=1e-4)
+
+
+def test_everything_at_once_over_two_ranks(tmp_path):
+    """Accumulation, clipping, mixup, smoothing, averaging: the same numbers on one process and two."""
+    words = [
+        *SAME,
+        "model.name=vit_tiny",
+        "optimizer.name=adamw",
+        "accumulate=2",
+        "clip_grad_norm=0.5",
+        "augment.mixup=0.3",
+    ]
+    words += ["augment.cutmix=1.0", "loss.label_smoothing=0.1", "ema=0.9", "augment.hflip=0.5"]
+    ok(*words, "mode=single", f"output={tmp_path / 'one'}")
+    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'two'}")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
+
+
+def test_sync_bn_sees_the_global_batch(tmp_path):
+    words = ["recipe=digits", "augment.crop=none", "max_steps=5", "optimizer.lr=0.01", *QUIET]
+    ok(*words, "mode=single", f"output={tmp_path / 'one'}")
+    ok(*words, "mode=ddp", "nproc=2", "sync_bn=true", f"output={tmp_path / 'two'}")
+    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'apart'}")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert losses(tmp_path / "apart") != pytest.approx(losses(tmp_path / "one"), rel=1e-4), "without it the shards show"
+    one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
+    torch.testing.assert_close(one["1.running_var"], two["1.running_var"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_stays_near(reference, precision, tmp_path):
+    ok(*SAME, "mode=single", "model.name=cnn_gn", f"precision={precision}", f"output={tmp_path / 'run'}")
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx(losses(reference), rel=2e-2) and found != losses(reference)
+
+
+def test_what_a_run_leaves_behind(reference):
+    names = {path.name for path in reference.iterdir()}
+    assert {"recipe.yaml", "result.json", "steps.csv", "last.safetensors", "best.safetensors", "checkpoints"} <= names
+    found = result(reference)
+    assert found["status"] == "completed" and found["steps"] == 20 and found["data"]["val_samples"] == 360
+    assert found["throughput"]["samples_per_sec"] > 0 and found["step_time_s"]["p95"] > 0
+    assert 0 <= found["data_wait_fraction"] < 1 and found["peak_memory_bytes"]["cpu"] > 2**20
+    assert steps(reference)[0].keys() == {"step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec"}
+
+
+def test_tensorboard_holds_the_designs_tags(reference):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(reference))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "val/loss",
+        "val/top1",
+        "val/top5",
+        "speed/samples_per_sec",
+    } <= tags
+    assert {"speed/samples_per_sec_per_device", "speed/step_ms", "speed/data_wait_pct", "memory/peak_gib/cpu"} <= tags
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 21))
+    assert "recipe/text_summary" in events.Tags()["tensors"]
+
+
+def test_golden_losses(reference):
+    """The first losses of the default model on the default data: a change of maths anywhere shows here."""
+    assert losses(reference)[:3] == pytest.approx(GOLDEN, rel=1e-3)
+
+
+GOLDEN = [2.3573520, 2.3600483, 2.3316798]
+
+
+def test_weights_load_into_bare_torchvision(tmp_path):
+    words = [
+        "recipe=resnet50",
+        "mode=single",
+        "data.name=synthetic",
+        "data.image_size=32",
+        "data.samples=8",
+        "data.val_samples=4",
+    ]
+    ok(*words, "batch_size=4", "epochs=1", "model.num_classes=10", *QUIET, f"output={tmp_path / 'run'}", "save.keep=2")
+    model = torchvision.models.resnet50(num_classes=10)
+    model.load_state_dict(load_file(tmp_path / "run" / "last.safetensors"), strict=True)
+    with safe_open(tmp_path / "run" / "last.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt" and file.metadata()["ema"] == "false"
+
+
+def test_evaluate_prints_the_same_figures(reference):
+    done = ok("evaluate", f"checkpoint={reference}")
+    found = result(reference)
+    assert f"{found['val_top1']:.2%}" in done.stdout and f"{found['val_loss']:.4f}" in done.stdout
+    assert "360" in done.stdout
+
+
+# --------------------------------------------------------------------------------------------- every recipe
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A photo folder of two classes, made here."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("photos")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 8), ("val", 3)):
+        for kind in ("cat", "dog"):
+            (root / split / kind).mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(0, 256, (40, 48, 3), dtype=torch.uint8, generator=generator)
+                Image.fromarray(pixels.numpy()).save(root / split / kind / f"{number}.{'jpg' if number % 2 else 'png'}")
+    return root
+
+
+SIXTEEN_ROWS = ["batch_size=8", "accumulate=1", "max_steps=2", "epochs=1", *QUIET]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_recipe_trains_two_steps(name, photos, tmp_path, full):
+    """On images made here where its own must be fetched; the network and everything else are the recipe's."""
+    from trainer.recipe import load
+
+    data = load(name).data
+    words = [f"recipe={name}", "mode=single", *SIXTEEN_ROWS, f"output={tmp_path / 'run'}"]
+    if data.name == "imagefolder":
+        words += [f"data.root={photos}", "data.image_size=64", "model.weights=null", "data.workers=1"]
+    elif data.name != "digits":
+        size, channels = (28, 1) if "mnist" in data.name else (32, 3)
+        words += [
+            "data.name=synthetic",
+            f"data.image_size={size}",
+            f"data.channels={channels}",
+            "data.samples=16",
+            "data.val_samples=6",
+        ]
+    ok(*words)
+    found = result(tmp_path / "run")
+    assert found["steps"] == 2 and found["status"] == "completed" and 0 < found["train_loss"] < 20
+
+
+def test_photos_in_two_ranks_with_workers(photos, tmp_path):
+    words = ["recipe=finetune", "model.weights=null", "model.name=cnn_gn", f"data.root={photos}", "data.image_size=32"]
+    words += ["batch_size=8", "epochs=2", "optimizer.lr=0.001", *QUIET]
+    ok(*words, "mode=single", "data.workers=0", f"output={tmp_path / 'one'}")
+    ok(*words, "mode=ddp", "nproc=2", "data.workers=2", f"output={tmp_path / 'two'}")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert result(tmp_path / "two")["val_top1"] == result(tmp_path / "one")["val_top1"]
+
+
+def test_resnet50_without_data_measures_speed(tmp_path):
+    words = ["recipe=resnet50", "mode=single", "data.image_size=64", "batch_size=4", "max_steps=3", *QUIET]
+    done = ok(*words, f"output={tmp_path / 'run'}")
+    found = result(tmp_path / "run")
+    assert "SYNTHETIC" in done.stdout and "images/s" in done.stdout and "data.root=" in done.stdout
+    assert found["data"]["synthetic"] and found["steps"] == 3 and found["throughput"]["samples_per_sec"] > 0
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "last.safetensors").exists()
+    gone = trainer(*words, f"data.root={tmp_path / 'nowhere'}", f"output={tmp_path / 'other'}")
+    assert gone.returncode == 3 and "nowhere" in gone.stderr and "Traceback" not in gone.stderr
+
+
+# ---------------------------------------------------------------------------------------- killed and resumed
+
+PLUGIN = """
+from torch import nn
+from trainer import register_model
+
+@register_model("dropped")
+def build(num_classes, channels, image_size):
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3),
+        nn.Flatten(), nn.Linear(8 * image_size ** 2, num_classes),
+    )
+"""
+
+
+@pytest.fixture
+def dropped(tmp_path):
+    """A model with dropout and BatchNorm, as a user's plugin."""
+    (tmp_path / "mymodels.py").write_text(PLUGIN)
+    return ["plugin=mymodels", "model.name=dropped"]
+
+
+def same_run(one, two):
+    keep = ("step", "epoch", "train_loss", "lr")
+    assert [[row[key] for key in keep] for row in steps(one)] == [[row[key] for key in keep] for row in steps(two)]
+    assert (one / "last.safetensors").read_bytes() == (two / "last.safetensors").read_bytes()
+    assert result(one)["losses"] == result(two)["losses"] and result(one)["best_epoch"] == result(two)["best_epoch"]
+
+
+@pytest.mark.parametrize("mode", [["mode=single"], ["mode=ddp", "nproc=2"]], ids=["single", "ddp"])
+def test_killed_in_mid_epoch_and_resumed_is_byte_equal(mode, dropped, photos, tmp_path, full):
+    words = [
+        "recipe=finetune",
+        *dropped,
+        "model.weights=null",
+        f"data.root={photos}",
+        "data.image_size=16",
+        "data.workers=1",
+    ]
+    words += [
+        "augment.auto=trivial",
+        "ema=0.9",
+        "batch_size=4",
+        "epochs=3",
+        "save.every_steps=2",
+        "logging.every_steps=3",
+    ]
+    words += ["logging.progress=false", *mode]
+    ok(*words, f"output={tmp_path / 'whole'}", cwd=tmp_path)
+    for cut in (7, *range(2, 12, 1)) if full else (7,):
+        folder = tmp_path / f"cut{cut}"
+        killed = trainer(*words, f"output={folder}", cwd=tmp_path, env={"TRAINER_FAULT": f"kill@0:{cut}"})
+        assert killed.returncode != 0
+        ok(*words, f"output={folder}", "resume=auto", cwd=tmp_path)
+        same_run(folder, tmp_path / "whole")
+        assert one_value_a_step(folder)
+
+
+def one_value_a_step(folder):
+    """TensorBoard's raw events hold one value a (tag, step), counted without TensorBoard's own clean-up."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    seen = set()
+    for path in folder.glob("events.out.tfevents.*"):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    assert (value.tag, event.step) not in seen, (value.tag, event.step)
+                    seen.add((value.tag, event.step))
+    return bool(seen)
+
+
+def test_resume_under_another_mode(tmp_path):
+    words = ["recipe=digits", "model.name=cnn_gn", "epochs=2", "optimizer.lr=0.001", "augment.crop=none", *QUIET]
+    ok(*words, "mode=single", f"output={tmp_path / 'whole'}")
+    stopped = trainer(
+        *words, "mode=single", "save.every_steps=10", f"output={tmp_path / 'cut'}", env={"TRAINER_FAULT": "kill@0:15"}
+    )
+    assert stopped.returncode == -signal.SIGKILL
+    done = ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'cut'}", "resume=auto")
+    assert "resuming at step 10" in done.stdout and result(tmp_path / "cut")["world_size"] == 2
+    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_folders_that_are_taken(reference):
+    again = trainer(*SAME, "mode=single", "model.name=cnn_gn", f"output={reference}")
+    assert again.returncode == 8 and "resume=auto" in again.stderr and len(again.stderr.splitlines()) == 1
+    other = trainer(*SAME, "mode=single", "model.name=cnn_gn", "seed=5", f"output={reference}", "resume=auto")
+    assert other.returncode == 2 and "seed: 0 there, 5 now" in other.stderr
+    done = ok(*SAME, "mode=single", "model.name=cnn_gn", f"output={reference}", "resume=auto")
+    assert "done" in done.stdout and len(steps(reference)) == 20
+
+
+# ------------------------------------------------------------------------------------------- bad endings
+
+
+def test_not_finite_stops_all_before_the_update(tmp_path):
+    words = [
+        "recipe=digits",
+        "mode=ddp",
+        "nproc=2",
+        "model.name=cnn_gn",
+        *QUIET,
+        "save.every_steps=3",
+        f"output={tmp_path / 'run'}",
+    ]
+    done = trainer(*words, env={"TRAINER_FAULT": "nan@1:5"})
+    assert done.returncode == 5 and "not finite" in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+    assert result(tmp_path / "run")["status"] == "failed"
+
+
+@pytest.mark.parametrize(("fault", "code"), [("oom@1:3", 6), ("kill@1:3", 7)])
+def test_a_failing_rank_ends_all_with_its_own_code(fault, code, tmp_path):
+    begun = time.monotonic()
+    done = trainer(
+        "recipe=digits", "mode=ddp", "nproc=2", *QUIET, f"output={tmp_path / 'run'}", env={"TRAINER_FAULT": fault}
+    )
+    assert done.returncode == code, done.stderr
+    assert time.monotonic() - begun < 60 and "Traceback" not in done.stderr
+
+
+def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
+    words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=4", f"output={tmp_path / 'run'}"]
+    begun = time.monotonic()
+    done = trainer(*words, env={"TRAINER_FAULT": "hang@1:3"})
+    assert done.returncode == 7, done.stderr
+    assert time.monotonic() - begun < 40
+    assert "lost another rank" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("mode", [["mode=single"], ["mode=ddp", "nproc=2"]], ids=["single", "ddp"])
+def test_a_signal_saves_and_leaves(number, code, mode, tmp_path):
+    folder = tmp_path / "run"
+    words = ["recipe=digits", "epochs=2000", *QUIET, *mode, f"output={folder}"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *words], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for(lambda: (folder / "steps.csv").exists() and len(steps(folder)) > 30, process)
+        process.send_signal(number)
+        asked = time.monotonic()
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == code, errors
+        assert time.monotonic() - asked < 20
+    finally:
+        process.kill()
+        process.wait()
+    assert "resume=auto" in errors and "Traceback" not in errors
+    found = result(folder)
+    assert found["status"] == "preempted"
+    saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+    assert saved == found["steps"] > 30
+
+
+def wait_for(condition, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "ended early"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --------------------------------------------------------------------------------------------- launchers
+
+
+def torchrun(*words, arguments=(), env=None):
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "trainer", *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_two_nodes_on_one_host(reference, tmp_path):
+    """Two torchruns that the user starts, meeting by c10d on loopback."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=127.0.0.1:{port}",
+        "--rdzv_id=t",
+    ]
+    words = [*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}"]
+    nodes = [torchrun(*words, arguments=arguments) for _ in range(2)]
+    for node in nodes:
+        out, _ = node.communicate(timeout=120)
+        assert node.returncode == 0, out
+    assert result(tmp_path / "run")["world_size"] == 2
+    assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
+
+
+def test_restarts_resume_by_themselves(tmp_path):
+    arguments = ["--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    words = [
+        "recipe=digits",
+        "model.name=cnn_gn",
+        "epochs=1",
+        *QUIET,
+        "save.every_steps=4",
+        f"output={tmp_path / 'run'}",
+    ]
+    process = torchrun(*words, arguments=arguments, env={"TRAINER_FAULT": "kill@1:10"})
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 22
+
+
+def test_the_python_api(tmp_path):
+    code = f"""
+import sys
+import trainer
+assert "torch" not in sys.modules
+one = trainer.train(trainer.load_recipe("digits", "mode=single", max_steps=3, output="{tmp_path}/one"))
+two = trainer.train(trainer.load_recipe("digits", "mode=ddp", max_steps=3, output="{tmp_path}/two"))
+assert one["steps"] == two["steps"] == 3 and two["world_size"] == 2, two
+"""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "two")["steps"] == 3

@@ -212,7 +212,6 @@ class Meeting:
             self._log(loss, lr, norm)
         if stop is not None:
             leave(run, stop)
-        run.timer.start()
         return late
 
     def exchange(

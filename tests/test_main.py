@@ -170,7 +170,7 @@ def test_training_happens_here_with_the_plugin_and_the_words(
     assert ran[0] == "mine"
     assert ran[1].to_dict() == load(None, "mode=single", "model.name=my_net", "data.name=my_data", "epochs=3").to_dict()  # type: ignore[attr-defined]
     assert outcome(capsys, "evaluate", "batch_size=7", "checkpoint=runs/x")[0] == 0
-    assert ran[2:] == [None, ("runs/x", ("batch_size=7",))]
+    assert ran[2:] == [None, ("runs/x", "batch_size=7")]
 
 
 def test_several_ranks_are_started_with_the_same_words(

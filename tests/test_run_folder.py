@@ -39,7 +39,7 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     first.close()
     with pytest.raises(FolderInUseError, match="resume=auto"):
         RunFolder(recipe(tmp_path / "run"))
-    with pytest.raises(RecipeError, match="batch_size: 64 there, 32 now"):
+    with pytest.raises(RecipeError, match="batch_size: 96 there, 32 now"):
         RunFolder(recipe(tmp_path / "run", "resume=auto", "batch_size=32"))
     again = RunFolder(recipe(tmp_path / "run", "resume=auto", "mode=single", "data.workers=1", "logging.every_steps=1"))
     assert again.resuming

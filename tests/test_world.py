@@ -47,6 +47,8 @@ def test_devices(words, local, cuda, expected):
         (["devices=[cuda:5]"], 1, 2, "cuda:0 to cuda:1"),
         (["devices=[cuda:0]"], 1, 0, r"devices=\[cpu\]"),
         (["devices=[cpu,cpu]"], 3, 0, "nproc=2"),
+        (["devices=[cpu,cpu]"], 1, 0, "nproc=2"),
+        (["devices=[cpu,cpu]", "mode=single"], 1, 0, "mode=ddp"),
     ],
 )
 def test_too_few_devices(words, local, cuda, says):

@@ -82,7 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def run(words: Sequence[str]) -> int:
     """Run one command."""
-    command, rest = (words[0], words[1:]) if words else ("help", [])
+    command, rest = (words[0], words[1:]) if words and not {"--help", "-h"} & set(words) else ("help", [])
     if "=" in command:
         command, rest = "train", words
     if command == "train":
@@ -91,7 +91,7 @@ def run(words: Sequence[str]) -> int:
         return evaluate(rest)
     if command == "recipes":
         return recipes(rest)
-    if command in ("help", "--help", "-h"):
+    if command == "help":
         _show(USAGE.format(recipes=_recipe_lines("  ")))
         return 0
     guess = recipe.nearest(command, [*COMMANDS, *recipe.shipped_recipes()])
@@ -129,7 +129,7 @@ def evaluate(words: Sequence[str]) -> int:
     launching.load_plugin(own.get("plugin"))
     from trainer import evaluation
 
-    evaluation.evaluate_run(own["checkpoint"], tuple(rest))
+    evaluation.evaluate_run(own["checkpoint"], *rest)
     return 0
 
 

@@ -57,7 +57,7 @@ def evaluate(
     }
 
 
-def evaluate_run(checkpoint: str, words: tuple[str, ...] = ()) -> dict[str, Any]:
+def evaluate_run(checkpoint: str, *words: str) -> dict[str, Any]:
     """Evaluate a trained run again, in this process or as one of torchrun's ranks.
 
     Args:

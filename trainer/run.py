@@ -60,6 +60,7 @@ class Run:
     history: History = field(default_factory=History)
     window: list[Tensor] = field(default_factory=list)  # losses since the last logged step, on the device
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes per device
+    skipped: int = 0  # unreadable images of this rank that the history has counted
 
     def __post_init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()

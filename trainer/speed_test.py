@@ -18,7 +18,8 @@ SHARE = 0.6  # of the free memory may be activations; allocators and gradients o
 def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World, say: Callable[[str], None]) -> Recipe:
     """The recipe, cut to at most 20 steps, and accumulating in smaller pieces where memory is short.
 
-    Rank 0 decides for all. The global batch, and so the maths of a step, stays.
+    Rank 0 decides for all. The global batch, and so the maths of a step, stays; images are not augmented, since none is
+    decoded either.
     """
     rows = recipe.batch_size // world.size
     pair = 2 if recipe.augment.mixup or recipe.augment.cutmix else 1
@@ -32,7 +33,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     say(
         f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
         f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; at most {STEPS} steps "
-        f"or {SECONDS:.0f} s; no checkpoint is saved. To train: data.root=/path/to/images"
+        f"or {SECONDS:.0f} s; no augmentation, no checkpoint. To train: data.root=/path/to/images"
     )
     if pieces != recipe.accumulate:
         say(
@@ -40,6 +41,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
             f"need {per_image * rows * world.size / 2**30:.1f} GiB of activations; "
             f"accumulating {pieces} pieces of {rows // pieces} instead (accumulate={pieces})"
         )
+    recipe = recipe.replace(augment__crop="none", augment__auto="none", augment__hflip=0.0, augment__erase=0.0)
     return recipe.replace(accumulate=pieces, max_steps=min(STEPS, recipe.max_steps or STEPS), resume=None)
 
 

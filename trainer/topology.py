@@ -58,10 +58,10 @@ def topology(
 def _ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int) -> int:
     if nproc is not None:
         return _whole({"nproc": nproc}, "nproc", 1, 1, 4096)
-    if "NPROC" in variables:
-        return _whole(variables, "NPROC", 1, 1, 4096)
     if recipe.mode not in MANY_PROCESS_MODES:
         return 1
+    if "NPROC" in variables:
+        return _whole(variables, "NPROC", 1, 1, 4096)
     if recipe.devices != "auto" and recipe.devices != ["cpu"]:
         return len(recipe.devices)
     return (cuda() if recipe.devices == "auto" else 0) or max(1, min(cores, CPU_RANKS))

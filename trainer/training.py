@@ -263,7 +263,7 @@ def end_epoch(run: Run, epoch: int) -> None:
     if run.speed_only:
         return
     history.validation = measure(run)
-    history.skipped = run.loader.skipped
+    note_skipped(run)
     improved = history.best_top1 is None or history.validation["val_top1"] > history.best_top1
     if improved:
         history.best_top1, history.best_epoch = history.validation["val_top1"], epoch
@@ -309,6 +309,13 @@ def leave(run: Run, stop: type[TrainerError]) -> None:
         else f"; saved step {run.position.step}: continue with output={run.tracker.path} resume=auto"
     )
     raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else 'SIGTERM'}{saved}")
+
+
+def note_skipped(run: Run) -> None:
+    """Unreadable images since the last epoch, over all ranks."""
+    fresh = torch.tensor([float(run.loader.skipped - run.skipped)])
+    run.skipped = run.loader.skipped
+    run.history.skipped += int(run.world.sum_(fresh).item())
 
 
 def note_memory(run: Run) -> None:

@@ -111,6 +111,12 @@ def device_names(recipe: Recipe, local_size: int, cuda: int) -> list[str]:
             )
         if names == ["cpu"]:
             names *= local_size
+        if local_size < len(names):
+            how = f"nproc={len(names)}" if recipe.mode != "single" else "mode=ddp"
+            raise RecipeError(
+                f"devices lists {len(names)} for {local_size} process{'es' * (local_size > 1)}, and mode={recipe.mode} "
+                f"uses one each: use {how}, or list {local_size}"
+            )
     if local_size > len(names):
         raise RecipeError(
             f"{local_size} processes for {len(names)} device{'s' * (len(names) > 1)} ({', '.join(names)}): "

@@ -1,0 +1,58 @@
+"""Every held-out sample counts exactly once, on any number of ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.commands import QUIET, ok, result, torchrun
+from trainer.data import Batch
+from trainer.evaluation import evaluate
+from trainer.strategies import Strategy
+from trainer.world import Place, World
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on 96 synthetic images, with 37 held out."""
+    folder = tmp_path_factory.mktemp("evaluation") / "run"
+    words = ["data.name=synthetic", "data.samples=96", "data.val_samples=37", "data.image_size=8", "model.name=cnn_gn"]
+    ok("mode=single", *words, "batch_size=48", "epochs=1", *QUIET, f"output={folder}")
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
+    process = torchrun(
+        "evaluate", f"checkpoint={trained}", "batch_size=12", arguments=["--standalone", f"--nproc_per_node={ranks}"]
+    )
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    found = result(trained)
+    [line] = [line for line in out.splitlines() if "held-out" in line]
+    assert "on 37 held-out images" in line and f"top-1 {found['val_top1']:.2%}" in line
+    assert f"val loss {found['val_loss']:.4f}" in line
+
+
+class Fixed(Strategy):
+    """Answers class 1 to everything."""
+
+    def __init__(self):
+        self.module = nn.Identity()
+
+    def forward(self, inputs):
+        return torch.tensor([0.0, 9.0, 0.0]).repeat(len(inputs), 1)
+
+
+def batches(total, rows):
+    for start in range(0, total, rows):
+        count = min(rows, total - start)
+        yield Batch(torch.zeros(rows, 1), torch.ones(rows, dtype=torch.int64), count)
+
+
+@pytest.mark.parametrize("total", range(1, 18))
+def test_uneven_tails(total):
+    alone = World(Place(), torch.device("cpu"), 1, ("cpu",))
+    seen = []
+    found = evaluate(Fixed(), batches(total, 4), alone, seen.append)
+    assert found["val_samples"] == total and found["val_top1"] == 1 and found["val_top5"] == 1
+    assert seen == list(range(1, -(-total // 4) + 1))

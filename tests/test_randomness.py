@@ -1,0 +1,43 @@
+"""Random states come back exactly."""
+
+import random
+
+import numpy as np
+import torch
+
+from trainer.randomness import random_states, restore_random_states, seed_everything, seed_ranks
+
+
+def draw():
+    return random.random(), np.random.rand(), torch.rand(3).tolist()
+
+
+def test_states_travel_as_tensors():
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        seed_everything(3, deterministic=False)
+        draw()
+        states = random_states(torch.device("cpu"))
+        assert all(isinstance(value, torch.Tensor) for value in states.values())
+        expected = draw()
+        draw()
+        restore_random_states(states, torch.device("cpu"))
+        assert draw() == expected
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def test_ranks_differ_and_rank_0_is_the_single_process():
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        drawn = []
+        for rank in (0, 1, 0):
+            seed_ranks(7, rank)
+            drawn.append(draw())
+        assert drawn[0] == drawn[2] != drawn[1]
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.set_rng_state(state[2])

@@ -115,6 +115,7 @@ case $1 in
         exec "$venv/bin/python" -m tensorboard.main "$@"
         ;;
     *)
+        export TRAINER_TENSORBOARD="$0 tensorboard" # what a run's last line tells to type
         exec "$venv/bin/python" -m trainer "$@"
         ;;
 esac

@@ -160,7 +160,9 @@ def test_training_happens_here_with_the_plugin_and_the_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[object] = []
-    stand_in = SimpleNamespace(run=ran.append, evaluate_run=lambda *words: ran.append(words))
+    stand_in = SimpleNamespace(
+        run=lambda recipe, own_process: ran.append(recipe), evaluate_run=lambda *words: ran.append(words)
+    )
     for name in ("training", "evaluation"):
         monkeypatch.setitem(sys.modules, f"trainer.{name}", stand_in)  # type: ignore[arg-type]
         monkeypatch.setattr(f"trainer.{name}", stand_in, raising=False)

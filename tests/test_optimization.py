@@ -28,6 +28,7 @@ class Alone(Strategy):
 
     def __init__(self, module):
         self.module = module
+        self._parameters = list(module.parameters())
 
 
 def by_torch(recipe, schedule, count):
@@ -145,6 +146,21 @@ def test_fp16_skips_one_overflow_and_goes_on():
     assert updater.state()["scale"].item() == 2.0**15, "halved once"
 
 
+def test_fp16_that_never_becomes_finite_is_bad():
+    model = nn.Linear(2, 1, bias=False)
+    recipe = load(None, "precision=fp16")
+    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
+    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(model)
+    verdicts = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        (updater.scaler.scale(loss) * math.inf).backward()
+        updater.step(loss.detach(), strategy, want_norm=False)
+        verdicts.append(updater.is_bad())
+    assert not any(verdicts[:20]) and verdicts[-1]
+
+
 def test_optimizer_state_travels_by_name():
     model = nn.Linear(2, 2)
     named = dict(model.named_parameters())
@@ -172,7 +188,7 @@ def test_moving_average():
         average.update(step)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
-    assert average.average["w"].item() == pytest.approx(expected) and average.average["count"].item() == 3
+    assert average.tensors()["w"].item() == pytest.approx(expected) and average.tensors()["count"].item() == 3
     with average.in_place():
         assert live["w"].item() == pytest.approx(expected)
     assert live["w"].item() == 3

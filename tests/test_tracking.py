@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
+from trainer.checkpoint import Position
 from trainer.recipe import load
 from trainer.run_folder import RunFolder
 from trainer.tracking import NullTracker, Tracker, trim_events, without_nan
@@ -25,9 +26,20 @@ def test_events_after_the_checkpoint_are_dropped(tmp_path):
         for step in range(first, first + 3):
             writer.add_scalar("train/loss", 1.0 / step, step)
         writer.close()
-    trim_events(tmp_path, 2)
+    trim_events(tmp_path, Position(2, 1, 0))
     assert written(tmp_path) == [("train/loss", 1), ("train/loss", 2)]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_before_an_epochs_evaluation_its_values_are_still_to_come(tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    for tag in ("train/loss", "val/top1", "memory/peak_gib/cpu"):
+        writer.add_scalar(tag, 1.0, 2)
+    writer.close()
+    trim_events(tmp_path, Position(2, 0, 2))
+    assert written(tmp_path) == [("train/loss", 2)]
+    trim_events(tmp_path, Position(0, 0, 0))
+    assert written(tmp_path) == [], "nothing was saved: everything starts anew"
 
 
 def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
@@ -37,7 +49,7 @@ def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
     writer.close()
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-7])
-    trim_events(tmp_path, 10)
+    trim_events(tmp_path, Position(10, 1, 0))
     assert written(tmp_path) == [("a", step) for step in range(1, 5)]
 
 
@@ -53,7 +65,7 @@ def test_the_null_tracker_answers_everything_a_tracker_does():
 def test_plain_lines_and_files(tmp_path, capsys):
     recipe = load("digits", f"output={tmp_path / 'run'}")
     tracker = Tracker(recipe, RunFolder(recipe))
-    tracker.start(0, 10)
+    tracker.start(Position(0, 0, 0), 10)
     row = {"step": 5, "epoch": 0, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1, "samples_per_sec": 1234.5}
     tracker.step(row)
     tracker.scalars({"train/loss": 0.25}, 5)

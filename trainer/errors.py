@@ -6,6 +6,9 @@ Every exception here carries one line for the user: what was found, what is allo
 
 from __future__ import annotations
 
+import errno
+import traceback
+
 
 class TrainerError(Exception):
     """Base of every error this package raises on purpose."""
@@ -71,3 +74,26 @@ class Preempted(TrainerError):
     """Stopped by SIGTERM after saving (exit 143)."""
 
     code = 143
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """What to print for an exception, and the exit code. Only what nobody foresaw, a bug, shows a traceback."""
+    text = " ".join(str(error).split())
+    if isinstance(error, TrainerError):
+        return text, error.code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C", Interrupted.code
+    if is_out_of_memory(error):
+        advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces"
+        return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        where = f" at {error.filename}" if error.filename else ""
+        return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
+    return "".join(traceback.format_exception(error)).rstrip(), 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine ran out of memory. Torch has a class for one and only messages for others."""
+    signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return memory or (isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs))

@@ -47,7 +47,6 @@ def evaluate(
             sums.add(outputs, batch.targets, batch.count)
         boundary(done)
     loss, correct1, correct5, count = world.sum_(sums.as_tensor()).tolist()
-    strategy.train(True)
     total = max(1.0, count)
     return {
         "val_loss": loss / total if count else torch.nan,
@@ -83,8 +82,9 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, Any]:
     initialise(model, weights, str(path))
     world.connect(recipe.timeout)
     strategy = strategies.create(recipe, world)
-    strategy.setup(model)
-    loader = Loader(data, recipe, strategy.shard(), world.device, world.place.local_size)
+    shard = strategy.shard()
+    strategy.setup(model, (recipe.batch_size // shard.count, data.channels, data.image_size, data.image_size))
+    loader = Loader(data, recipe, shard, world.device, world.place.local_size)
     found = evaluate(strategy, loader.evaluation(), world)
     loader.close()
     if world.is_main:
@@ -100,10 +100,14 @@ def described(found: Mapping[str, Any]) -> str:
 
 
 def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -> Recipe:
-    """The recipe that weights were trained with: from their file, else from the run folder they lie in."""
+    """The recipe that weights were trained with: from their file, else from the run folder they lie in.
+
+    Its devices were those of the training; evaluation takes what is here, or what the words say.
+    """
+    anywhere = {"devices": "auto", "mode": "ddp"}
     if "recipe" in metadata:
-        return recipes.load(json.loads(metadata["recipe"]), *words)
+        return recipes.load({**json.loads(metadata["recipe"]), **anywhere}, *words)
     for folder in (path, *path.absolute().parents[:3]):
         if (folder / "recipe.yaml").is_file():
-            return recipes.load(str(folder / "recipe.yaml"), *words)
+            return recipes.load({**recipes.load(str(folder / "recipe.yaml")).to_dict(), **anywhere}, *words)
     raise CheckpointError(f"{path} has no recipe with it; give a run folder, as in checkpoint=runs/x")

@@ -23,13 +23,15 @@ class Interrupts:
     """Within this block SIGINT and SIGTERM raise a flag instead of ending the process; a second Ctrl-C ends it at once.
 
     Under torchrun a second Ctrl-C arrives as SIGTERM, so SIGTERM after SIGINT ends at once too; a repeated SIGTERM does
-    not.
+    not. Before the first `beat` there is nothing to save and a signal ends the process without ado.
     Outside the main thread (a notebook's worker, say) nothing is installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_process: bool = True) -> None:
+        """`own_process`: whether this process may end here; in a user's program a second Ctrl-C raises."""
         self.received: signal.Signals | None = None
-        self.patience = LONGEST
+        self.patience = 0.0
+        self.own_process = own_process
         self._beat = time.monotonic()
         self._suspended = False
         self._done = False
@@ -38,12 +40,13 @@ class Interrupts:
         self._installed = threading.current_thread() is threading.main_thread()
         if not self._installed:
             return self
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = [signal.signal(number, self._handle) for number in WATCHED]
-        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
-        self._thread.start()
+        if self.own_process:
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(
@@ -53,6 +56,8 @@ class Interrupts:
             return
         for number, handler in zip(WATCHED, self._handlers, strict=True):
             signal.signal(number, handler)
+        if not self.own_process:
+            return
         signal.set_wakeup_fd(self._wakeup)
         self._done = True
         os.write(self._writer, b"\0")
@@ -72,26 +77,29 @@ class Interrupts:
         self.beat()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.received is signal.SIGINT:
+        if self.received is signal.SIGINT or (self.patience == 0 and not self.own_process):
+            if not self.own_process:
+                raise KeyboardInterrupt
             leave_now(128 + signal.SIGINT)
         if self.received is None:
             self.received = signal.Signals(number)
 
     def _watch(self) -> None:
-        heard: float | None = None
-        first = 0
-        while True:
-            if heard is None:
-                first = os.read(self._reader, 1)[0]
-                heard = time.monotonic()
-            if self._done:
-                return
-            time.sleep(0.05)
+        first = os.read(self._reader, 1)[0]
+        heard = time.monotonic()
+        while not self._done:
             if not self._suspended and time.monotonic() - max(heard, self._beat) > self.patience:
-                rank, name = os.environ.get("RANK", 0), signal.Signals(first).name
-                print(f"trainer: rank {rank}: no step's end after {name}; leaving without saving", file=sys.stderr)
-                faulthandler.dump_traceback(all_threads=True)
-                leave_now(128 + first)
+                self._leave(signal.Signals(first))
+            time.sleep(0.05)
+
+    def _leave(self, number: signal.Signals) -> None:
+        rank = os.environ.get("RANK", "0")
+        if self.patience:
+            print(f"trainer: rank {rank}: no step's end after {number.name}; leaving without saving", file=sys.stderr)
+            faulthandler.dump_traceback(all_threads=True)
+        elif rank == "0":
+            print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
+        leave_now(128 + number)
 
 
 def leave_now(code: int) -> None:

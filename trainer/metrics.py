@@ -129,15 +129,15 @@ class StepTimer:
         if not steps:
             return {"throughput": None, "step_time_s": None, "data_wait_fraction": None, "short": True}
         total, mean = sum(steps), sum(steps) / len(steps)
-        windows = [(n, s) for n, s in self.windows if n] if len(self.windows) > 1 else [(1, s) for s in steps]
-        rates = torch.tensor([n * batch_size / s for n, s in windows], dtype=torch.float64)
+        windows = self.windows if len(self.windows) > 1 else [(1, s) for s in steps]
+        counts, seconds = torch.tensor(windows, dtype=torch.float64).unbind(1)
+        rate = batch_size * counts.sum() / seconds.sum()
+        spread = ((batch_size * counts / seconds - rate).square() * seconds).sum() / seconds.sum()
         times = torch.tensor(steps, dtype=torch.float64)
-        measured_steps = sum(n for n, _ in windows)
-        measured_seconds = sum(s for _, s in windows)
         return {
             "throughput": {
-                "samples_per_sec": measured_steps * batch_size / measured_seconds,
-                "std": rates.std().item() if len(rates) > 1 else 0.0,
+                "samples_per_sec": rate.item(),
+                "std": spread.sqrt().item(),  # over windows, each weighing as much as it lasted
             },
             "step_time_s": {
                 "mean": mean,
@@ -152,7 +152,11 @@ class StepTimer:
 
 
 def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
-    """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone."""
+    """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone.
+
+    Raises:
+        NotImplementedError: the model has an operator that cannot run on shapes alone.
+    """
     probe = copy.deepcopy(model).to("meta").eval()
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
@@ -192,15 +196,21 @@ def free_memory(device: torch.device) -> int:
     try:
         with open("/proc/meminfo") as info:
             free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
+        with open("/sys/fs/cgroup/memory.stat") as stat:  # cached files are given up when memory is wanted
+            cached = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file"))
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            free = min(free, int(limit.read()) - int(used.read()))
+            free = min(free, int(limit.read()) - int(used.read()) + cached)
     except (OSError, ValueError, StopIteration):
         pass  # no such file, or "max": no limit
     return free
 
 
 def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
-    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, from shapes alone."""
+    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, from shapes alone.
+
+    Raises:
+        NotImplementedError: the model has an operator that cannot run on shapes alone.
+    """
     probe = copy.deepcopy(model).to("meta").train()
     own = {p.untyped_storage()._cdata for p in probe.parameters()}
     kept: dict[int, Tensor] = {}  # by storage: views and in-place results of one tensor count once

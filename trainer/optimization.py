@@ -17,6 +17,8 @@ from trainer.errors import CheckpointError
 from trainer.recipe import OptimizerRecipe, Recipe
 from trainer.strategies import Strategy
 
+LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are no ordinary overflow
+
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> list[dict[str, object]]:
     """Two groups where normalisation layers and biases (all one-dimensional parameters) decay differently, else one."""
@@ -108,7 +110,7 @@ class Updater:
 
     `bad` is a sticky flag on the device: from the first gradient that is not finite on, fused optimizers skip every
     update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
-    skips that one step) and only a loss that is not finite is bad.
+    skips that one step); bad is a loss that is not finite, or a scale that has sunk to nothing.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, device: torch.device) -> None:
@@ -150,6 +152,10 @@ class Updater:
             self.scaler.update()
         return norm
 
+    def is_bad(self) -> bool:
+        """Whether training has failed; waits for the device."""
+        return bool(self.bad.item()) or (self.scaler is not None and self.scaler.get_scale() < LOWEST_SCALE)
+
     def state(self) -> dict[str, Tensor]:
         """The scaler's state, empty in other precisions than fp16."""
         if self.scaler is None:
@@ -183,8 +189,12 @@ class MovingAverage:
         average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             average([self.average[n] for n in self._floats], [self.live[n].detach() for n in self._floats], step)
-            for name in self._others:
-                self.average[name].copy_(self.live[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages, with the live value of what cannot be averaged (counters)."""
+        for name in self._others:
+            self.average[name].copy_(self.live[name])
+        return self.average
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Continue a saved average, matched by name."""
@@ -201,5 +211,6 @@ class MovingAverage:
             self._swap()
 
     def _swap(self) -> None:
-        for name, live in self.live.items():
+        for name in self._floats:
+            live = self.live[name]
             live.data, self.average[name].data = self.average[name].data, live.data

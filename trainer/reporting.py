@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -43,19 +44,19 @@ def banner(run: Run) -> str:
 
 
 def step_values(
-    run: Run, loss: float, lr: float, norm: float | None, window: tuple[float, float, float]
+    run: Run, loss: float, lr: float, norm: float | None, timed: tuple[int, float, float]
 ) -> dict[str, float]:
     """TensorBoard's values of a logged step; speed only once warm-up is over.
 
     Args:
         loss: mean over the steps since the last logged one.
-        window: steps, seconds, and seconds of waiting for data since then.
+        timed: steps, seconds, and seconds of waiting for data since then, without warm-up.
     """
-    steps, seconds, waited = window
+    steps, seconds, waited = timed
     values = {"train/loss": loss, "train/lr": lr}
     if norm is not None:
         values["train/grad_norm"] = norm
-    if run.position.step > run.recipe.logging.warmup_steps and seconds:
+    if seconds:
         speed = steps * run.recipe.batch_size / seconds
         values |= {
             "speed/samples_per_sec": speed,
@@ -103,11 +104,14 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
-    return f"{text}\n  weights  {folder}/last.safetensors\n  watch    tensorboard --logdir {folder}"
+    text += f"\n  weights  {folder}/last.safetensors"
+    if run.recipe.logging.tensorboard:
+        text += f"\n  watch    {os.environ.get('TRAINER_TENSORBOARD', 'python -m tensorboard.main')} --logdir {folder}"
+    return text
 
 
-def result(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
-    """What result.json holds; its keys are stable."""
+def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> dict[str, Any]:
+    """What result.json holds; its keys are stable. `exit_code` is null while running."""
     history, recipe, data = run.history, run.recipe, run.datasets
     speed = run.timer.summary(recipe.batch_size)
     throughput = speed["throughput"]
@@ -127,11 +131,12 @@ def result(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
             "steps": run.position.step,
             "status": status,
             "error": error,
+            "exit_code": 0 if status == "completed" else exit_code,
             "data": {
                 "name": data.name,
                 "synthetic": data.synthetic,
                 "train_samples": len(data.train),
-                "val_samples": len(data.val),
+                "val_samples": history.validation.get("val_samples", len(data.val)),
                 "skipped": history.skipped,
             },
             "train_loss": history.losses[-1] if history.losses else None,

@@ -36,15 +36,16 @@ def save(run: Run) -> None:
     if run.speed_only:
         return
     run.interrupts.suspend(True)
-    run.strategy.settle()
+    averages = run.average.tensors() if run.average is not None else {}
+    run.strategy.settle(averages)
     tensors = {
         "model": run.strategy.gather(run.weights()),
         "optimizer": run.strategy.gather(optimizer_state(run.optimizer, run.parameters)),
-        "ema": run.strategy.gather(run.average.average) if run.average is not None else {},
+        "ema": run.strategy.gather(averages),
         "scaler": run.updater.state(),
     }
-    window = torch.stack(run.window).cpu() if run.window else torch.zeros(0)
-    ranks = run.world.gather({**random_states(run.world.device), "window": window})
+    unlogged = torch.stack(run.unlogged).cpu() if run.unlogged else torch.zeros(0)
+    ranks = run.world.gather({**random_states(run.world.device), "unlogged": unlogged})
     if isinstance(run.tracker, Tracker):
         tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
         facts = {
@@ -54,6 +55,7 @@ def save(run: Run) -> None:
         }
         state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
         checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep)
+        run.tracker.flush()
     run.interrupts.suspend(False)
     run.timer.start()
 
@@ -77,25 +79,26 @@ def restore(run: Run, state: checkpoint.State) -> None:
     if was != now:
         run.tracker.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
         seed_ranks(run.recipe.seed + run.position.step, run.world.rank)
-        _share_window(run, state)
+        _share_losses(run, state)
         return
     prefix = f"{run.world.rank}/"
     mine = {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
     restore_random_states(mine, run.world.device)
-    run.window = list(mine["window"].to(run.world.device).unbind())
+    run.unlogged = list(mine["unlogged"].to(run.world.device).unbind())
 
 
-def _share_window(run: Run, state: checkpoint.State) -> None:
+def _share_losses(run: Run, state: checkpoint.State) -> None:
     """Losses since the last logged step, saved by other ranks than there are now: rank 0 takes their sum."""
-    windows = [value for key, value in state.tensors["ranks"].items() if key.endswith("/window")]
-    total = torch.stack(windows).sum(0).to(run.world.device)
-    run.window = list((total if run.world.is_main else torch.zeros_like(total)).unbind())
+    saved = [value for key, value in state.tensors["ranks"].items() if key.endswith("/unlogged")]
+    total = torch.stack(saved).sum(0).to(run.world.device)
+    run.unlogged = list((total if run.world.is_main else torch.zeros_like(total)).unbind())
 
 
 def write_weights(run: Run, name: str) -> None:
     """last.safetensors or best.safetensors: the weights that were evaluated, under torchvision's names."""
-    weights = run.strategy.gather(run.average.average if run.average is not None else run.weights())
-    if isinstance(run.tracker, Tracker) and not run.speed_only:
+    run.interrupts.suspend(True)
+    weights = run.strategy.gather(run.average.tensors() if run.average is not None else run.weights())
+    if isinstance(run.tracker, Tracker):
         data = run.datasets
         facts = {
             "format": "pt",
@@ -110,3 +113,4 @@ def write_weights(run: Run, name: str) -> None:
             "recipe": json.dumps(run.recipe.replace(output=None, resume=None).to_dict()),
         }
         checkpoint.write_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)
+    run.interrupts.suspend(False)

@@ -58,7 +58,7 @@ class Run:
     peak_flops: float | None = None
     position: Position = field(default_factory=lambda: Position(0, 0, 0))
     history: History = field(default_factory=History)
-    window: list[Tensor] = field(default_factory=list)  # losses since the last logged step, on the device
+    unlogged: list[Tensor] = field(default_factory=list)  # losses of the steps since the last logged one, on the device
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes per device
     skipped: int = 0  # unreadable images of this rank that the history has counted
 

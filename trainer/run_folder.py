@@ -16,7 +16,7 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import Recipe
-from trainer.world import job_id, launch_time, place
+from trainer.world import job_id, place
 
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
 
@@ -96,23 +96,35 @@ class RunFolder:
     def write_result(self, result: Mapping[str, Any]) -> None:
         write_atomically(self.path / "result.json", json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
 
+    def previous_result(self) -> dict[str, Any]:
+        """What result.json holds from an earlier session; empty where there is none."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / "result.json").read_text())
+            return found
+        except (OSError, ValueError):
+            return {}
+
     def close(self) -> None:
-        os.close(self._lock)
+        """Let go of the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def fresh_folder(recipe: Recipe) -> Path:
-    """Make runs/<recipe>-<mode>-<time of launch>; a restart of the same job finds the one it had.
+    """Make runs/<recipe>-<mode>-<time>; a restart of the same job finds the one it had.
 
     Raises:
         SetupError: it cannot be made.
     """
-    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(launch_time()))
-    stem = f"runs/{recipe.name}-{recipe.mode}-{when}"
+    if place().restarts:
+        for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/.lock"):
+            with suppress(OSError):
+                if lock.read_text() == job_id():
+                    return lock.parent
+    stem = f"runs/{recipe.name}-{recipe.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         path = Path(stem if number == 1 else f"{stem}-{number}")
-        with suppress(OSError):
-            if (path / ".lock").read_text() == job_id():
-                return path
         try:
             path.mkdir(parents=True)
             return path

@@ -10,11 +10,13 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from trainer.checkpoint import Position
 from trainer.recipe import Recipe, flatten
 from trainer.run_folder import RunFolder, StepsFile
 
@@ -35,8 +37,8 @@ class NullTracker:
     def say(self, text: str) -> None:
         """Print a line."""
 
-    def start(self, first_step: int, total_steps: int) -> None:
-        """Training begins at this step, of so many."""
+    def start(self, position: Position, total_steps: int) -> None:
+        """Training begins here, and goes on to so many steps."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """TensorBoard values; tags as in the design, x is the optimizer step."""
@@ -50,8 +52,12 @@ class NullTracker:
     def result(self, result: Mapping[str, Any]) -> None:
         """Replace result.json."""
 
-    def text(self, tag: str, text: str) -> None:
-        """A text for TensorBoard."""
+    def previous_result(self) -> dict[str, Any]:
+        """result.json of an earlier session, empty where there is none."""
+        return {}
+
+    def flush(self) -> None:
+        """Everything logged so far is in its file: a checkpoint is as old."""
 
     def close(self) -> None:
         """Flush and close every file."""
@@ -73,29 +79,30 @@ class Tracker(NullTracker):
     def say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
-        else:
+            return
+        with suppress(BrokenPipeError):  # `| head` has read enough; the run goes on
             print(text, flush=True)
 
-    def start(self, first_step: int, total_steps: int) -> None:
+    def start(self, position: Position, total_steps: int) -> None:
         self.folder.write_recipe(self.recipe)
-        self._steps = StepsFile(self.folder.path, first_step)
+        self._steps = StepsFile(self.folder.path, position.step)
         self._total = total_steps
-        self._begun, self._first = time.perf_counter(), first_step
+        self._begun, self._first = time.perf_counter(), position.step
         if self.recipe.logging.tensorboard:
-            self._open_events(first_step)
+            self._open_events(position)
         if self._interactive:
             self._bar = tqdm(
-                total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
+                total=total_steps, initial=position.step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
                 bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             )  # fmt: skip
 
-    def _open_events(self, last_step: int) -> None:
+    def _open_events(self, position: Position) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        trim_events(self.folder.path, last_step)
+        trim_events(self.folder.path, position)
         self._events = SummaryWriter(str(self.folder.path), flush_secs=10)
-        if last_step == 0:
+        if position.step == 0:
             self._events.add_text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
             self._events.add_custom_scalars(SPEED_CHARTS)
             plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
@@ -127,9 +134,12 @@ class Tracker(NullTracker):
     def result(self, result: Mapping[str, Any]) -> None:
         self.folder.write_result(result)
 
-    def text(self, tag: str, text: str) -> None:
+    def previous_result(self) -> dict[str, Any]:
+        return self.folder.previous_result()
+
+    def flush(self) -> None:
         if self._events is not None:
-            self._events.add_text(tag, text, 0)
+            self._events.flush()
 
     def close(self) -> None:
         if self._bar is not None:
@@ -137,15 +147,25 @@ class Tracker(NullTracker):
             self._bar = None
         if self._steps is not None:
             self._steps.close()
+            self._steps = None
         if self._events is not None:
             self._events.close()
+            self._events = None
         self.folder.close()
 
 
-def trim_events(folder: Path, last_step: int) -> None:
-    """Rewrite a continued run's TensorBoard files into one that ends at `last_step`: one value a (tag, step)."""
+def trim_events(folder: Path, position: Position) -> None:
+    """Rewrite a continued run's TensorBoard files into one that ends at `position`: one value a (tag, step).
+
+    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come.
+    """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def stays(event: Any) -> bool:
+        if event.step != position.step or position.step_in_epoch == 0:
+            return position.step > 0 and bool(event.step <= position.step)
+        return not any(value.tag.startswith(("val/", "memory/")) for value in event.summary.value)
 
     old = sorted(folder.glob("events.out.tfevents.*"))
     if not old:
@@ -155,7 +175,7 @@ def trim_events(folder: Path, last_step: int) -> None:
         writer = RecordWriter(file)
         for path in old:
             for event in LegacyEventFileLoader(str(path)).Load():
-                if event.step <= last_step:
+                if stays(event):
                     writer.write(event.SerializeToString())
     for path in old:
         path.unlink()

@@ -7,14 +7,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from trainer import faults, launching, reporting, resuming, strategies
-from trainer.checkpoint import Position
-from trainer.data import Loader, full_batches, open_datasets
-from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
+from trainer.checkpoint import Position, State
+from trainer.data import Datasets, Loader, full_batches, open_datasets
+from trainer.errors import Interrupted, Preempted, explain
 from trainer.evaluation import evaluate
 from trainer.interrupts import LONGEST, Interrupts
+from trainer.meeting import Meeting, leave
 from trainer.metrics import StepTimer, forward_flops, peak_flops, peak_memory
 from trainer.models import build, initialise
 from trainer.optimization import MovingAverage, Updater, build_optimizer, learning_rate, total_steps
@@ -22,9 +23,9 @@ from trainer.randomness import seed_everything, seed_ranks
 from trainer.recipe import Recipe
 from trainer.run import Run
 from trainer.run_folder import RunFolder
-from trainer.speed_test import SECONDS, speed_recipe
+from trainer.speed_test import speed_recipe
 from trainer.tracking import NullTracker, Tracker
-from trainer.world import keep_freed_memory, locate
+from trainer.world import World, keep_freed_memory, locate
 
 
 def train(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
@@ -41,20 +42,23 @@ def train(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
     return run(recipe)
 
 
-def run(recipe: Recipe) -> dict[str, Any]:
-    """Train in this process, as the rank that the environment says; returns rank 0's result on every rank."""
-    with Interrupts() as interrupts:
-        tracker: list[NullTracker] = [NullTracker()]
-        this: Run | None = None
+def run(recipe: Recipe, own_process: bool = False) -> dict[str, Any]:
+    """Train in this process, as the rank that the environment says; returns rank 0's result on every rank.
+
+    `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot.
+    """
+    tracker: list[NullTracker] = [NullTracker()]
+    this: Run | None = None
+    with Interrupts(own_process) as interrupts:
         try:
             this = prepare(recipe, interrupts, tracker)
             loop(this)
             return finish(this)
         except BaseException as error:
             # Leave word of how the run ended; nothing collective, nothing saved.
-            if this is not None:
+            if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
-                this.tracker.result(reporting.result(this, status, str(error) or type(error).__name__))
+                this.tracker.result(reporting.result(this, status, *explain(error)))
             tracker[0].close()
             raise
 
@@ -70,21 +74,20 @@ def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) 
     data = open_datasets(recipe)
     world = locate(recipe)
     steps_per_epoch = full_batches(len(data.train), recipe, world.size)
-    model = build(recipe.model, len(data.classes), data.channels, data.image_size)
     if world.is_main:
         tracker[0] = Tracker(recipe, RunFolder(recipe))
     world.connect(recipe.timeout)
+    state = resuming.newest(tracker[0], world)
+    model = build_model(recipe, data, state)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker[0].say)
-    state = resuming.newest(tracker[0], world)
-    if state is not None:
-        initialise(model, state.tensors["model"], "the checkpoint")
+    peak, flops = utilisation_base(model, data, world)
 
-    peak = peak_flops(world.device)
-    shape = (1, data.channels, data.image_size, data.image_size)
     strategy = strategies.create(recipe, world)
-    strategy.setup(model)
+    shard = strategy.shard()
+    rows = recipe.batch_size // (shard.count * recipe.accumulate)
+    strategy.setup(model, (rows, data.channels, data.image_size, data.image_size))
     optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer)
     updater = Updater(optimizer, recipe, world.device)
     strategy.scale = updater.scaler.scale if updater.scaler is not None else None
@@ -95,7 +98,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) 
         world=world,
         tracker=tracker[0],
         strategy=strategy,
-        loader=Loader(data, recipe, strategy.shard(), world.device, world.place.local_size),
+        loader=Loader(data, recipe, shard, world.device, world.place.local_size),
         optimizer=optimizer,
         updater=updater,
         average=None,
@@ -105,7 +108,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) 
         num_classes=recipe.model.num_classes or len(data.classes),
         speed_only=speed_only,
         begun=begun,
-        flops_per_sample=forward_flops(model, shape) if peak else 0,
+        flops_per_sample=flops,
         peak_flops=peak,
     )
     this.average = MovingAverage(this.weights(), recipe.ema) if recipe.ema is not None else None
@@ -113,8 +116,28 @@ def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) 
     this.tracker.say(reporting.banner(this))
     if state is not None:
         resuming.restore(this, state)
-    this.tracker.start(this.position.step, this.total_steps)
+    this.tracker.start(this.position, this.total_steps)
     return this
+
+
+def build_model(recipe: Recipe, data: Datasets, state: State | None) -> nn.Module:
+    """The model with its starting weights: a checkpoint's, where there is one."""
+    wanted = recipe.model if state is None else recipe.model.model_copy(update={"weights": None, "init_from": None})
+    model = build(wanted, len(data.classes), data.channels, data.image_size)
+    if state is not None:
+        initialise(model, state.tensors["model"], "the checkpoint")
+    return model
+
+
+def utilisation_base(model: nn.Module, data: Datasets, world: World) -> tuple[float | None, int]:
+    """The device's peak FLOP/s and one image's forward FLOPs, where both can be known."""
+    peak = peak_flops(world.device)
+    if peak is None:
+        return None, 0
+    try:
+        return peak, forward_flops(model, (1, data.channels, data.image_size, data.image_size))
+    except NotImplementedError:
+        return None, 0
 
 
 # ------------------------------------------------------------------------------------------------------ loop
@@ -122,29 +145,29 @@ def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) 
 
 def loop(run: Run) -> None:
     """Train epoch by epoch until the steps are done."""
-    run.interrupts.beat(LONGEST)
     for epoch in range(run.position.epoch, run.recipe.epochs):
         if run.position.step >= run.total_steps and run.position.step_in_epoch == 0:
-            break  # a finished run, continued
+            break
         train_epoch(run, epoch)
         end_epoch(run, epoch)
 
 
 def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
-    recipe, strategy, parameters = run.recipe, run.strategy, run.optimizer.param_groups
+    recipe, strategy, groups = run.recipe, run.strategy, run.optimizer.param_groups
     weight, every = 1 / recipe.batch_size, recipe.logging.every_steps
     start = run.position.step_in_epoch
     stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)
     batches = run.loader.training(epoch, start)
     meeting = Meeting(run)
+    run.interrupts.beat(LONGEST)
     strategy.train()
     run.timer.start()
     for step_in_epoch in range(start + 1, stop + 1):
         step = run.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
         lr = learning_rate(recipe, step - 1, run.steps_per_epoch)
-        for group in parameters:
+        for group in groups:
             group["lr"] = lr
         waited, loss = 0.0, None
         for micro in range(recipe.accumulate):
@@ -162,94 +185,16 @@ def train_epoch(run: Run, epoch: int) -> None:
         strategy.after_step(step)
         if run.average is not None:
             run.average.update(step)
-        run.window.append(loss)
+        run.unlogged.append(loss)
         run.timer.step(waited)
         run.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
-        save = recipe.save.every_steps and step % recipe.save.every_steps == 0
+        save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
         if (log or save or meeting.due(step)) and meeting.hold(log, lr, norm):
+            run.total_steps = step
             return
         if save:
             resuming.save(run)
-
-
-class Meeting:
-    """What all ranks must know at the same step, in one small all-reduce about once a second.
-
-    Whether a gradient was not finite, a signal came, time is up; and at a logged step the loss.
-    """
-
-    def __init__(self, run: Run, done: int | None = None) -> None:
-        self.run = run
-        self.next = (run.position.step if done is None else done) + 1
-        self.window = (0.0, 0.0, 0.0)  # steps, seconds, seconds of waiting since the last logged step
-
-    def due(self, done: int) -> bool:
-        return done >= self.next
-
-    def hold(self, log: bool, lr: float, norm: Tensor | None) -> bool:
-        """Meet after a training step.
-
-        Returns:
-            Whether a mere measurement of speed has used up its time.
-
-        Raises:
-            NotFiniteError: on every rank, if on any.
-            Interrupted, Preempted: on every rank, with this step saved.
-        """
-        run, step = self.run, self.run.position.step
-        loss = torch.stack(run.window).double().sum().item() if log else 0.0
-        bad = run.updater.bad.item()
-        steps, seconds, waited = run.timer.stop()
-        self.window = (self.window[0] + steps, self.window[1] + seconds, self.window[2] + waited)
-        loss, bad, stop, late = self.exchange(step, seconds / max(1, steps), loss, bad)
-        if bad or loss != loss:
-            raise NotFiniteError(
-                f"a loss or gradient was not finite at step {step} or shortly before; nothing was saved over. "
-                f"Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"
-            )
-        if log:
-            self._log(loss, lr, norm)
-        if stop is not None:
-            leave(run, stop)
-        return late
-
-    def exchange(
-        self, done: int, pace: float, loss: float = 0.0, bad: float = 0.0
-    ) -> tuple[float, float, type[TrainerError] | None, bool]:
-        """Sum over ranks: loss, bad, the signal to stop at if any, whether time is up. Sets when to meet next."""
-        run = self.run
-        received = run.interrupts.received
-        late = run.speed_only and run.world.is_main and time.perf_counter() - run.begun > SECONDS
-        flags = (received is not None and received.name == "SIGINT", received is not None, late)
-        mine = torch.tensor([loss, bad, pace, *flags], dtype=torch.float64)
-        loss, bad, pace, interrupted, stopped, over = run.world.sum_(mine).tolist()
-        pace /= run.world.size
-        self.next = done + max(1, min(1000, int(1 / max(pace, 1e-6))))
-        run.interrupts.beat(3 * pace)
-        return loss, bad, (Interrupted if interrupted else Preempted if stopped else None), over > 0
-
-    def _log(self, loss: float, lr: float, norm: Tensor | None) -> None:
-        run, count = self.run, len(self.run.window)
-        run.history.epoch_loss += loss
-        run.history.epoch_steps += count
-        steps, seconds, _ = self.window
-        run.tracker.scalars(
-            reporting.step_values(run, loss / count, lr, norm.item() if norm is not None else None, self.window),
-            run.position.step,
-        )
-        run.tracker.step(
-            {
-                "step": run.position.step,
-                "epoch": run.position.epoch,
-                "seconds": round(run.seconds(), 3),
-                "train_loss": loss / count,
-                "lr": lr,
-                "samples_per_sec": round(steps * run.recipe.batch_size / seconds, 1) if seconds else 0.0,
-            }
-        )
-        run.window = []
-        self.window = (0.0, 0.0, 0.0)
 
 
 def end_epoch(run: Run, epoch: int) -> None:
@@ -259,8 +204,10 @@ def end_epoch(run: Run, epoch: int) -> None:
         history.losses.append(history.epoch_loss / history.epoch_steps)
         history.epoch_loss, history.epoch_steps = 0.0, 0
     note_memory(run)
+    tracker.scalars({f"memory/peak_gib/{name}": size / 2**30 for name, size in run.memory.items()}, step)
     finished = step >= run.total_steps or epoch + 1 == run.recipe.epochs
     if run.speed_only:
+        run.position = Position(step, epoch + 1, 0)
         return
     history.validation = measure(run)
     note_skipped(run)
@@ -270,10 +217,10 @@ def end_epoch(run: Run, epoch: int) -> None:
     tracker.scalars({f"val/{key}": history.validation[f"val_{key}"] for key in ("loss", "top1", "top5")}, step)
     tracker.say(reporting.epoch_line(run, epoch))
     run.position = Position(step, epoch + 1, 0)
+    save = run.recipe.save
     if improved:
         resuming.write_weights(run, "best")
-    every = run.recipe.save.every_epochs
-    if finished or (every and (epoch + 1) % every == 0):
+    if finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step))):
         resuming.save(run)
         resuming.write_weights(run, "last")
     tracker.result(reporting.result(run, "running"))
@@ -281,7 +228,8 @@ def end_epoch(run: Run, epoch: int) -> None:
 
 def measure(run: Run) -> dict[str, Any]:
     """Evaluate under the averaged weights where there are any. Signals are heard between batches."""
-    run.strategy.settle()
+    run.interrupts.beat(LONGEST)
+    run.strategy.settle(run.average.tensors() if run.average is not None else {})
     meeting, begun, total = Meeting(run, 0), time.perf_counter(), run.loader.evaluation_batches
 
     def boundary(done: int) -> None:
@@ -300,17 +248,6 @@ def measure(run: Run) -> dict[str, Any]:
         raise
 
 
-def leave(run: Run, stop: type[TrainerError]) -> None:
-    """A signal that all ranks have agreed on: save and go."""
-    resuming.save(run)
-    saved = (
-        ""
-        if run.speed_only
-        else f"; saved step {run.position.step}: continue with output={run.tracker.path} resume=auto"
-    )
-    raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else 'SIGTERM'}{saved}")
-
-
 def note_skipped(run: Run) -> None:
     """Unreadable images since the last epoch, over all ranks."""
     fresh = torch.tensor([float(run.loader.skipped - run.skipped)])
@@ -321,19 +258,18 @@ def note_skipped(run: Run) -> None:
 def note_memory(run: Run) -> None:
     """Peak bytes of every rank's device."""
     run.memory = dict(run.world.share(run.world.gather((run.world.name, peak_memory(run.world.device)))))
-    run.tracker.scalars(
-        {f"memory/peak_gib/{name}": size / 2**30 for name, size in run.memory.items()}, run.position.step
-    )
 
 
 def finish(run: Run) -> dict[str, Any]:
     """A run that ended well: the last result, the last line, the group dissolved."""
-    if not run.memory:
-        note_memory(run)
-    result: dict[str, Any] = run.world.share(reporting.result(run, "completed"))
+    note_memory(run)
+    result: dict[str, Any] = reporting.result(run, "completed")
+    if run.timer.seen == 0:  # a finished run, continued: what it measured stands
+        result = run.tracker.previous_result() or result
+    result = run.world.share(result)
     run.tracker.result(result)
-    run.tracker.close()
     run.tracker.say(reporting.last_line(run, result))
+    run.tracker.close()
     run.loader.close()
     run.strategy.close()
     run.world.barrier()

@@ -10,7 +10,6 @@ import datetime
 import faulthandler
 import glob
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -181,8 +180,11 @@ class World:
 
     @property
     def name(self) -> str:
-        """This rank's device for humans: cpu ranks of one machine are told apart by their rank."""
-        return str(self.device) if self.device.type == "cuda" or self.size == 1 else f"cpu:{self.rank}"
+        """This rank's device for humans, different for each: cpu:<rank>, and cuda:0@1 for a device of node 1."""
+        me = self.place
+        if self.size == 1 or self.device.type == "cuda":
+            return str(self.device) + (f"@{me.rank // me.local_size}" if me.size > me.local_size else "")
+        return f"cpu:{self.rank}"
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place."""
@@ -238,15 +240,16 @@ class lost_peers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_broken_collective(error):
-            if "imed out" in str(error):
+            if "time" in str(error).lower():
                 faulthandler.dump_traceback(all_threads=True)
             raise PeerError(f"rank {place().rank}: lost another rank (it died, or was silent for `timeout`)") from error
 
 
 def is_broken_collective(error: BaseException) -> bool:
     """Whether torch raised this because a peer of a collective is gone or silent."""
-    signs = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "Timeout", "gloo", "Gloo", "NCCL")
-    return type(error).__name__.startswith("Dist") or any(sign in str(error) for sign in signs)
+    signs = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
+    text = str(error).lower()
+    return type(error).__name__.startswith("Dist") or any(sign in text for sign in signs)
 
 
 def locate(recipe: Recipe) -> World:
@@ -280,18 +283,12 @@ def keep_freed_memory() -> None:
         return  # another C library: nothing to tune
 
 
-def launch_time() -> float:
-    """When this job was started, in seconds since the epoch: the same for all restarts under one torchrun."""
-    if place().launched:
-        try:
-            with open(f"/proc/{os.getppid()}/stat") as stat, open("/proc/uptime") as uptime:
-                ticks = int(stat.read().rpartition(")")[2].split()[19])
-                return round(time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK"))
-        except (OSError, ValueError, IndexError):
-            pass
-    return time.time()
-
-
 def job_id() -> str:
-    """A name of this job that its restarts share and no other job has."""
-    return f"{os.uname().nodename}-{os.getppid() if place().launched else os.getpid()}-{launch_time():.0f}"
+    """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
+    launcher = os.getppid() if place().launched else os.getpid()
+    try:
+        with open(f"/proc/{launcher}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
+            started = f"{boot.read().strip()}-{stat.read().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        started = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{os.uname().nodename}-{launcher}-{started}"

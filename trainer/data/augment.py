@@ -205,11 +205,11 @@ class Finish:
         return torch.lerp(own, own.flip(1), self._column(1 - mix.share)[:, :, None]).flatten(0, 1)
 
     def _column(self, values: Array) -> Tensor:
-        return torch.from_numpy(values).to(self.device)[:, None]
+        return torch.from_numpy(values).to(self.device, non_blocking=True)[:, None]
 
     def _inside(self, boxes: Array, size: int) -> Tensor:
         """(n, 1, size, size) bool: the pixels inside each (top, left, height, width)."""
-        top, left, height, width = torch.from_numpy(boxes).to(self.device)[:, :, None].unbind(1)
+        top, left, height, width = torch.from_numpy(boxes).to(self.device, non_blocking=True)[:, :, None].unbind(1)
         at = torch.arange(size, device=self.device)
         rows, columns = (at >= top) & (at < top + height), (at >= left) & (at < left + width)
         return (rows[:, None, :, None]) & (columns[:, None, None, :])

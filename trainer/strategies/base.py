@@ -6,7 +6,7 @@ only what is here. A mode overrides what differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,18 @@ class Strategy:
         """Which part of every global batch this rank reads."""
         return Shard()
 
-    def setup(self, model: nn.Module) -> None:
-        """Take the model, with its starting weights loaded, to where it trains."""
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        """Take the model, with its starting weights loaded, to where it trains.
+
+        Args:
+            model: on the CPU.
+            shape: (N, C, H, W) of a micro-batch's inputs on this rank.
+        """
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
         if self.recipe.compile:
             self.module.compile()
+        self._parameters = list(self.module.parameters())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained parameters under the plain model's names."""
@@ -91,7 +97,7 @@ class Strategy:
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, 0-dim, on the device."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self.named_parameters().values() if p.grad is not None])
+        return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
     def share_overflow(self, flag: Tensor) -> None:
         """Make an fp16 overflow seen by one part of the model known to all: the maximum of `flag`, in place."""
@@ -104,8 +110,8 @@ class Strategy:
     def after_step(self, step: int) -> None:
         """Called after every optimizer step, with the number of steps done."""
 
-    def settle(self) -> None:
-        """Make the weights one over all ranks, before evaluating or saving."""
+    def settle(self, averages: Mapping[str, Tensor]) -> None:
+        """Make the weights one over all ranks before evaluating or saving, and with them their moving `averages`."""
 
     def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole model's tensors on rank 0, from each rank's part under plain names."""

@@ -5,6 +5,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.data import Batch, Shard
+from trainer.errors import RecipeError
 from trainer.strategies.base import Strategy
 from trainer.strategies.sync_batchnorm import convert_sync_batchnorm
 from trainer.world import lost_peers
@@ -23,14 +25,14 @@ class DistributedDataParallel(Strategy):
     def shard(self) -> Shard:
         return Shard(self.world.rank, self.world.size)
 
-    def setup(self, model: nn.Module) -> None:
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         if self.world.size == 1:
-            super().setup(model)
+            super().setup(model, shape)
             return
         if self.recipe.sync_bn:
             model = convert_sync_batchnorm(model, self.device)
-        super().setup(model)
+        super().setup(model, shape)
         with lost_peers():
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.module,
@@ -39,6 +41,22 @@ class DistributedDataParallel(Strategy):
                 # Under accumulation a static graph fails inside the reducer.
                 static_graph=self.recipe.accumulate == 1,
             )
+            self._rebuild_buckets(shape)
+
+    def _rebuild_buckets(self, shape: Sequence[int]) -> None:
+        """Two backward passes on nothing, so that every session starts with the buckets that DDP ends up with.
+
+        DDP orders its buckets anew after its first backward pass, and from three ranks on the order of a sum in gloo
+        depends on a gradient's place in its bucket: without this a resumed run would differ in the last bits.
+        """
+        before = [buffer.clone() for buffer in self.module.buffers()]
+        self.train()
+        rows = shape[0] if self.recipe.compile else 2  # another shape would be compiled a second time
+        for _ in range(2):
+            self.outputs(torch.zeros(rows, *shape[1:], device=self.device)).sum().backward()  # type: ignore[no-untyped-call]
+        for buffer, value in zip(self.module.buffers(), before, strict=True):
+            buffer.copy_(value)
+        self.module.zero_grad()
 
     def outputs(self, inputs: Tensor) -> Tensor:
         if self.wrapped is None or not torch.is_grad_enabled():
@@ -50,14 +68,25 @@ class DistributedDataParallel(Strategy):
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         if self.wrapped is None:
             return super().forward_backward(batch, weight, sync)
-        with lost_peers(), nullcontext() if sync else self.wrapped.no_sync():
-            # DDP divides the sum of gradients by the ranks, and `weight` has done so already.
-            size = self.world.size
-            return super().forward_backward(batch, weight * size, sync) / size
+        try:
+            with lost_peers(), nullcontext() if sync else self.wrapped.no_sync():
+                # DDP divides the sum of gradients by the ranks, and `weight` has done so already.
+                size = self.world.size
+                return super().forward_backward(batch, weight * size, sync) / size
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise RecipeError(
+                f"model.name={self.recipe.model.name} has parameters that a pass does not use, and ddp cannot "
+                "accumulate over those: set accumulate=1, or mode=single"
+            ) from None
 
-    def settle(self) -> None:
+    def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: DDP broadcasts them at every forward pass, so the last step's are missing."""
-        if self.wrapped is not None:
-            with lost_peers():
-                for buffer in self.module.buffers():
-                    dist.broadcast(buffer, src=0)
+        if self.wrapped is None:
+            return
+        with lost_peers():
+            for name, buffer in self.named_buffers().items():
+                dist.broadcast(buffer, src=0)
+                if name in averages:
+                    dist.broadcast(averages[name], src=0)

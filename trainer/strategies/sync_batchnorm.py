@@ -41,19 +41,18 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         count = input.numel() // input.shape[1] * dist.get_world_size()
         axes = [axis for axis in range(input.dim()) if axis != 1]
-        sums = torch.stack([input.float().sum(axes), input.float().square().sum(axes)])
-        mean, square = all_reduce(sums) / count  # type: ignore[no-untyped-call]
-        variance = square - mean.square()
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        # The second sum is of deviations: a mean of squares less a squared mean loses a small variance's digits.
+        mean: Tensor = all_reduce(input.float().sum(axes)) / count  # type: ignore[no-untyped-call]
+        deviation = input.float() - mean.view(shape)
+        variance: Tensor = all_reduce(deviation.square().sum(axes)) / count  # type: ignore[no-untyped-call]
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
                 self.num_batches_tracked += 1
                 share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
                 self.running_mean.lerp_(mean, share)
                 self.running_var.lerp_(variance * (count / max(1, count - 1)), share)
-        scale = torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            scale = scale * self.weight
-        shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        out: Tensor = (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
-        return out
+        out = deviation * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None and self.bias is not None:
+            out = out * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(input.dtype)

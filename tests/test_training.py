@@ -79,6 +79,25 @@ def test_lower_precision_stays_near(reference, precision, tmp_path):
     assert found == pytest.approx(losses(reference), rel=2e-2) and found != losses(reference)
 
 
+def test_compile(reference, tmp_path, full):
+    if not full:
+        pytest.skip("compiling takes a minute and a C++ compiler: --all")
+    for mode in (["mode=single"], ["mode=ddp", "nproc=2"]):
+        folder = tmp_path / mode[0]
+        ok(*SAME, *mode, "model.name=cnn_gn", "compile=true", f"output={folder}", timeout=600)
+        assert losses(folder) == pytest.approx(losses(reference), rel=1e-4)
+        assert load_file(folder / "last.safetensors").keys() == load_file(reference / "last.safetensors").keys()
+
+
+def test_two_ranks_end_cleanly_every_time(tmp_path, full):
+    """A bare gloo script that ends with destroy_process_group aborts in a third of its runs."""
+    words = ["mode=ddp", "nproc=2", "data.name=synthetic", "data.image_size=8", "model.name=mlp", "max_steps=2", *QUIET]
+    for number in range(100 if full else 3):
+        done = trainer(*words, "logging.tensorboard=false", f"output={tmp_path / str(number)}")
+        assert done.returncode == 0, (number, done.stderr)
+        assert done.stderr == ""
+
+
 def test_what_a_run_leaves_behind(reference):
     names = {path.name for path in reference.iterdir()}
     assert {"recipe.yaml", "result.json", "steps.csv", "last.safetensors", "best.safetensors", "checkpoints"} <= names

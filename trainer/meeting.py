@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -44,7 +45,7 @@ class Meeting:
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
             self.timed = (self.timed[0] + steps, self.timed[1] + seconds, self.timed[2] + waited)
         loss, bad, stop, late = self.exchange(step, seconds / max(1, steps), loss, bad)
-        if bad or loss != loss:
+        if bad or not math.isfinite(loss):
             raise NotFiniteError(
                 f"a loss or gradient was not finite at step {step} or shortly before; nothing was saved over. "
                 f"Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"

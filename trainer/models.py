@@ -48,24 +48,25 @@ def _mlp(num_classes: int, channels: int, image_size: int) -> nn.Module:
     )
 
 
-def _convolutional(num_classes: int, channels: int, norm: Callable[[int], nn.Module]) -> nn.Module:
-    """Three 3x3 convolutions, each with a normalisation; the image is halved after the first two."""
+def _convolutional(num_classes: int, channels: int, image_size: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+    """3x3 convolutions, each with a normalisation, the image halved between them; a fourth from 16 pixels on."""
+    widths = (32, 64, 128) if image_size < 16 else (32, 64, 128, 256)
     layers: list[nn.Module] = []
-    for width in (32, 64, 128):
+    for width in widths:
         layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True)]
-        layers += [nn.MaxPool2d(2)] if width < 128 else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        layers += [nn.MaxPool2d(2)] if width < widths[-1] else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         channels = width
     return nn.Sequential(*layers, nn.Linear(channels, num_classes))
 
 
 @register_model("cnn")
 def _cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
-    return _convolutional(num_classes, channels, nn.BatchNorm2d)
+    return _convolutional(num_classes, channels, image_size, nn.BatchNorm2d)
 
 
 @register_model("cnn_gn")
 def _cnn_gn(num_classes: int, channels: int, image_size: int) -> nn.Module:
-    return _convolutional(num_classes, channels, lambda width: nn.GroupNorm(8, width))
+    return _convolutional(num_classes, channels, image_size, lambda width: nn.GroupNorm(8, width))
 
 
 @register_model("vit_tiny")

@@ -15,6 +15,8 @@ from trainer.metrics import model_flops_utilisation
 from trainer.run import Run
 from trainer.tracking import without_nan
 
+SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
+
 
 def banner(run: Run) -> str:
     """What is about to run, in a few lines."""
@@ -143,10 +145,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             **{key: history.validation.get(key) for key in ("val_loss", "val_top1", "val_top5")},
             "best_top1": history.best_top1,
             "best_epoch": history.best_epoch,
-            "throughput": throughput,
-            "step_time_s": speed["step_time_s"],
-            "data_wait_fraction": speed["data_wait_fraction"],
-            "short": speed["short"],
+            **{key: speed[key] for key in SPEED_KEYS},
             "peak_memory_bytes": run.memory,
             "mfu": mfu,
             "pipeline": None,

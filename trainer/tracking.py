@@ -117,15 +117,15 @@ class Tracker(NullTracker):
     def step(self, row: Mapping[str, Any]) -> None:
         if self._steps is not None:
             self._steps.add(row)
-        speed = f"{row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
+        speed = f", {row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
         if self._bar is not None:
             self._bar.n = row["step"]
-            self._bar.set_postfix_str(f"epoch {row['epoch']}, loss {row['train_loss']:.4f}, {speed}")
+            self._bar.set_postfix_str(f"epoch {row['epoch']}, loss {row['train_loss']:.4f}{speed}")
         elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
             self._spoke = time.perf_counter()
             left = (self._spoke - self._begun) / max(1, row["step"] - self._first) * (self._total - row["step"])
             where = f"step {row['step']}/{self._total}, epoch {row['epoch']}"
-            print(f"{where}, loss {row['train_loss']:.4f}, {speed}, {_duration(left)} left", flush=True)
+            print(f"{where}, loss {row['train_loss']:.4f}{speed}, {_duration(left)} left", flush=True)
 
     def evaluating(self, done: int, total: int) -> None:
         if self._bar is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -47,11 +47,10 @@ def run(recipe: Recipe, own_process: bool = False) -> dict[str, Any]:
 
     `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot.
     """
-    tracker: list[NullTracker] = [NullTracker()]
     this: Run | None = None
-    with Interrupts(own_process) as interrupts:
+    with Interrupts(own_process) as interrupts, ExitStack() as closing:
         try:
-            this = prepare(recipe, interrupts, tracker)
+            this = prepare(recipe, interrupts, closing)
             loop(this)
             return finish(this)
         except BaseException as error:
@@ -59,14 +58,13 @@ def run(recipe: Recipe, own_process: bool = False) -> dict[str, Any]:
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 this.tracker.result(reporting.result(this, status, *explain(error)))
-            tracker[0].close()
             raise
 
 
 # ---------------------------------------------------------------------------------------------------- wiring
 
 
-def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) -> Run:
+def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     """Everything before the first step, in the order in which it can fail: what needs no peers comes first."""
     begun = time.perf_counter()
     keep_freed_memory()
@@ -74,14 +72,14 @@ def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) 
     data = open_datasets(recipe)
     world = locate(recipe)
     steps_per_epoch = full_batches(len(data.train), recipe, world.size)
-    if world.is_main:
-        tracker[0] = Tracker(recipe, RunFolder(recipe))
+    tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
+    closing.callback(tracker.close)
     world.connect(recipe.timeout)
-    state = resuming.newest(tracker[0], world)
+    state = resuming.newest(tracker, world)
     model = build_model(recipe, data, state)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
-        recipe = speed_recipe(recipe, model, data, world, tracker[0].say)
+        recipe = speed_recipe(recipe, model, data, world, tracker.say)
     peak, flops = utilisation_base(model, data, world)
 
     strategy = strategies.create(recipe, world)
@@ -96,7 +94,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, tracker: list[NullTracker]) 
         interrupts=interrupts,
         datasets=data,
         world=world,
-        tracker=tracker[0],
+        tracker=tracker,
         strategy=strategy,
         loader=Loader(data, recipe, shard, world.device, world.place.local_size),
         optimizer=optimizer,
@@ -264,8 +262,9 @@ def finish(run: Run) -> dict[str, Any]:
     """A run that ended well: the last result, the last line, the group dissolved."""
     note_memory(run)
     result: dict[str, Any] = reporting.result(run, "completed")
-    if run.timer.seen == 0:  # a finished run, continued: what it measured stands
-        result = run.tracker.previous_result() or result
+    if run.timer.seen == 0:  # continued with no step left to train: what was measured stands
+        previous = run.tracker.previous_result()
+        result |= {key: previous[key] for key in reporting.SPEED_KEYS if key in previous}
     result = run.world.share(result)
     run.tracker.result(result)
     run.tracker.say(reporting.last_line(run, result))

@@ -7,6 +7,7 @@ only what is here. A mode overrides what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ class Strategy:
         Returns:
             weight x summed loss of the rows this rank has outputs for, 0-dim, detached, on the device.
         """
-        loss = self.loss(self.outputs(batch.inputs), batch.targets) * (weight * len(batch.targets))
+        share = weight * len(batch.targets)
+        loss = self.loss(self.outputs(batch.inputs), batch.targets)
+        loss = loss if share == 1.0 else loss * share
         self.backward(loss)
         return loss.detach()
 
@@ -88,9 +91,10 @@ class Strategy:
     def backward(self, loss: Tensor) -> None:
         (self.scale(loss) if self.scale else loss).backward()  # type: ignore[no-untyped-call]
 
-    def autocast(self) -> Any:
-        precision = self.recipe.precision
-        return torch.autocast(self.device.type, AUTOCAST.get(precision), enabled=precision != "fp32")
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The recipe's precision for a forward pass."""
+        kind = AUTOCAST.get(self.recipe.precision)
+        return nullcontext() if kind is None else torch.autocast(self.device.type, kind)
 
     def reduce_gradients(self) -> None:
         """Combine gradients over replicas where backward has not done so already."""

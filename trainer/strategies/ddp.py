@@ -61,18 +61,9 @@ class DistributedDataParallel(Strategy):
     def outputs(self, inputs: Tensor) -> Tensor:
         if self.wrapped is None or not torch.is_grad_enabled():
             return super().outputs(inputs)
-        with self.autocast():
-            out: Tensor = self.wrapped(inputs)
-        return out
-
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
-        if self.wrapped is None:
-            return super().forward_backward(batch, weight, sync)
         try:
-            with lost_peers(), nullcontext() if sync else self.wrapped.no_sync():
-                # DDP divides the sum of gradients by the ranks, and `weight` has done so already.
-                size = self.world.size
-                return super().forward_backward(batch, weight * size, sync) / size
+            with self.autocast():
+                out: Tensor = self.wrapped(inputs)
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
@@ -80,6 +71,15 @@ class DistributedDataParallel(Strategy):
                 f"model.name={self.recipe.model.name} has parameters that a pass does not use, and ddp cannot "
                 "accumulate over those: set accumulate=1, or mode=single"
             ) from None
+        return out
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        if self.wrapped is None:
+            return super().forward_backward(batch, weight, sync)
+        with lost_peers(), nullcontext() if sync else self.wrapped.no_sync():
+            # DDP divides the sum of gradients by the ranks, and `weight` has done so already.
+            size = self.world.size
+            return super().forward_backward(batch, weight * size, sync) / size
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: DDP broadcasts them at every forward pass, so the last step's are missing."""

@@ -1,0 +1,93 @@
+"""The contract's parts that whole runs do not show: synchronised BatchNorm's numbers, names, unused parameters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.data import Batch
+from trainer.errors import RecipeError
+from trainer.recipe import MODES, load
+from trainer.strategies import STRATEGIES, create
+from trainer.strategies.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from trainer.world import Place, World
+
+CPU = torch.device("cpu")
+ALONE = World(Place(), CPU, 1, ("cpu",))
+
+
+@pytest.fixture
+def group():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1000.0, 1e-2)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_sync_batch_norm_is_batch_norm(group, mean, std, affine):
+    torch.manual_seed(0)
+    data = torch.randn(8, 3, 4, 4) * std + mean
+    ours, theirs = SyncBatchNorm(3, affine=affine), nn.BatchNorm2d(3, affine=affine)
+    weights = torch.randn(8, 3, 4, 4)
+    found = []
+    for layer in (ours, theirs):
+        inputs = data.clone().requires_grad_()
+        for _ in range(2):
+            out = layer(inputs)
+        (out * weights).sum().backward()
+        found.append((out.detach(), inputs.grad, layer.running_mean, layer.running_var, layer.num_batches_tracked))
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if mean == 0 else {"rtol": 2e-2, "atol": 2e-1}
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, **tolerance)
+    torch.testing.assert_close(ours.eval()(data), theirs.eval()(data), **tolerance)
+
+
+def test_converting_keeps_names():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
+    before = list(model.state_dict())
+    convert_sync_batchnorm(model, CPU)
+    assert list(model.state_dict()) == before
+    assert [type(layer) for layer in model[1]] == [SyncBatchNorm, SyncBatchNorm]
+
+
+def test_every_mode_of_the_schema_has_a_strategy():
+    assert set(STRATEGIES) == set(MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weight_times_summed_loss(mode):
+    """The loss of a micro-batch is weight x sum, so that pieces of a batch add up to its mean."""
+    torch.manual_seed(0)
+    strategy = create(load(None, f"mode={mode}"), ALONE)
+    strategy.setup(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (4, 1, 2, 2))
+    inputs, targets = torch.randn(8, 1, 2, 2), torch.arange(8) % 3
+    whole = strategy.forward_backward(Batch(inputs, targets, 8), 1 / 8)
+    gradient = strategy.named_parameters()["1.weight"].grad.clone()
+    strategy.module.zero_grad()
+    parts = [
+        strategy.forward_backward(Batch(inputs[rows], targets[rows], 4), 1 / 8, sync=rows.start > 0)
+        for rows in (slice(0, 4), slice(4, 8))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+    torch.testing.assert_close(strategy.named_parameters()["1.weight"].grad, gradient)
+    assert whole.item() == pytest.approx(nn.functional.cross_entropy(strategy.module(inputs), targets).item())
+
+
+class Half(nn.Module):
+    """A model with a layer that no pass uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.used(x.flatten(1))
+
+
+def test_unused_parameters_under_ddp(group):
+    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))  # a second rank that is not needed here
+    create(load(None, "mode=ddp"), pair).setup(Half(), (4, 1, 2, 2))
+    with pytest.raises(RecipeError, match="accumulate=1"):
+        create(load(None, "mode=ddp", "accumulate=2"), pair).setup(Half(), (4, 1, 2, 2))

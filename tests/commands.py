@@ -5,19 +5,29 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent
 QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
 
 
+def environment(**changes):
+    """This process's environment without what would change a run, on the CPU."""
+    ambient = re.compile("NPROC|NNODES|NODE_RANK|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_|OMP_")
+    plain = {key: value for key, value in os.environ.items() if not ambient.match(key)}
+    return {**plain, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", **changes}
+
+
 def trainer(*words, env=None, timeout=180, cwd=None, python=()):
     """Run `python -m trainer words...`; returns the finished process."""
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
     command = [sys.executable, *python, "-m", "trainer", *map(str, words)]
-    return subprocess.run(command, env=environment, timeout=timeout, cwd=cwd, capture_output=True, text=True)
+    return subprocess.run(
+        command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True
+    )
 
 
 def ok(*words, **options):
@@ -39,7 +49,16 @@ def result(folder):
     return json.loads((Path(folder) / "result.json").read_text())
 
 
+@contextmanager
 def torchrun(*words, arguments=(), env=None):
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+    """A torchrun that the user starts, as a process; it does not outlive the block."""
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "trainer", *map(str, words)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(
+        command, env=environment(**(env or {})), stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield started
+    finally:
+        started.kill()  # its ranks ask the kernel to die with it
+        started.wait()

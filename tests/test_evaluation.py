@@ -22,10 +22,9 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
-    process = torchrun(
-        "evaluate", f"checkpoint={trained}", "batch_size=12", arguments=["--standalone", f"--nproc_per_node={ranks}"]
-    )
-    out, _ = process.communicate(timeout=120)
+    arguments = ["--standalone", f"--nproc_per_node={ranks}"]
+    with torchrun("evaluate", f"checkpoint={trained}", "batch_size=12", arguments=arguments) as process:
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     found = result(trained)
     [line] = [line for line in out.splitlines() if "held-out" in line]

@@ -80,7 +80,7 @@ def test_the_watcher_leaves_when_the_loop_cannot_come():
     child.send_signal(signal.SIGTERM)
     code, errors = end(child)
     assert code == 143 and "leaving without saving" in errors and "Thread" in errors, "with the stacks"
-    assert 3 < time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 20
 
 
 def test_handlers_are_put_back():

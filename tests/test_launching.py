@@ -28,7 +28,7 @@ import json, os, signal, sys, time, types
 from pathlib import Path
 from trainer import errors, world
 
-def run(recipe):
+def run(recipe, own_process=False):
     me, case = world.place(), os.environ.get("CASE", "")
     print(f"rank {me.rank} of {me.size} pid {os.getpid()} at {os.environ['MASTER_ADDR']}", flush=True)
     if case in ("nan", "kill"):

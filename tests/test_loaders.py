@@ -67,7 +67,7 @@ def memory_sets(train=24, val=7, size=8):
 
 
 def photo_sets(train=24, val=7, size=16, **faults):
-    sources = [UserItems(Items(count, **faults), "mine") for count in (train, val)]
+    sources = [UserItems(Items(count, **faults), "mine", 1000) for count in (train, val)]
     classes = tuple(map(str, range(max(train, val))))
     return Datasets("mine", *sources, classes, 3, size, (0.5,) * 3, (0.25,) * 3, False, "val")
 
@@ -307,17 +307,15 @@ def test_a_worker_that_dies_is_named_in_bounded_time(loading):
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
-    loader = loading(photo_sets(hang=None if stop else 5), "data.workers=1", "timeout=1.5")
+    loader = loading(photo_sets(hang=None if stop else 5), "data.workers=1", "timeout=4")
     batches = loader.training(0)
     start = time.monotonic()
     if stop:
         next(batches)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
-    with pytest.raises(
-        PeerError, match=r"loader worker \d+ did not answer for timeout=1.5 seconds; 8 samples from mine"
-    ):
+    with pytest.raises(PeerError, match=r"loader worker \d+ did not answer for timeout=4 seconds; 8 samples from mine"):
         list(batches)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 40
 
 
 def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):

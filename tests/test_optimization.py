@@ -59,14 +59,14 @@ def by_torch(recipe, schedule, count):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_learning_rate_is_torchs(words, schedule, warmup):
     recipe = load(None, "epochs=10", f"schedule.warmup_epochs={warmup}", *words)
-    ours = [learning_rate(recipe, step, STEPS) for step in range(10 * STEPS)]
+    ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
     assert ours == pytest.approx(by_torch(recipe, schedule, 10 * STEPS), rel=1e-9, abs=1e-12)
 
 
 def test_cosine_ends_at_max_steps():
     recipe = load(None, "epochs=10", "max_steps=20")
-    assert learning_rate(recipe, 20, STEPS) == pytest.approx(0)
-    assert learning_rate(recipe, 10, STEPS) == pytest.approx(0.05)
+    assert learning_rate(recipe, STEPS)(20) == pytest.approx(0)
+    assert learning_rate(recipe, STEPS)(10) == pytest.approx(0.05)
 
 
 def test_groups():

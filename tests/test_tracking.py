@@ -21,7 +21,7 @@ def written(folder):
 
 
 def test_events_after_the_checkpoint_are_dropped(tmp_path):
-    for first in (1, 3):  # two sessions, each its own file
+    for first in (1, 3):  # two starts, each its own file
         writer = SummaryWriter(str(tmp_path))
         for step in range(first, first + 3):
             writer.add_scalar("train/loss", 1.0 / step, step)
@@ -68,10 +68,11 @@ def test_plain_lines_and_files(tmp_path, capsys):
     tracker.start(Position(0, 0, 0), 10)
     row = {"step": 5, "epoch": 0, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1, "samples_per_sec": 1234.5}
     tracker.step(row)
+    tracker.progress(5, 0)
     tracker.scalars({"train/loss": 0.25}, 5)
     tracker.result({"status": "running"})
     tracker.close()
-    assert "step 5/10" in capsys.readouterr().out
+    assert "step 5/10, epoch 0, loss 0.2500, 1,234 images/s" in capsys.readouterr().out
     names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
     assert {"recipe", "steps", "result", "events"} <= names
     assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,0,1.0,0.25,0.1,1234.5"

@@ -5,7 +5,6 @@ Importing torch costs seconds and a torchrun five: tests share a run where they 
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torchvision
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.commands import PROJECT, QUIET, losses, ok, result, steps, torchrun, trainer
+from tests.commands import QUIET, environment, losses, ok, result, steps, torchrun, trainer
 from trainer import train
 from trainer.recipe import load, shipped_recipes
 
@@ -178,17 +177,26 @@ def photos(tmp_path_factory):
     return root
 
 
-SIXTEEN_ROWS = ["batch_size=8", "accumulate=1", "max_steps=2", "epochs=1", *QUIET]
+@pytest.fixture
+def here(monkeypatch):
+    """Training within this process, on the CPU, leaves its number of threads as it was."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+TWO_STEPS = ["batch_size=8", "accumulate=1", "max_steps=2", "epochs=1", *QUIET]
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_every_recipe_trains_two_steps(name, photos, tmp_path):
+def test_every_recipe_trains_two_steps(name, photos, tmp_path, here):
     """On images made here where its own must be fetched; the network and everything else are the recipe's.
 
-    Through the Python API, in this process: eight imports of torch would cost half a minute.
+    Through the Python API, in this process: an import of torch for each would cost half a minute.
     """
     data = load(name).data
-    words = ["mode=single", "threads=1", *SIXTEEN_ROWS, f"output={tmp_path / 'run'}"]
+    words = ["mode=single", "threads=1", *TWO_STEPS, f"output={tmp_path / 'run'}"]
     if data.name == "imagefolder":
         words += [f"data.root={photos}", "data.image_size=64", "model.weights=null", "data.workers=1"]
     elif data.name != "digits":
@@ -329,7 +337,7 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
     assert time.monotonic() - begun < 15
 
 
-def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch):
+def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, here):
     monkeypatch.setattr("trainer.meeting.SECONDS", 0.0)
     words = ["mode=single", "data.image_size=32", "batch_size=4", "model.name=cnn", *QUIET]
     found = train(load("resnet50", *words, f"output={tmp_path / 'run'}"))
@@ -377,11 +385,11 @@ def test_a_failing_rank_ends_all_with_its_own_code(fault, code, tmp_path):
 
 
 def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
-    words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=4", f"output={tmp_path / 'run'}"]
+    words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=10", f"output={tmp_path / 'run'}"]
     begun = time.monotonic()
     done = trainer(*words, env={"TRAINER_FAULT": "hang@1:3"})
     assert done.returncode == 7, done.stderr
-    assert time.monotonic() - begun < 40
+    assert time.monotonic() - begun < 90
     assert "lost another rank" in done.stderr
 
 
@@ -390,9 +398,8 @@ def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
 def test_a_signal_saves_and_leaves(number, code, mode, tmp_path):
     folder = tmp_path / "run"
     words = ["recipe=digits", "epochs=2000", *QUIET, *mode, f"output={folder}"]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "trainer", *words], env=environment(), stderr=subprocess.PIPE, text=True
     )
     try:
         wait_for(lambda: (folder / "steps.csv").exists() and len(steps(folder)) > 30, process)
@@ -437,10 +444,10 @@ def test_two_nodes_on_one_host(reference, tmp_path):
         "--rdzv_id=t",
     ]
     words = [*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}"]
-    nodes = [torchrun(*words, arguments=arguments) for _ in range(2)]
-    for node in nodes:
-        out, _ = node.communicate(timeout=120)
-        assert node.returncode == 0, out
+    with torchrun(*words, arguments=arguments) as one, torchrun(*words, arguments=arguments) as two:
+        for node in (one, two):
+            out, _ = node.communicate(timeout=120)
+            assert node.returncode == 0, out
     assert result(tmp_path / "run")["world_size"] == 2
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
 
@@ -455,8 +462,8 @@ def test_restarts_resume_by_themselves(tmp_path):
         "save.every_steps=4",
         f"output={tmp_path / 'run'}",
     ]
-    process = torchrun(*words, arguments=arguments, env={"TRAINER_FAULT": "kill@1:10"})
-    out, _ = process.communicate(timeout=120)
+    with torchrun(*words, arguments=arguments, env={"TRAINER_FAULT": "kill@1:10"}) as process:
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14
 
@@ -467,10 +474,10 @@ import sys
 import trainer
 assert "torch" not in sys.modules
 one = trainer.train(trainer.load_recipe("digits", "mode=single", max_steps=3, output="{tmp_path}/one"))
-two = trainer.train(trainer.load_recipe("digits", "mode=ddp", max_steps=3, output="{tmp_path}/two"))
+two = trainer.load_recipe("digits", "mode=ddp", devices=["cpu", "cpu"], max_steps=3, output="{tmp_path}/two")
+two = trainer.train(two)
 assert one["steps"] == two["steps"] == 3 and two["world_size"] == 2, two
 """
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert result(tmp_path / "two")["steps"] == 3

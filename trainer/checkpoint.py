@@ -16,9 +16,9 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -39,8 +39,7 @@ _STEM = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no slash and no leading dot: a name ca
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a run stands. With `step_in_epoch` equal to the steps of an epoch, only its evaluation is still to do."""
 
     step: int  # optimizer steps done in all
@@ -212,7 +211,7 @@ def _write(state: State, final: Path) -> None:
         for stem, tensors in state.tensors.items():
             assert re.fullmatch(_STEM, stem), stem
             files[f"{stem}.safetensors"] = _write_file(draft / f"{stem}.safetensors", _serialised(tensors), "save")
-        content = {"format": 1, **asdict(state.position), "files": files, "facts": state.facts}
+        content = {"format": 1, **state.position._asdict(), "files": files, "facts": state.facts}
         _write_file(draft / MANIFEST, [_sealed(content)], "save")
         _sync(draft)
         _read_back(draft)

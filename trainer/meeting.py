@@ -39,7 +39,7 @@ class Meeting:
             Interrupted, Preempted: on every rank, with this step saved.
         """
         run, step = self.run, self.run.position.step
-        loss = torch.stack(run.unlogged).double().sum().item() if log else 0.0
+        loss = math.fsum(torch.stack(run.unlogged).tolist()) if log else 0.0
         bad = float(run.updater.is_bad())
         steps, seconds, waited = run.timer.stop()
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
@@ -52,6 +52,7 @@ class Meeting:
             )
         if log:
             self._log(loss, lr, norm)
+        run.tracker.progress(step, run.position.epoch)
         if stop is not None:
             leave(run, stop)
         return late

@@ -66,7 +66,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device, warmup: int) -> None:
-        self.device = device
+        self.device, self.cuda = device, device.type == "cuda"
         self.warmup = warmup
         self.seen = 0
         self.steps = array("d")  # seconds of each measured step
@@ -80,7 +80,7 @@ class StepTimer:
     def start(self) -> None:
         """A window begins here: what lies before (evaluation, saving) is nobody's step."""
         self._pending.clear()
-        if self.device.type == "cuda":
+        if self.cuda:
             self._events = [self._event()]
         self._begun = time.perf_counter()
 
@@ -91,7 +91,7 @@ class StepTimer:
 
     def step(self, waited: float) -> None:
         """A step has been issued, after waiting so long for its data."""
-        if self.device.type == "cuda":
+        if self.cuda:
             self._events.append(self._event())
         self._pending.append((time.perf_counter(), waited))
 
@@ -100,7 +100,7 @@ class StepTimer:
         if not self._pending:
             self.start()
             return 0, 0.0, 0.0
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize(self.device)
             durations = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
         else:

@@ -6,7 +6,7 @@ Apart from `training`, which calls these in order, because each is a small thing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -87,22 +87,32 @@ def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
     return min(recipe.epochs * steps_per_epoch, recipe.max_steps or recipe.epochs * steps_per_epoch)
 
 
-def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of optimizer step `step` (from 0): a pure function, equal to torch's chained schedulers.
+def learning_rate(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
+    """The learning rate as a pure function of the optimizer step (from 0), equal to torch's chained schedulers.
 
     A linear warm-up, then constant, a cosine to `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983), or
     a multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes.
     """
     schedule, top = recipe.schedule, recipe.optimizer.lr
-    warmup = round(schedule.warmup_epochs * steps_per_epoch)
-    if step < warmup:
-        return top * (schedule.warmup_factor + (1 - schedule.warmup_factor) * step / warmup)
-    if schedule.name == "cosine":
-        share = min(1.0, (step - warmup) / max(1, total_steps(recipe, steps_per_epoch) - warmup))
-        return schedule.min_lr + (top - schedule.min_lr) * (1 + math.cos(math.pi * share)) / 2
-    if schedule.name == "step":
-        return top * float(schedule.gamma ** ((step - warmup) // (schedule.step_epochs * steps_per_epoch)))
-    return top
+    warmup, factor, low = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor, schedule.min_lr
+    rest = max(1, total_steps(recipe, steps_per_epoch) - warmup)
+    every = schedule.step_epochs * steps_per_epoch
+
+    def cosine(step: int) -> float:
+        return low + (top - low) * (1 + math.cos(math.pi * min(1.0, step / rest))) / 2
+
+    def stepped(step: int) -> float:
+        return top * float(schedule.gamma ** (step // every))
+
+    def constant(step: int) -> float:
+        return top
+
+    after = {"cosine": cosine, "step": stepped, "constant": constant}[schedule.name]
+
+    def rate(step: int) -> float:
+        return top * (factor + (1 - factor) * step / warmup) if step < warmup else after(step - warmup)
+
+    return rate
 
 
 class Updater:

@@ -114,7 +114,7 @@ class SaveRecipe(_Section):
 
 
 class LoggingRecipe(_Section):
-    every_steps: Positive = 20
+    every_steps: Positive = 50
     warmup_steps: Annotated[int, Field(ge=0)] = 10  # left out of every speed figure
     tensorboard: bool = True
     progress: bool = True
@@ -173,7 +173,7 @@ class Recipe(_Section):
             *parents, last = key.split("__")
             node = tree
             for parent in parents:
-                node = node[parent]
+                node = node.setdefault(parent, {})
             node[last] = value
         return _validated(tree, self._name)
 

@@ -40,6 +40,10 @@ def banner(run: Run) -> str:
         + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
         "folder": str(run.tracker.path),
     }
+    if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
+        lines["warning"] = (
+            f"the warm-up is as long as the run: lr never reaches {recipe.optimizer.lr:g}; set schedule.warmup_epochs=0"
+        )
     return f"trainer {trainer.__version__}: {recipe.name}\n" + "\n".join(
         f"  {key:<8} {value}" for key, value in lines.items()
     )

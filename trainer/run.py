@@ -30,7 +30,7 @@ class History:
     best_epoch: int | None = None
     epoch_loss: float = 0.0  # sum of the present epoch's logged step losses
     epoch_steps: int = 0
-    seconds: float = 0.0  # of all sessions up to the checkpoint
+    seconds: float = 0.0  # of all its parts up to the checkpoint
     skipped: int = 0  # unreadable images
 
 
@@ -70,5 +70,5 @@ class Run:
         return {**self.parameters, **self.strategy.named_buffers()}
 
     def seconds(self) -> float:
-        """Seconds of this run over all its sessions."""
+        """Seconds of this run over all its parts."""
         return self.history.seconds + time.perf_counter() - self.begun

@@ -97,7 +97,7 @@ class RunFolder:
         write_atomically(self.path / "result.json", json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
 
     def previous_result(self) -> dict[str, Any]:
-        """What result.json holds from an earlier session; empty where there is none."""
+        """What result.json holds from an earlier part of the run; empty where there is none."""
         try:
             found: dict[str, Any] = json.loads((self.path / "result.json").read_text())
             return found
@@ -145,15 +145,22 @@ class StepsFile:
             with path.open(newline="") as old:
                 kept = [row for row in csv.DictReader(old) if _whole(row) and int(row["step"]) <= last_step]
         temporary = path.with_suffix(".tmp")
-        self._file = temporary.open("w", newline="", buffering=1)
+        self._file = temporary.open("w", newline="")
         self._writer = csv.DictWriter(self._file, STEP_COLUMNS)
         self._writer.writeheader()
         self._writer.writerows(kept)
-        self._file.flush()
+        self.flush()
         temporary.replace(path)
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """A row; readers see it within about a second."""
         self._writer.writerow(row)
+        if time.monotonic() - self._flushed > 1:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
         self._file.close()

@@ -44,7 +44,10 @@ class NullTracker:
         """TensorBoard values; tags as in the design, x is the optimizer step."""
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A logged step: steps.csv, progress."""
+        """A logged step: a row of steps.csv."""
+
+    def progress(self, step: int, epoch: int) -> None:
+        """Training has come this far; called about once a second, or after every step that takes longer."""
 
     def evaluating(self, done: int, total: int) -> None:
         """Evaluation is at batch `done` of `total`."""
@@ -53,7 +56,7 @@ class NullTracker:
         """Replace result.json."""
 
     def previous_result(self) -> dict[str, Any]:
-        """result.json of an earlier session, empty where there is none."""
+        """result.json of an earlier part of the run, empty where there is none."""
         return {}
 
     def flush(self) -> None:
@@ -74,6 +77,7 @@ class Tracker(NullTracker):
         self._steps: StepsFile | None = None
         self._events: Any = None
         self._spoke = 0.0
+        self._news = ""  # the latest loss and speed
         self._interactive = recipe.logging.progress and sys.stderr.isatty()
 
     def say(self, text: str) -> None:
@@ -111,25 +115,31 @@ class Tracker(NullTracker):
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._events is not None:
-            for tag, value in values.items():
-                self._events.add_scalar(tag, value, step)
+            # One event for all of them: an event each would cost several times as much.
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._events.file_writer.add_summary(Summary(value=entries), step)
 
     def step(self, row: Mapping[str, Any]) -> None:
         if self._steps is not None:
             self._steps.add(row)
-        speed = f", {row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
+        self._news = f", loss {row['train_loss']:.4f}"
+        self._news += f", {row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
+
+    def progress(self, step: int, epoch: int) -> None:
         if self._bar is not None:
-            self._bar.n = row["step"]
-            self._bar.set_postfix_str(f"epoch {row['epoch']}, loss {row['train_loss']:.4f}{speed}")
+            self._bar.set_postfix_str(f"epoch {epoch}{self._news}", refresh=False)
+            self._bar.update(step - self._bar.n)
         elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
             self._spoke = time.perf_counter()
-            left = (self._spoke - self._begun) / max(1, row["step"] - self._first) * (self._total - row["step"])
-            where = f"step {row['step']}/{self._total}, epoch {row['epoch']}"
-            print(f"{where}, loss {row['train_loss']:.4f}{speed}, {_duration(left)} left", flush=True)
+            left = (self._spoke - self._begun) / max(1, step - self._first) * (self._total - step)
+            self.say(f"step {step}/{self._total}, epoch {epoch}{self._news}, {_duration(left)} left")
 
     def evaluating(self, done: int, total: int) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(f"evaluating {done}/{total}")
+            self._bar.set_postfix_str(f"evaluating {done}/{total}", refresh=False)
+            self._bar.update(0)
 
     def result(self, result: Mapping[str, Any]) -> None:
         self.folder.write_result(result)
@@ -138,6 +148,8 @@ class Tracker(NullTracker):
         return self.folder.previous_result()
 
     def flush(self) -> None:
+        if self._steps is not None:
+            self._steps.flush()
         if self._events is not None:
             self._events.flush()
 

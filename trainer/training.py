@@ -153,6 +153,7 @@ def loop(run: Run) -> None:
 def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
     recipe, strategy, groups = run.recipe, run.strategy, run.optimizer.param_groups
+    rate = learning_rate(recipe, run.steps_per_epoch)
     weight, every = 1 / recipe.batch_size, recipe.logging.every_steps
     start = run.position.step_in_epoch
     stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)
@@ -164,7 +165,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     for step_in_epoch in range(start + 1, stop + 1):
         step = run.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
-        lr = learning_rate(recipe, step - 1, run.steps_per_epoch)
+        lr = rate(step - 1)
         for group in groups:
             group["lr"] = lr
         waited, loss = 0.0, None

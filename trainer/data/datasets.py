@@ -127,8 +127,8 @@ def synthetic(recipe: Recipe, samples: int, size: int, classes: int) -> Datasets
 class UserItems:
     """A user's map-style data set as a source of photos."""
 
-    def __init__(self, items: Any, name: str) -> None:
-        self.items, self.name = items, name
+    def __init__(self, items: Any, name: str, classes: int) -> None:
+        self.items, self.name, self.classes = items, name, classes
 
     def __len__(self) -> int:
         return len(self.items)
@@ -137,7 +137,10 @@ class UserItems:
         return f"{self.name}: item {index}"
 
     def read(self, index: int, channels: int) -> tuple[Tensor, int]:
-        return from_item(self.items[index], channels)
+        image, label = from_item(self.items[index], channels)
+        if not 0 <= label < self.classes:
+            raise ValueError(f"its label is {label}, and there are {self.classes} class names")
+        return image, label
 
 
 def _from_user(data: DataRecipe, made: Any) -> Datasets:
@@ -167,7 +170,7 @@ def _from_user(data: DataRecipe, made: Any) -> Datasets:
             raise RecipeError(
                 f"data.name={data.name}: its {role} must have items and a length above 0, found {type(part).__name__}"
             )
-        sources.append(UserItems(part, f"{data.name}, {role}"))
+        sources.append(UserItems(part, f"{data.name}, {role}", len(classes)))
     return Datasets(data.name, sources[0], sources[1], classes, channels, size, mean, std, False, split)
 
 

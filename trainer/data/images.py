@@ -36,7 +36,9 @@ def read_image(path: str, channels: int) -> Tensor:
 def from_pillow(image: Image.Image, channels: int) -> Tensor:
     """A Pillow image of any mode as (channels, height, width) uint8; 16 bits become 8, transparency is dropped."""
     if image.mode.startswith("I"):  # 16 bits, in a 32-bit container where the mode is plain "I"
-        image = Image.fromarray(np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8))
+        values = np.asarray(image)
+        deep = image.mode != "I" or values.max(initial=0) > 255
+        image = Image.fromarray(np.clip(values >> 8 if deep else values, 0, 255).astype(np.uint8))
     elif image.mode == "F":
         image = Image.fromarray(np.clip(np.nan_to_num(np.asarray(image)), 0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:

@@ -27,12 +27,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of every global batch that a rank reads: share `index` of `count`, and what it needs of it."""
+    """The part of every global batch that a rank reads: share `index` of `count`, and whether it needs the images."""
 
     index: int = 0
     count: int = 1
     inputs: bool = True
-    targets: bool = True
 
 
 @dataclass(frozen=True)

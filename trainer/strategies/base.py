@@ -80,6 +80,9 @@ class Strategy:
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Logits (N, classes) in the recipe's precision."""
+        if self.recipe.precision == "fp32":
+            plain: Tensor = self.module(inputs)
+            return plain
         with self.autocast():
             out: Tensor = self.module(inputs)
         return out

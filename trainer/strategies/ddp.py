@@ -44,7 +44,7 @@ class DistributedDataParallel(Strategy):
             self._rebuild_buckets(shape)
 
     def _rebuild_buckets(self, shape: Sequence[int]) -> None:
-        """Two backward passes on nothing, so that every session starts with the buckets that DDP ends up with.
+        """Two backward passes on nothing, so that every start has the buckets that DDP ends up with.
 
         DDP orders its buckets anew after its first backward pass, and from three ranks on the order of a sum in gloo
         depends on a gradient's place in its bucket: without this a resumed run would differ in the last bits.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -23,6 +24,27 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
         else:
             convert_sync_batchnorm(child, device)
     return model
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce whose gradient is the all-reduced gradient: every rank's result depends on every rank's input."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    total: Tensor = _SumOverRanks.apply(values)
+    return total
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -43,9 +65,9 @@ class SyncBatchNorm(_BatchNorm):
         axes = [axis for axis in range(input.dim()) if axis != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         # The second sum is of deviations: a mean of squares less a squared mean loses a small variance's digits.
-        mean: Tensor = all_reduce(input.float().sum(axes)) / count  # type: ignore[no-untyped-call]
+        mean = _sum_over_ranks(input.float().sum(axes)) / count
         deviation = input.float() - mean.view(shape)
-        variance: Tensor = all_reduce(deviation.square().sum(axes)) / count  # type: ignore[no-untyped-call]
+        variance = _sum_over_ranks(deviation.square().sum(axes)) / count
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
                 self.num_batches_tracked += 1

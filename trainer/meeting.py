@@ -25,9 +25,6 @@ class Meeting:
         self.next = (run.position.step if done is None else done) + 1
         self.timed = (0, 0.0, 0.0)  # steps, seconds, seconds of waiting since the last logged step, without warm-up
 
-    def due(self, done: int) -> bool:
-        return done >= self.next
-
     def hold(self, log: bool, lr: float, norm: Tensor | None) -> bool:
         """Meet after a training step.
 
@@ -88,7 +85,7 @@ class Meeting:
                 "samples_per_sec": round(steps * run.recipe.batch_size / seconds, 1) if seconds else "",
             }
         )
-        run.unlogged = []
+        run.unlogged.clear()
         self.timed = (0, 0.0, 0.0)
 
 

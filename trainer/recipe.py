@@ -114,7 +114,7 @@ class SaveRecipe(_Section):
 
 
 class LoggingRecipe(_Section):
-    every_steps: Positive = 50
+    every_steps: Positive = 100
     warmup_steps: Annotated[int, Field(ge=0)] = 10  # left out of every speed figure
     tensorboard: bool = True
     progress: bool = True

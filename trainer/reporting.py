@@ -93,11 +93,10 @@ def epoch_line(run: Run, epoch: int) -> str:
 def last_line(run: Run, result: dict[str, Any]) -> str:
     """The result, and the command that shows it."""
     speed, folder = result["throughput"], run.tracker.path
-    rate = (
-        f"{speed['samples_per_sec']:,.0f} images/s (+- {speed['std']:,.0f})"
-        if speed
-        else "too few steps to measure speed"
-    )
+    rate = "too few steps to measure speed"
+    if speed:
+        digits = 0 if speed["samples_per_sec"] >= 100 else 1
+        rate = f"{speed['samples_per_sec']:,.{digits}f} images/s (+- {speed['std']:,.{digits}f})"
     rate += (
         ", measured over all steps after the first: fewer than logging.warmup_steps"
         if result["short"] and speed

@@ -161,6 +161,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     meeting = Meeting(run)
     run.interrupts.beat(LONGEST)
     strategy.train()
+    unlogged = run.unlogged
     run.timer.start()
     for step_in_epoch in range(start + 1, stop + 1):
         step = run.position.step + 1
@@ -184,12 +185,12 @@ def train_epoch(run: Run, epoch: int) -> None:
         strategy.after_step(step)
         if run.average is not None:
             run.average.update(step)
-        run.unlogged.append(loss)
+        unlogged.append(loss)
         run.timer.step(waited)
         run.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
         save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
-        if (log or save or meeting.due(step)) and meeting.hold(log, lr, norm):
+        if (log or save or step >= meeting.next) and meeting.hold(log, lr, norm):
             run.total_steps = step
             return
         if save:
@@ -234,7 +235,7 @@ def measure(run: Run) -> dict[str, Any]:
     def boundary(done: int) -> None:
         run.interrupts.beat()
         run.tracker.evaluating(done, total)
-        if meeting.due(done) and done < total:
+        if meeting.next <= done < total:
             _, _, stop, _ = meeting.exchange(done, (time.perf_counter() - begun) / done)
             if stop is not None:
                 raise stop()

@@ -7,8 +7,6 @@ only what is here. A mode overrides what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,8 @@ class Strategy:
         self.recipe = recipe
         self.world = world
         self.device = world.device
+        self._autocast = AUTOCAST.get(recipe.precision)
+        self._smoothing = recipe.loss.label_smoothing
         self.scale: Callable[[Tensor], Tensor] | None = None  # the fp16 scaler's, set by the loop
         self.module: nn.Module
 
@@ -80,24 +80,23 @@ class Strategy:
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Logits (N, classes) in the recipe's precision."""
-        if self.recipe.precision == "fp32":
-            plain: Tensor = self.module(inputs)
+        return self.in_precision(self.module, inputs)
+
+    def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """A forward pass of `module`, under autocast where the recipe asks for it."""
+        if self._autocast is None:
+            plain: Tensor = module(inputs)
             return plain
-        with self.autocast():
-            out: Tensor = self.module(inputs)
+        with torch.autocast(self.device.type, self._autocast):
+            out: Tensor = module(inputs)
         return out
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in fp32, for class indices (N,) or soft labels (N, classes)."""
-        return cross_entropy(outputs.float(), targets, label_smoothing=self.recipe.loss.label_smoothing)
+        return cross_entropy(outputs.float(), targets, label_smoothing=self._smoothing)
 
     def backward(self, loss: Tensor) -> None:
         (self.scale(loss) if self.scale else loss).backward()  # type: ignore[no-untyped-call]
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The recipe's precision for a forward pass."""
-        kind = AUTOCAST.get(self.recipe.precision)
-        return nullcontext() if kind is None else torch.autocast(self.device.type, kind)
 
     def reduce_gradients(self) -> None:
         """Combine gradients over replicas where backward has not done so already."""

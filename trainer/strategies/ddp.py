@@ -62,8 +62,7 @@ class DistributedDataParallel(Strategy):
         if self.wrapped is None or not torch.is_grad_enabled():
             return super().outputs(inputs)
         try:
-            with self.autocast():
-                out: Tensor = self.wrapped(inputs)
+            return self.in_precision(self.wrapped, inputs)
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
@@ -71,7 +70,6 @@ class DistributedDataParallel(Strategy):
                 f"model.name={self.recipe.model.name} has parameters that a pass does not use, and ddp cannot "
                 "accumulate over those: set accumulate=1, or mode=single"
             ) from None
-        return out
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         if self.wrapped is None:

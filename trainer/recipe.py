@@ -82,6 +82,11 @@ class AugmentRecipe(_Section):
     cutmix: Amount = 0.0
     erase: Probability = 0.0
 
+    @property
+    def together(self) -> int:
+        """Neighbouring images that a shard must not part: pairs under mixup and cutmix."""
+        return 2 if self.mixup or self.cutmix else 1
+
 
 class OptimizerRecipe(_Section):
     name: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -364,11 +369,11 @@ def check_processes(recipe: Recipe, processes: int) -> None:
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
             f"type python -m trainer ... mode={recipe.mode} without torchrun, or mode=ddp"
         )
-    rows = recipe.accumulate * processes * (2 if recipe.augment.mixup or recipe.augment.cutmix else 1)
+    rows = recipe.accumulate * processes * recipe.augment.together
     if recipe.batch_size % rows:
         why = f"{processes} process{'es' if processes > 1 else ''}"
         why += f" x accumulate={recipe.accumulate}" if recipe.accumulate > 1 else ""
-        why += " x pairs of images (mixup, cutmix)" if recipe.augment.mixup or recipe.augment.cutmix else ""
+        why += " x pairs of images (mixup, cutmix)" if recipe.augment.together > 1 else ""
         sizes = _neighbours(recipe.batch_size, rows)
         raise RecipeError(f"batch_size={recipe.batch_size} does not divide among {why}; try batch_size={sizes}")
 

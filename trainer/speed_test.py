@@ -22,7 +22,6 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     decoded either.
     """
     rows = recipe.batch_size // world.size
-    pair = 2 if recipe.augment.mixup or recipe.augment.cutmix else 1
     try:
         per_image = activation_bytes(model, (2, data.channels, data.image_size, data.image_size)) / 2
     except NotImplementedError:
@@ -31,7 +30,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())  # weights, gradients, momentum, buckets
     share = 1 if world.device.type == "cuda" else world.place.local_size
     room = SHARE * free_memory(world.device) / share - weights
-    pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, pair)
+    pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
     pieces = world.share(pieces)
     say(
         f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"

@@ -30,7 +30,7 @@ def full_batches(samples: int, recipe: Recipe, shards: int) -> int:
     """
     if samples >= recipe.batch_size:
         return samples // recipe.batch_size
-    rows = shards * recipe.accumulate * (2 if recipe.augment.mixup or recipe.augment.cutmix else 1)
+    rows = shards * recipe.accumulate * recipe.augment.together
     largest = samples // rows * rows
     remedy = f"try batch_size={largest}" if largest else f"at least {rows} are needed"
     raise RecipeError(
@@ -64,7 +64,7 @@ class Loader:
         self.steps_per_epoch = full_batches(len(datasets.train), recipe, shard.count)
         self._datasets, self._recipe, self._shard = datasets, recipe, shard
         self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
-        self._mixes = bool(recipe.augment.mixup or recipe.augment.cutmix)
+        self._mixes = recipe.augment.together > 1
         classes = recipe.model.num_classes or len(datasets.classes)
         self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, classes, recipe.channels_last, device)
         workers = worker_count(recipe, local_size)

@@ -1,0 +1,264 @@
+"""Stages in a row are the whole model, for torchvision's families and ours: outputs, gradients, statistics, names."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from trainer import models
+from trainer.errors import RecipeError
+from trainer.partition import choose, trace
+from trainer.recipe import ModelRecipe
+
+SMALL = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
+# One of each of torchvision's families, with the smallest images that all of its layers take, and its options.
+FAMILIES = {
+    "resnet18": (32, {}),
+    "squeezenet1_1": (32, {}),
+    "mobilenet_v3_small": (32, {}),
+    "shufflenet_v2_x0_5": (32, {}),
+    "swin_v2_t": (64, {}),
+    "googlenet": (64, {"aux_logits": False, "init_weights": True}),
+    "alexnet": (64, {}),
+    "vgg11_bn": (32, {}),
+    "resnext50_32x4d": (32, {}),
+    "wide_resnet50_2": (32, {}),
+    "densenet121": (32, {}),
+    "inception_v3": (75, {"aux_logits": False, "init_weights": True}),
+    "mobilenet_v2": (32, {}),
+    "efficientnet_b0": (32, {}),
+    "regnet_y_400mf": (32, {}),
+    "mnasnet0_5": (32, {}),
+    "convnext_tiny": (32, {}),
+    "vit_b_16": (32, {"image_size": 32}),
+    "swin_t": (64, {}),
+    "maxvit_t": (224, {}),
+}
+QUICK = list(FAMILIES)[:5]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(name: str, size: int, options: dict) -> nn.Module:
+    torch.manual_seed(0)
+    if name in SMALL:
+        return models.build(ModelRecipe(name=name), 10, 3, size)
+    return torchvision.models.get_model(name, **options)
+
+
+def run(stages: list[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
+    """Forward and backward stage by stage as a pipeline does it: on detached tensors that require grad."""
+    received, outputs = [inputs], []
+    for stage in stages:
+        outputs.append(stage(received[-1]))
+        assert isinstance(outputs[-1], torch.Tensor)
+        received.append(outputs[-1].detach().requires_grad_())
+    gradient = torch.linspace(-1, 1, outputs[-1].numel(), device=inputs.device).view_as(outputs[-1])
+    for leaf, output in zip(reversed(received[:-1]), reversed(outputs), strict=True):
+        output.backward(gradient)
+        gradient = leaf.grad
+    return outputs[-1].detach()
+
+
+def compare(model: nn.Module, cuts: list[str], inputs: torch.Tensor, training: bool) -> None:
+    """Run a model, and its copy's stages: outputs, gradients and buffers must be equal."""
+    whole, model = model.train(training), copy.deepcopy(model).train(training)
+    stages = trace(model).stages(cuts)
+    assert len(stages) == len(cuts) + 1
+    whole.zero_grad()
+    buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+    torch.manual_seed(1)  # for dropout
+    expected = run([whole], inputs)
+    torch.manual_seed(1)
+    torch.testing.assert_close(run(stages, inputs), expected)
+    for (name, wanted), found in zip(whole.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(dict(model.named_buffers()), dict(whole.named_buffers()))
+    for name, buffer in whole.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def check_names(model: nn.Module, stages: list[nn.Module]) -> None:
+    """The stages' state dicts make up the model's, tensor by tensor, and each stage has something to train."""
+    whole, union = model.state_dict(keep_vars=True), {}
+    for stage in stages:
+        part = stage.state_dict(keep_vars=True)
+        assert not union.keys() & part.keys()
+        union |= part
+        assert any(p.requires_grad for p in stage.parameters())
+    assert union.keys() == whole.keys()
+    assert all(union[name] is whole[name] for name in whole)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", [*SMALL, *FAMILIES])
+def test_stages_equal_the_whole_model(name, training, full):
+    if name in FAMILIES and name not in QUICK and not full:
+        pytest.skip("--all runs it; its shapes and in-place operations are tested below")
+    size, options = FAMILIES.get(name, (32, {}))
+    model = build(name, size, options)
+    cuts = trace(model).cuts
+    compare(model, cuts, torch.randn(2, 3, size, size), training)
+    with torch.no_grad():  # nothing of the batch's size is fixed
+        inputs = torch.randn(3, 3, size, size)
+        out = inputs
+        for stage in trace(model).stages(cuts):
+            out = stage.eval()(out)
+        torch.testing.assert_close(out, model.eval()(inputs))
+
+
+@pytest.mark.parametrize("name", ["cnn", "vit_tiny", "resnet18"])
+def test_each_cut_alone(name):
+    model = build(name, 32, {})
+    inputs = torch.randn(2, 3, 32, 32)
+    cuts = trace(model).cuts
+    assert len(cuts) >= 5
+    for cut in cuts:
+        compare(model, [cut], inputs, training=True)
+
+
+@pytest.mark.parametrize("name", torchvision.models.list_models(module=torchvision.models))
+def test_every_torchvision_classifier_can_be_cut_everywhere(name, full):
+    """On shapes alone (the meta device), where autograd objects to a leaf changed in place as it does elsewhere."""
+    if (name in QUICK or name not in FAMILIES) and not full:
+        pytest.skip("--all runs every size of each family; one size of each is tested here or above")
+    size, options = FAMILIES.get(name, (224, {}))
+    options = options if not name.startswith("vit_") else {}
+    size = size if not name.startswith("vit_") else 224
+    if name.startswith("regnet"):  # cannot be built without memory
+        model = torchvision.models.get_model(name).to("meta")
+    else:
+        with torch.device("meta"):
+            model = torchvision.models.get_model(name, **options)
+    traced = trace(model, name)
+    assert len(traced.cuts) >= 7
+    stages = traced.stages(traced.cuts)
+    check_names(model, stages)
+    for training in (True, False):
+        for stage in stages:
+            stage.train(training)
+        assert run(stages, torch.empty(2, 3, size, size, device="meta")).shape == (2, 1000)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models_names(name):
+    model = build(name, 32, {})
+    traced = trace(model, name)
+    for cuts in ([], traced.cuts[1:2], traced.cuts):
+        check_names(model, traced.stages(cuts))
+
+
+def test_cuts_are_named_after_modules():
+    traced = trace(build("resnet18", 32, {}))
+    assert traced.cuts == (
+        *("conv1", "maxpool", "layer1.0", "layer1.1", "layer2.0", "layer2.1"),
+        *("layer3.0", "layer3.1", "layer4.0", "flatten"),
+    )
+    assert traced.named["layer3"] == "layer3.1" and traced.named["layer4.1"] == traced.named["avgpool"] == "flatten"
+    assert "layer1.0.conv1" not in traced.named  # the shortcut goes past it
+    first, second = traced.stages(["layer3"])
+    assert {name.split(".")[0] for name in first.state_dict()} == {"conv1", "bn1", "layer1", "layer2", "layer3"}
+    assert {name.split(".")[0] for name in second.state_dict()} == {"layer4", "fc"}
+
+
+def test_users_choose_cuts_by_name():
+    traced = trace(build("resnet18", 32, {}))
+    assert choose(traced, ["layer1", "layer3.1"], 3) == ("layer1.1", "layer3.1")
+    assert choose(traced, [], 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stages", "says"),
+    [
+        (["layer3.2"], 2, r"layer3.2 is not a usable cut; did you mean layer3.1\? .*layer4.0, flatten"),
+        (["layer1.0.conv1"], 2, "layer1.0.conv1 is not a usable cut"),
+        (["layer3.0"], 3, r"\[layer3.0\] has 1 names and 3 stages need 2"),
+        (["layer3.0", "layer2.0"], 3, r"use pipeline.cuts=\[layer2.0,layer3.0\]"),
+        (["layer3", "layer3.1"], 3, "layer3 and layer3.1 mean the same cut, layer3.1"),
+    ],
+)
+def test_what_is_wrong_with_a_choice(wanted, stages, says):
+    with pytest.raises(RecipeError, match=says):
+        choose(trace(build("resnet18", 32, {})), wanted, stages)
+
+
+def test_stages_move_copy_and_pickle():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
+            self.register_buffer("kept", torch.ones(8))
+            self.register_buffer("left_out", torch.ones(8), persistent=False)
+            self.plain = torch.ones(8)
+
+        def forward(self, x):
+            x = self.first(x).mean((2, 3)) * self.kept * self.left_out.view(-1) * self.plain
+            x += self.kept
+            return nn.functional.dropout(self.second(x), 0.5, self.training)
+
+    model = Model()
+    inputs = torch.randn(2, 3, 5, 5)
+    traced = trace(model)
+    stages = traced.stages(traced.cuts)
+    check_names(model, stages)
+    expected = model.eval()(inputs)
+    for copied in (copy.deepcopy(stages), pickle.loads(pickle.dumps(stages))):
+        out = inputs
+        for stage, again in zip(stages, copied, strict=True):
+            assert stage.state_dict().keys() == again.state_dict().keys()
+            out = again.train().eval()(out)
+        assert torch.equal(out, expected)
+    for stage in stages:
+        stage.to(torch.float64, memory_format=torch.channels_last)
+        assert {t.dtype for t in (*stage.parameters(), *stage.buffers())} == {torch.float64}
+    assert stages[0].first.weight is model.first.weight
+    assert model.first.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_is_not_used_belongs_to_the_last_stage():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            self.idle = nn.Sequential(nn.BatchNorm1d(2))
+            self.spare = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.body(x)
+
+    model = Model()
+    stages = trace(model).stages(["body.0"])
+    check_names(model, stages)
+    assert {"spare", "idle.0.running_mean", "idle.0.weight"} <= stages[1].state_dict().keys()
+
+
+def test_a_tied_parameter_stays_in_one_stage_under_all_its_names():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.tied, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+            self.tied.weight = self.first.weight
+            self.also = self.last
+
+        def forward(self, x):
+            return self.last(self.tied(self.first(x)))
+
+    model = Model()
+    traced = trace(model)
+    assert traced.cuts == ("tied",)  # the weight is used before "first" ends and after
+    check_names(model, traced.stages(["tied"]))
+
+
+def test_frozen_parts_are_no_stages():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    model[:2].requires_grad_(False)
+    assert trace(model).cuts == ("2", "3")

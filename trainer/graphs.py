@@ -1,0 +1,312 @@
+"""What a model computes, as a graph that holds in training and evaluation, and where one tensor alone is live in it."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import random
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+BY_MODE = "_by_mode"
+_SEVERAL = {"chunk", "split", "tensor_split", "unbind", "size", "shape"}
+
+
+def iadd(value: Any, other: Any) -> Any:
+    value += other  # a tensor stays itself; a number becomes another, and other names keep the old one
+    return value
+
+
+def isub(value: Any, other: Any) -> Any:
+    value -= other
+    return value
+
+
+def imul(value: Any, other: Any) -> Any:
+    value *= other
+    return value
+
+
+def itruediv(value: Any, other: Any) -> Any:
+    value /= other
+    return value
+
+
+_INPLACE: set[Any] = {iadd, isub, imul, itruediv}
+_FRESH: set[Any] = {torch.add, torch.mul, torch.matmul, torch.cat}
+_FRESH |= {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul}
+
+
+class Untraceable(Exception):
+    """Why a model's graph cannot be had, as a clause."""
+
+
+class ByMode(nn.Module):
+    """A constant that is another in training than in evaluation: tracing alone would freeze `self.training`."""
+
+    def forward(self, in_training: Any, in_evaluation: Any) -> Any:
+        return in_training if self.training else in_evaluation
+
+
+class Value(fx.Proxy):
+    """Stands for a value. `a += b` is recorded in place as meant; fx would make a sum, which no view of `a` sees."""
+
+    def _changed(self, change: Callable[[Any, Any], Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", change, (self, other), {})
+
+    __iadd__ = partialmethod(_changed, iadd)
+    __isub__ = partialmethod(_changed, isub)
+    __imul__ = partialmethod(_changed, imul)
+    __itruediv__ = partialmethod(_changed, itruediv)
+
+
+class Tracer(fx.Tracer):
+    """Records of each value which modules end with it, innermost first."""
+
+    proxy_buffer_attributes = True  # else what is computed from buffers alone would be frozen
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: defaultdict[fx.Node, list[str]] = defaultdict(list)
+        self.calls: Counter[str] = Counter()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Value(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Also what updates statistics, and what has no parameters and asks for its mode (stochastic depth)."""
+        asks = "training" in getattr(type(m).forward, "__code__", _no_code).co_names
+        return (
+            super().is_leaf_module(m, module_qualified_name)
+            or isinstance(m, _NormBase)
+            or (asks and not any(True for _ in m.parameters()))
+        )
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """One input; other arguments of `forward` keep their defaults."""
+        return root_fn, [self.root, self.create_proxy("placeholder", "inputs", (), {})]
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        out = super().call_module(m, forward, args, kwargs)
+        name = self.path_of_module(m)
+        self.calls[name] += 1
+        if isinstance(out, fx.Proxy):
+            self.ends[out.node].append(name)
+        return out
+
+
+_no_code = (lambda: None).__code__
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A model's graph, with what tracing made up: constants by their name in the graph."""
+
+    graph: fx.Graph
+    constants: dict[str, Any]
+    tracer: Tracer
+
+    def names(self, value: fx.Node) -> list[str]:
+        """The modules that end with a value, innermost first; else the name of the operation. Unique."""
+        modules = [name for name in self.tracer.ends[value] if self.tracer.calls[name] == 1]
+        return modules or [value.name if value.name not in self.tracer.calls else f"{value.name}()"]
+
+
+def record(model: nn.Module) -> Recording:
+    """Trace a model in both modes into one graph.
+
+    Raises:
+        Untraceable: control flow on values, several inputs or outputs, random numbers or another path by mode.
+    """
+    flags = {module: module.training for module in model.modules()}
+    try:
+        training, evaluation = _record(model.train()), _record(model.eval())
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    _merge(training, evaluation)
+    if not isinstance(training.graph.output_node().args[0], fx.Node):
+        raise Untraceable("it returns more than one tensor")
+    return training
+
+
+def _record(model: nn.Module) -> Recording:
+    tracer, before = Tracer(), set(vars(model))
+    states = torch.get_rng_state(), random.getstate()
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:  # the model's own code, run with stand-ins for tensors, may raise anything
+        raise Untraceable(f"{' '.join(str(error).split())[:160]}{_where(error)}") from error
+    finally:
+        constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
+        drawn = not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate()
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+    if drawn:
+        raise Untraceable("its forward draws random numbers that do not follow from its input")
+    return Recording(graph, constants, tracer)
+
+
+def _where(error: BaseException) -> str:
+    """The line of the model's code that raised."""
+    inner = (Path(torch.__file__).parent, Path(__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(path) for path in inner)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+
+
+def _merge(training: Recording, evaluation: Recording) -> None:
+    """Make the graph recorded in training mode hold for evaluation too: constants that differ are chosen by mode."""
+    pairs = list(zip(training.graph.nodes, evaluation.graph.nodes, strict=False))
+    for one, other in pairs:
+        if (one.op, one.name, one.target) != (other.op, other.name, other.target):
+            raise Untraceable(f"in training it computes {one.name} where in evaluation it computes {other.name}")
+        one.args = _either(one, one.args, other.args)
+        one.kwargs = _either(one, one.kwargs, other.kwargs)
+    if not all(_same(value, evaluation.constants[name]) for name, value in training.constants.items()):
+        raise Untraceable("its forward makes constants that are not the same each time")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and (one.is_meta or torch.equal(one, other))
+    return bool(one == other)
+
+
+def _either(node: fx.Node, one: Any, other: Any) -> Any:
+    """An argument of `node` for both modes."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one.name == other.name:
+        return one
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return type(one)(_either(node, a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return {key: _either(node, one[key], other[key]) for key in one}
+    if isinstance(one, slice) and isinstance(other, slice):
+        return slice(*(_either(node, getattr(one, end), getattr(other, end)) for end in ("start", "stop", "step")))
+    if isinstance(one, fx.Node) or isinstance(other, fx.Node):
+        raise Untraceable(f"in training it computes {node.name} from other values than in evaluation")
+    if type(one) is type(other) and one == other:
+        return one
+    with node.graph.inserting_before(node):
+        return node.graph.call_module(BY_MODE, (one, other))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Between two operations, where one value alone is live."""
+
+    end: int  # index of the last node before it
+    value: fx.Node
+    usable: bool  # the value is a tensor, and nothing after changes it in place
+
+
+def places(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[Place]]:
+    """The places of a graph in order, those with the same trained parameters before them together.
+
+    Left out are places with no trained parameter before or after them, and those with a tensor of the state dict used
+    on both sides. Reading an attribute keeps nothing alive: whoever uses it reads it anew.
+    """
+    position = {node: i for i, node in enumerate(nodes)}
+    last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
+    spans = _spans(nodes, model)
+    trained = [spans[id(p)] for p in model.parameters() if p.requires_grad and id(p) in spans]
+    groups: defaultdict[int, list[Place]] = defaultdict(list)
+    live: set[fx.Node] = set()
+    for i, node in enumerate(nodes):
+        live = {value for value in live | {node} if last[value] > i and value.op != "get_attr"}
+        before = sum(first <= i for first, _ in trained)
+        if len(live) == 1 and 0 < before < len(trained) and not any(a <= i < b for a, b in spans.values()):
+            (value,) = live
+            usable = not _several(value) and not _changed(value, i, position, model)
+            groups[before].append(Place(i, value, usable))
+    return list(groups.values())
+
+
+def attribute(model: nn.Module, target: object) -> Any:
+    """What a dotted name in a graph stands for."""
+    return operator.attrgetter(str(target))(model)
+
+
+def _spans(nodes: Sequence[fx.Node], model: nn.Module) -> dict[int, tuple[int, int]]:
+    """By identity, each tensor of the state dict that is used: the first and the last node that uses it."""
+    saved = model.state_dict(keep_vars=True)
+    known = {id(tensor) for tensor in saved.values()}
+    spans: dict[int, tuple[int, int]] = {}
+    for i, node in enumerate(nodes):
+        used = [
+            saved[str(read.target)] for read in node.all_input_nodes if read.op == "get_attr" and read.target in saved
+        ]
+        if node.op == "call_module" and node.target != BY_MODE:
+            module = attribute(model, node.target)
+            used += [*module.parameters(), *module.buffers()]
+        for tensor in used:
+            if id(tensor) in known:
+                spans[id(tensor)] = (spans.get(id(tensor), (i, i))[0], i)
+    return spans
+
+
+def _several(value: fx.Node) -> bool:
+    """Whether a value is, as far as the graph shows, a tuple or a shape."""
+    name = value.args[1] if value.target is getattr else getattr(value.target, "__name__", value.target)
+    return name in _SEVERAL or any(
+        user.target is operator.getitem and isinstance(user.args[1], int) for user in value.users
+    )
+
+
+def _changed(value: fx.Node, end: int, position: Mapping[fx.Node, int], model: nn.Module) -> bool:
+    """Whether an operation after node `end` changes a value in place, directly or through what may be a view of it.
+
+    A received tensor is a leaf that requires grad, on which autograd forbids that; and in one process it shares its
+    memory with the sender's.
+    """
+    views = [value]
+    for view in views:
+        for user in view.users:
+            if position[user] > end and _written(user, model) is view:
+                return True
+            if position[user] > end and not _is_fresh(user, model) and user not in views:
+                views.append(user)
+    return False
+
+
+def _written(node: fx.Node, model: nn.Module) -> object:
+    """The value that an operation changes in place, if any."""
+    if node.op == "call_module":
+        inplace = node.target != BY_MODE and getattr(attribute(model, node.target), "inplace", False)
+    elif node.op == "call_method":
+        inplace = _is_inplace_name(str(node.target))
+    elif node.op == "call_function":
+        inplace = node.target in _INPLACE or _is_inplace_name(getattr(node.target, "__name__", ""))
+        inplace = inplace or _argument(node, "inplace")
+    else:
+        return None
+    return (*node.args, *node.kwargs.values())[0] if inplace else None
+
+
+def _is_inplace_name(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument of a Python function that is called with it by name or by position, else None."""
+    assert callable(node.target)
+    try:
+        return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get(name)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
+
+
+def _is_fresh(node: fx.Node, model: nn.Module) -> bool:
+    """Whether a result is surely no view of an argument: sums, products, and layers with parameters."""
+    if node.op == "call_module" and node.target != BY_MODE:
+        return any(True for _ in attribute(model, node.target).parameters())
+    return node.target in _FRESH or node.target in _INPLACE

@@ -1,0 +1,269 @@
+"""No hangs: a process that has used OpenMP starts others that use it too, and nothing here ever forks itself."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import trainer
+from tests.commands import PROJECT, environment
+
+# --- the syntax trees ---------------------------------------------------------------------------------------------
+
+# Of the multiprocessing modules, what does not start processes by the global start method.
+HARMLESS = {"active_children", "cpu_count", "current_process", "get_context", "parent_process"}
+HARMLESS |= {"connection", "forkserver", "process", "resource_tracker", "shared_memory", "spawn"}
+FORKS = {"os.fork", "os.forkpty", "pty.fork"}
+CONTEXT = {"ProcessPoolExecutor": "mp_context", "DataLoader": "multiprocessing_context"}
+
+
+def offences(source):
+    """The lines of a module that fork, change the global start method, or depend on it."""
+    tree = ast.parse(source)
+    homes, found = {}, set()  # local name -> what it is in full
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            homes |= {n.asname: n.name for n in node.names if n.asname}
+        elif isinstance(node, ast.ImportFrom):
+            names = {n.asname or n.name: f"{node.module}.{n.name}" for n in node.names}
+            homes |= names
+            found |= {node.lineno for name in names.values() if forbidden(name)}
+
+    def full(node):
+        head, _, rest = ast.unparse(node).partition(".")
+        return f"{homes.get(head, head)}.{rest}".rstrip(".")
+
+    for node in ast.walk(tree):
+        named = isinstance(node, ast.Attribute | ast.Name) and forbidden(full(node))
+        if named or (isinstance(node, ast.Call) and not well_called(full(node.func).rpartition(".")[2], node)):
+            found.add(node.lineno)
+    return sorted(found)
+
+
+def forbidden(name):
+    parts = name.removeprefix("torch.").split(".")
+    used = parts[1:2] if parts[0] == "multiprocessing" else []
+    return name in FORKS or parts[-1] == "set_start_method" or not HARMLESS.issuperset(used)
+
+
+def well_called(name, call):
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if name == "get_context":
+        given = [*call.args, *keywords.values()]
+        return [getattr(value, "value", None) for value in given] in (["spawn"], ["forkserver"])
+    if name == "DataLoader" and None not in keywords:
+        workers = keywords.get("num_workers", ast.Constant(0))
+        if isinstance(workers, ast.Constant) and workers.value == 0:
+            return True
+    return name not in CONTEXT or CONTEXT[name] in keywords
+
+
+@pytest.mark.parametrize("path", sorted(Path(trainer.__file__).parent.rglob("*.py")), ids=lambda p: p.stem)
+def test_nothing_forks_or_depends_on_the_global_start_method(path):
+    assert offences(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os; os.fork()",
+        "from os import fork",
+        "import multiprocessing; multiprocessing.set_start_method('spawn')",
+        "import torch; torch.multiprocessing.set_start_method('spawn')",
+        "import multiprocessing as mp; mp.Process()",
+        "import torch.multiprocessing as mp; mp.Queue()",
+        "from torch import multiprocessing as mp; mp.Pool()",
+        "from multiprocessing import Process",
+        "from torch.multiprocessing import start_processes",
+        "import multiprocessing; multiprocessing.get_context()",
+        "import multiprocessing; multiprocessing.get_context('fork')",
+        "import multiprocessing; multiprocessing.get_context(method='fork')",
+        "from multiprocessing import get_context; get_context(chosen)",
+        "from concurrent.futures import ProcessPoolExecutor; ProcessPoolExecutor(4)",
+        "from torch.utils.data import DataLoader; DataLoader(data, num_workers=4)",
+        "import torch; torch.utils.data.DataLoader(data, **options)",
+    ],
+)
+def test_what_would_be_found(line):
+    assert offences(line) == [1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import multiprocessing; context = multiprocessing.get_context('spawn'); context.Process(); context.Queue()",
+        "import multiprocessing; multiprocessing.active_children()",
+        "from multiprocessing import connection, shared_memory; connection.wait([])",
+        "from concurrent.futures import ProcessPoolExecutor; ProcessPoolExecutor(4, mp_context=context)",
+        "from torch.utils.data import DataLoader; DataLoader(data); DataLoader(data, num_workers=0)",
+        "from torch.utils.data import DataLoader; DataLoader(data, num_workers=4, multiprocessing_context=context)",
+    ],
+)
+def test_what_is_allowed(line):
+    assert offences(line) == []
+
+
+# --- processes that compute ---------------------------------------------------------------------------------------
+
+
+def finish(*command, timeout, **options):
+    """Run a command to its end, and hold that none of its processes outlives it by more than a moment."""
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=environment(),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+    try:
+        out, err = started.communicate(timeout=timeout)
+        deadline = time.monotonic() + 20
+        while (left := members(started.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        for pid in members(started.pid):
+            os.kill(pid, signal.SIGKILL)
+        started.wait()
+    assert started.returncode == 0, out + err
+    assert left == []
+    return out
+
+
+def members(session):
+    """The living processes of a session."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state, _, _, its_session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(its_session) == session and state != "Z":
+            found.append(int(pid))
+    return found
+
+
+DIRECT = """
+import multiprocessing, sys
+from tests.benchmarks.fork_hang import compute, hung
+
+def context(method):
+    if method == "spawn":
+        return multiprocessing.get_context(method)
+    from trainer.data.workers import _fork_server
+    return _fork_server()
+
+if __name__ == "__main__":
+    method, rounds = sys.argv[1], int(sys.argv[2])
+    for _ in range(rounds):
+        compute()
+        assert context(method).get_start_method() == method
+        assert hung(context(method), workers=4, limit=60) == 0
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_that_compute_end(method, full, tmp_path):
+    """The loaders' own context, and the other that is allowed."""
+    rounds = 20 if full else 2
+    (tmp_path / "direct.py").write_text(DIRECT)
+    finish(tmp_path / "direct.py", method, rounds, timeout=60 + 60 * rounds)
+
+
+def test_the_demonstration_ends_what_hangs(tmp_path):
+    script = """
+        import multiprocessing, time
+        from tests.benchmarks.fork_hang import hung
+        def sleep():
+            time.sleep(1000)
+        if __name__ == "__main__":
+            print(hung(multiprocessing.get_context("spawn"), workers=2, limit=1, task=sleep))
+    """
+    (tmp_path / "sleep.py").write_text(textwrap.dedent(script))
+    assert finish(tmp_path / "sleep.py", timeout=120) == "2\n"
+
+
+def test_the_demonstration():
+    """Whether bare `fork` hangs is torch's affair; that the script ends well, and leaves nothing, is ours."""
+    table = finish(PROJECT / "tests/benchmarks/fork_hang.py", "--methods=fork", "--rounds=1", "--limit=2", timeout=180)
+    assert table.splitlines()[-1].split() in (["fork", "1", "1"], ["fork", "1", "0"])
+
+
+# --- a user's script ----------------------------------------------------------------------------------------------
+
+USERS_DATA = """
+import os
+from pathlib import Path
+from torchvision.datasets import ImageFolder
+from tests.benchmarks.fork_hang import compute
+from trainer import register_dataset
+
+readers = Path(__file__).parent / "readers"
+main = None  # the process that trains, set by it: a fork would inherit it
+
+class Photos(ImageFolder):
+    def __getitem__(self, index):
+        mine = readers / str(os.getpid())
+        if not mine.exists():
+            compute()
+            mine.write_text(str(main))
+        return super().__getitem__(index)
+
+@register_dataset("mine")
+def mine(data):
+    return Photos(f"{data.root}/train"), Photos(f"{data.root}/val"), ["a", "b"]
+"""
+USERS_SCRIPT = """
+import multiprocessing, os, sys
+import users_data
+from tests.benchmarks.fork_hang import compute
+from trainer import load_recipe, train
+
+if __name__ == "__main__":
+    if sys.argv[1] != "default":
+        multiprocessing.set_start_method(sys.argv[1])
+    users_data.main = os.getpid()
+    compute()
+    for _ in range(int(sys.argv[2])):
+        for name in ("imagefolder", "mine"):
+            result = train(load_recipe(None, f"data.name={name}", *sys.argv[3:]))
+            assert result["status"] == "completed" and result["epochs"] == 2, result
+            assert not multiprocessing.active_children()
+    print(os.getpid())
+"""
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of photos too large to be kept in memory."""
+    for number in range(24):
+        folder = tmp_path / "photos" / ("train" if number < 16 else "val") / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (80, 90, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize("global_method", ["default", "fork"])
+def test_training_with_loader_workers_ends(global_method, full, photos, tmp_path):
+    """After OpenMP in this process and with OpenMP in the workers, whatever start method the user's script has set."""
+    (tmp_path / "users_data.py").write_text(USERS_DATA)
+    (tmp_path / "script.py").write_text(USERS_SCRIPT)
+    (tmp_path / "readers").mkdir()
+    rounds = 20 if full else 2 if global_method == "default" else 1
+    recipe = ["mode=single", "model.name=cnn", "data.workers=4", "data.image_size=72", "batch_size=4", "epochs=2"]
+    words = [*recipe, "threads=2", "timeout=60", "logging.progress=false", f"data.root={photos}"]
+    out = finish("script.py", global_method, rounds, *words, timeout=120 + 60 * rounds, cwd=tmp_path)
+    readers = {path.name: path.read_text() for path in (tmp_path / "readers").iterdir()}
+    assert len(readers) >= 4 * rounds and out.split()[-1] not in readers
+    assert set(readers.values()) == {"None"}, "a worker was forked from the process that trains"

@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from trainer.data import Datasets, ImageSet, datasets, downloads, open_datasets, register_dataset
+from trainer.checks import DATASETS
+from trainer.data import Datasets, ImageSet, LabelledSource, datasets, downloads, open_datasets, register_dataset
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import DATASETS, load
+from trainer.recipe import load
 
 
 def opened(*words):
@@ -83,6 +84,7 @@ def test_a_folder_of_photos(folder):
     assert found.train.where(3) == str(folder / "train" / "ant" / "deeper" / "ü.PNG")
     image, label = found.train.read(4, 3)
     assert image.shape == (3, 30, 40) and label == 1
+    assert isinstance(found.train, LabelledSource) and found.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert found.split == str(folder / "val")
 
 
@@ -216,6 +218,7 @@ def test_users_bring_map_style_sets(names):
     found = opened("data.name=mine")
     assert found.image_size == 224 and found.train.read(0, 3)[0].shape == (3, 10, 20)
     assert found.train.read(1, 1)[0].shape == (1, 6, 7) and found.train.where(1) == "mine, training set: item 1"
+    assert not isinstance(found.train, LabelledSource)
 
 
 @pytest.mark.parametrize(

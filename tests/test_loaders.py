@@ -3,18 +3,21 @@
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from trainer.data import Datasets, ImageSet, Loader, Shard, full_batches, open_datasets, workers
+from tests.commands import environment
+from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, order, steps_per_epoch, workers
 from trainer.data.datasets import UserItems
 from trainer.data.images import read_image
 from trainer.errors import PeerError, RecipeError, SetupError
@@ -185,17 +188,236 @@ def test_evaluation_counts_each_sample_once(loading, sets, shards):
 def test_the_last_partial_batch_is_dropped_and_too_few_images_refused(loading):
     loader = loading(memory_sets(train=23))
     assert loader.steps_per_epoch == 2 and len(epoch(loader)) == 2
-    with pytest.raises(RecipeError, match=r"7 training images are fewer .* try batch_size=6"):
-        full_batches(7, load(None, "batch_size=8", "augment.mixup=1.0"), 1)
-    with pytest.raises(RecipeError, match="at least 8 are needed"):
-        full_batches(7, load(None, "batch_size=16", "accumulate=2"), 4)
+    for every_sample in (False, True):
+        with pytest.raises(RecipeError, match=r"7 training images are fewer .* try batch_size=6"):
+            steps_per_epoch(7, load(None, "batch_size=8", "augment.mixup=1.0"), Shard(every_sample=every_sample))
+        with pytest.raises(RecipeError, match="at least 8 are needed"):
+            steps_per_epoch(7, load(None, "batch_size=16", "accumulate=2"), Shard(0, 4, every_sample=every_sample))
 
 
-def test_labels_alone_cost_no_images(loading):
-    whole = epoch(loading(memory_sets(), *AUGMENT))
-    labels = epoch(loading(memory_sets(), *AUGMENT, shard=Shard(inputs=False)))
-    assert all(inputs.numel() == 0 for inputs, _ in labels)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole, labels, strict=True))
+def pool_sets(train=24):
+    """As `memory_sets`, of which a few images stand for all."""
+    sets = memory_sets(train)
+    return replace(
+        sets, train=replace(sets.train, images=sets.train.images[:7], labels=sets.train.labels[:7], length=24)
+    )
+
+
+class Drawers:
+    """Photos that know their labels, and break when they are read."""
+
+    def __init__(self, count):
+        self.labels = np.arange(count)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def where(self, index):
+        return f"drawer {index}"
+
+    def read(self, index, channels):
+        raise ValueError("must not be read")
+
+
+def drawer_sets(train=24, val=7):
+    return replace(photo_sets(train, val), train=Drawers(train), val=Drawers(val))
+
+
+def without_images(loading, sets, *words, **shard):
+    """A loader that needs no images, its targets, and those of its evaluation with their counts."""
+    loader = loading(sets, *words, shard=Shard(inputs=False, **shard))
+    batches = list(loader.training(1, 1))
+    held_out = list(loader.evaluation())
+    assert all(batch.inputs.numel() == 0 for batch in [*batches, *held_out])
+    return loader, [(x.targets.clone(), x.count) for x in batches], [(x.targets[: x.count], x.count) for x in held_out]
+
+
+def same_targets(a, b):
+    return len(a) == len(b) and all(
+        torch.equal(x, y) and x.dtype == y.dtype and m == n for (x, m), (y, n) in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("words", [(), AUGMENT, ("accumulate=2", *AUGMENT)])
+@pytest.mark.parametrize(("index", "count", "every_sample"), [(0, 1, False), (1, 2, False), (0, 1, True), (1, 2, True)])
+@pytest.mark.parametrize(
+    ("sets", "source"), [(memory_sets, memory_sets), (pool_sets, pool_sets), (photo_sets, drawer_sets)]
+)
+def test_labels_alone_are_those_of_the_whole_batches(loading, sets, source, words, index, count, every_sample):
+    loader = loading(sets(), *words, shard=Shard(index, count, every_sample=every_sample))
+    targets = [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)]
+    held_out = [(batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()]
+    parts = {"index": index, "count": count, "every_sample": every_sample}
+    _, labels, others = without_images(loading, source(), *words, "data.workers=2", **parts)
+    assert multiprocessing.active_children() == []
+    assert targets and same_targets(labels, targets) and same_targets(others, held_out)
+
+
+@pytest.mark.parametrize("words", [(), ("data.on_error=skip",)])
+def test_labels_that_are_not_at_hand_are_read_with_their_images(loading, words):
+    broken = (3, 4, 16) if words else ()
+    loader = loading(photo_sets(broken=broken), *AUGMENT, *words)
+    targets = [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)]
+    held_out = [(batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()]
+    other, labels, others = without_images(loading, photo_sets(broken=broken), *AUGMENT, *words)
+    assert same_targets(labels, targets) and same_targets(others, held_out)
+    assert other.skipped == 0 and bool(loader.skipped) == bool(broken)  # the rank with the images counts them
+
+
+def test_labels_of_skipped_photos_are_their_replacements(loading, tmp_path):
+    root = photo_folder(tmp_path, classes="ab")
+    words = (
+        "data.name=imagefolder",
+        f"data.root={root}",
+        "data.image_size=72",
+        "batch_size=12",
+        "augment.crop=resized",
+    )
+    sets = open_datasets(load(None, *words))
+    (batch,) = loading(sets, *words, shard=Shard(inputs=False)).training(0)
+    assert sorted(batch.targets.tolist()) == [0] * 6 + [1] * 6
+    for split in ("train", "val"):
+        truncate(root / split / "a" / "5.jpg")  # the next one is of the other class
+    (batch,) = loading(sets, *words, shard=Shard(inputs=False)).training(0)
+    assert sorted(batch.targets.tolist()) == [0] * 6 + [1] * 6
+    skipping = loading(sets, *words, "data.on_error=skip", shard=Shard(inputs=False))
+    assert sorted(next(skipping.training(0)).targets.tolist()) == [0] * 5 + [1] * 7
+    assert [batch.count for batch in skipping.evaluation()] == [11]
+
+
+@pytest.mark.parametrize("every_sample", [False, True])
+@pytest.mark.parametrize("words", [(), ("data.on_error=skip", "accumulate=2", *AUGMENT)])
+@pytest.mark.parametrize("sets", [memory_sets, drawer_sets])
+def test_a_shard_in_the_middle_reads_nothing(loading, sets, words, every_sample):
+    parts = {"index": 1, "count": 2, "every_sample": every_sample}
+    loader, batches, held_out = without_images(loading, sets(), "data.workers=2", *words, targets=False, **parts)
+    assert multiprocessing.active_children() == [] and loader.skipped == 0
+    assert len(batches) == (loader.steps_per_epoch - 1) * (2 if words else 1)
+    assert {count for _, count in batches} == {2 if words else 4}
+    assert [count for _, count in held_out] == ([2, 1] if words else [3])
+    assert all(targets.numel() == 0 for targets, _ in [*batches, *held_out])
+
+
+@pytest.mark.parametrize("sets", [memory_sets, photo_sets])
+def test_images_alone_are_those_of_the_whole_batches(loading, sets):
+    whole = epoch(loading(sets(), *AUGMENT))
+    loader = loading(sets(), *AUGMENT, shard=Shard(targets=False))
+    images = epoch(loader)
+    assert all(targets.numel() == 0 for _, targets in images)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole, images, strict=True))
+    assert all(batch.targets.numel() == 0 and batch.inputs.numel() > 0 for batch in loader.evaluation())
+
+
+def every(loading, sets, count, *words):
+    """An epoch of every sample, a list of batches a shard."""
+    shards = [Shard(index, count, every_sample=True) for index in range(count)]
+    return [epoch(loading(sets, *words, shard=shard), 1) for shard in shards]
+
+
+@pytest.mark.parametrize("sets", [memory_sets, photo_sets])
+@pytest.mark.parametrize(("samples", "count", "pieces", "batches"), [(27, 2, 2, 8), (27, 2, 1, 4), (23, 1, 1, 3)])
+def test_every_sample_is_used_once_and_augmented_as_ever(loading, sets, samples, count, pieces, batches):
+    words = ("augment.crop=pad", "augment.hflip=0.5", "augment.erase=0.5", "augment.auto=trivial")
+    (plain,) = every(loading, sets(samples), 1, "batch_size=1", *words)
+    expected = {int(label): image for image, label in plain}
+    found = every(loading, sets(samples), count, f"accumulate={pieces}", *words)
+    assert {len(shard) for shard in found} == {batches}
+    for shard in found:
+        sizes = [len(labels) for _, labels in shard]
+        assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 8 // count // pieces
+        for images, labels in shard:
+            assert len(images) == len(labels)
+            assert torch.equal(images, torch.cat([expected[label] for label in labels.tolist()]))
+    seen = [label for shard in found for _, labels in shard for label in labels.tolist()]
+    assert sorted(seen) == list(range(samples))
+
+
+@pytest.mark.parametrize("words", [(), ("augment.crop=resized", "channels_last=false")])
+def test_every_sample_through_workers_and_from_the_middle(loading, words):
+    inline, forked = (every(loading, photo_sets(27), 2, *AUGMENT, f"data.workers={n}", *words) for n in (0, 2))
+    assert all(same(a, b) for a, b in zip(inline, forked, strict=True))
+    shard = Shard(1, 2, every_sample=True)
+    for sets, count in ((photo_sets, 0), (photo_sets, 2), (memory_sets, 0)):
+        loader = loading(sets(27), "accumulate=2", *AUGMENT, f"data.workers={count}", *words, shard=shard)
+        whole = epoch(loader, 3)
+        assert len(whole) == 8 and same(epoch(loader, 3, start=1), whole[2:]) and epoch(loader, 3, start=4) == []
+        assert all(batch.count == len(batch.targets) for batch in loader.training(0))
+        loader.close()
+
+
+def test_every_sample_of_whole_batches_in_one_shard_is_the_ordinary_epoch(loading):
+    for words in (AUGMENT, ("accumulate=2", *AUGMENT)):
+        whole, (every_sample,) = epoch(loading(memory_sets(), *words), 1), every(loading, memory_sets(), 1, *words)
+        assert same(every_sample, whole)
+
+
+@pytest.mark.parametrize("channels_last", ["true", "false"])
+@pytest.mark.parametrize("alpha", ["augment.mixup=1.0", "augment.cutmix=1.0"])
+def test_ragged_batches_mix_neighbours_and_leave_an_odd_last_one(loading, alpha, channels_last):
+    words = (f"channels_last={channels_last}",)
+    plain = every(loading, memory_sets(27), 2, *words)
+    mixed = every(loading, memory_sets(27), 2, alpha, *words)
+    odd, shares = 0, []
+    for a, b in zip(plain, mixed, strict=True):
+        for (images, labels), (inputs, targets) in zip(a, b, strict=True):
+            assert inputs.is_contiguous(memory_format=torch.channels_last) or channels_last == "false"
+            paired = len(labels) // 2 * 2
+            odd += len(labels) - paired
+            assert torch.equal(inputs[paired:], images[paired:])
+            assert torch.equal(targets[paired:].argmax(1), labels[paired:]) and (targets[paired:].amax(1) == 1).all()
+            for k in range(0, paired, 2):
+                pair, (first, second) = targets[k : k + 2], labels[k : k + 2].tolist()
+                assert pair[0, first] == pair[1, second] and pair[0, second] == pair[1, first]
+                assert pair.sum(1).tolist() == pytest.approx([1, 1])
+                assert not torch.equal(inputs[k], images[k]) or pair[0, first] > 0.9
+                shares.append(float(pair[0, first]))
+    assert odd == 5 and len(set(shares)) > len(shares) / 2  # the shards draw apart
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "count", "pieces", "steps"),
+    [
+        (10_003, 64, 4, 1, 157),
+        (10_003, 64, 4, 4, 157),
+        (1437, 64, 2, 1, 23),
+        (64, 64, 4, 16, 1),
+        (65, 64, 4, 1, 2),
+    ],
+)
+def test_steps_of_an_epoch_with_every_sample(loading, samples, batch_size, count, pieces, steps):
+    recipe = load(None, f"batch_size={batch_size}", f"accumulate={pieces}")
+    shards = [Shard(index, count, every_sample=True) for index in range(count)]
+    assert {steps_per_epoch(samples, recipe, shard) for shard in shards} == {steps}
+    assert steps_per_epoch(samples, recipe, Shard(0, count)) == samples // batch_size
+    loader = loading(memory_sets(samples, size=2), f"batch_size={batch_size}", f"accumulate={pieces}", shard=shards[0])
+    assert loader.steps_per_epoch == steps and loader.samples_per_step == samples / steps
+    whole = loading(memory_sets(samples, size=2), f"batch_size={batch_size}", shard=Shard(0, count))
+    assert whole.samples_per_step == batch_size
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "count", "pieces", "remedy"),
+    [
+        (10_003, 4, 4, 1, "try batch_size=8"),
+        (65, 64, 4, 16, "try batch_size=64 accumulate=1"),
+        (15, 8, 8, 1, "use fewer than 8 processes"),
+    ],
+)
+def test_shards_too_small_for_their_micro_batches_are_refused_with_what_works(
+    samples, batch_size, count, pieces, remedy
+):
+    shard = Shard(0, count, every_sample=True)
+    words = [f"batch_size={batch_size}", f"accumulate={pieces}"]
+    with pytest.raises(RecipeError, match=rf"{samples} training images over {count} processes .*; {remedy}$") as error:
+        steps_per_epoch(samples, load(None, *words), shard)
+    advice = re.findall(r"\w+=\d+", str(error.value).partition(";")[2])
+    if advice:
+        recipe = load(None, *_last([*words, *advice]))
+        steps_per_epoch(samples, recipe, shard)
+        parts = [
+            order.own_rows(np.arange(samples), recipe.batch_size, i, count, recipe.accumulate) for i in range(count)
+        ]
+        assert min(len(piece) for part in parts for step in part for piece in step) > 0
 
 
 @pytest.mark.parametrize("words", [(), ("data.workers=1",)])
@@ -209,12 +431,13 @@ def test_global_random_states_are_untouched(loading, sets, words):
     assert np.random.get_state()[1].tolist() == states[1] and random.getstate() == states[2]
 
 
-def photo_folder(root, count=6):
+def photo_folder(root, count=6, classes="a"):
     pixels = np.random.default_rng(0).integers(0, 256, (count, 80, 100, 3), dtype=np.uint8)
     for split in ("train", "val"):
-        (root / split / "a").mkdir(parents=True)
-        for index in range(count):
-            Image.fromarray(pixels[index]).save(root / split / "a" / f"{index}.jpg")
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                Image.fromarray(pixels[index]).save(root / split / name / f"{index}.jpg")
     return root
 
 
@@ -335,6 +558,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
     (tmp_path / "rank.py").write_text(script)
     rank = subprocess.Popen(
         [sys.executable, str(tmp_path / "rank.py")],
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -379,6 +603,17 @@ def test_too_little_shared_memory_is_refused_before_the_start(tmp_path):
         workers.check_shared_memory(2**60, str(tmp_path))
     workers.check_shared_memory(2**60, "/not/here")
     workers.check_shared_memory(1, str(tmp_path))
+
+
+def test_only_shards_that_read_photos_ask_for_shared_memory(loading, monkeypatch):
+    asked = []
+    monkeypatch.setattr(loaders, "check_shared_memory", asked.append)
+    for shard in (Shard(inputs=False), Shard(inputs=False, targets=False)):
+        loading(drawer_sets(), "data.workers=2", shard=shard)
+        loading(memory_sets(), "data.workers=2", shard=shard)
+    assert asked == []
+    loading(drawer_sets(), "data.workers=2", shard=Shard(targets=False))
+    assert asked == [2 * 5 * 8 * (16 * 16 * 3 + 8)]  # two splits, slots, rows, bytes
 
 
 def test_a_set_that_cannot_travel_is_explained(loading):

@@ -1,17 +1,18 @@
 """Data: sets of images, their order, and the batches that a rank reads of them."""
 
 from trainer.data.datasets import open_datasets, register_dataset
-from trainer.data.loaders import Loader, full_batches
-from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard
+from trainer.data.loaders import Loader, steps_per_epoch
+from trainer.data.sets import Batch, Datasets, ImageSet, LabelledSource, PhotoSource, Shard
 
 __all__ = [
     "Batch",
     "Datasets",
     "ImageSet",
+    "LabelledSource",
     "Loader",
     "PhotoSource",
     "Shard",
-    "full_batches",
     "open_datasets",
     "register_dataset",
+    "steps_per_epoch",
 ]

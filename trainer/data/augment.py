@@ -190,19 +190,30 @@ class Finish:
         return inputs
 
     def mixed(self, inputs: Tensor, mix: Mix) -> Tensor:
-        """Mix the pixels of neighbours (2k, 2k + 1)."""
-        pairs = inputs.reshape(-1, 2, *inputs.shape[1:])
+        """Mix the pixels of neighbours (2k, 2k + 1); an odd last one stays as it is."""
+        pairs = self._pairs(inputs, mix)
         other = pairs.flip(1)
         away = self._column(1 - mix.blend)[:, :, None, None, None]
         mixed = torch.lerp(pairs, other, away)
         if mix.box.any():
             mixed = torch.where(self._inside(mix.box, inputs.shape[-1])[:, None], other, mixed)
-        return mixed.flatten(0, 1)
+        return self._with_last(mixed.flatten(0, 1), inputs)
 
     def soft(self, labels: Tensor, mix: Mix) -> Tensor:
         """(n,) labels as (n, K) shares, mixed as their images are."""
-        own = F.one_hot(labels, self.classes).float().reshape(-1, 2, self.classes)
-        return torch.lerp(own, own.flip(1), self._column(1 - mix.share)[:, :, None]).flatten(0, 1)
+        hard = F.one_hot(labels, self.classes).float()
+        own = self._pairs(hard, mix)
+        soft = torch.lerp(own, own.flip(1), self._column(1 - mix.share)[:, :, None])
+        return self._with_last(soft.flatten(0, 1), hard)
+
+    @staticmethod
+    def _pairs(rows: Tensor, mix: Mix) -> Tensor:
+        pairs = len(mix.share)
+        return rows[: 2 * pairs].reshape(pairs, 2, *rows.shape[1:])
+
+    @staticmethod
+    def _with_last(paired: Tensor, rows: Tensor) -> Tensor:
+        return paired if len(paired) == len(rows) else torch.cat([paired, rows[len(paired) :]])
 
     def _column(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)[:, None]

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
+from trainer.checks import DATASETS
 from trainer.data import order
 from trainer.data.downloads import PUBLISHED, load_published
 from trainer.data.folders import IMAGENET, open_folder, statistics
 from trainer.data.images import from_item, with_channels
 from trainer.data.sets import Datasets, ImageSet, PhotoSource
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import DATASETS, DataRecipe, Recipe, nearest
+from trainer.recipe import DataRecipe, Recipe, nearest
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.data import order
-from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state
-from trainer.data.order import Array
+from trainer.data.augment import Finish
+from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, labels_at_hand
+from trainer.data.order import Array, Mix
 from trainer.data.photos import Failure
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard
 from trainer.data.workers import PhotoFeed, check_shared_memory, slots
@@ -19,23 +18,47 @@ from trainer.errors import RecipeError
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.world import cores
 
-BLOCK = 16_384  # rows whose random draws are made at once
 
+def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
+    """Optimizer steps in an epoch of `samples` training images, the same on every shard.
 
-def full_batches(samples: int, recipe: Recipe, shards: int) -> int:
-    """Full global batches in an epoch.
+    For shares of global batches as many as there are full ones; for shards with every sample as many as the largest
+    needs with batch_size / count images a step.
 
     Raises:
-        RecipeError: there is none, with the largest batch size that works.
+        RecipeError: fewer images than one global batch, or shards so small that a micro-batch would be empty; it says
+            what works.
     """
-    if samples >= recipe.batch_size:
+    if samples < recipe.batch_size:
+        rows = shard.count * recipe.accumulate * recipe.augment.together
+        largest = samples // rows * rows
+        remedy = f"try batch_size={largest}" if largest else f"at least {rows} are needed"
+        raise RecipeError(
+            f"{samples} training images are fewer than one global batch (batch_size={recipe.batch_size}); {remedy}"
+        )
+    if not shard.every_sample:
         return samples // recipe.batch_size
-    rows = shards * recipe.accumulate * recipe.augment.together
-    largest = samples // rows * rows
-    remedy = f"try batch_size={largest}" if largest else f"at least {rows} are needed"
-    raise RecipeError(
-        f"{samples} training images are fewer than one global batch (batch_size={recipe.batch_size}); {remedy}"
-    )
+    if not _fills(samples, recipe.batch_size, shard.count, recipe.accumulate):
+        raise RecipeError(
+            f"{samples} training images over {shard.count} processes leave micro-batches empty at "
+            f"batch_size={recipe.batch_size} accumulate={recipe.accumulate}; {_filling(samples, recipe, shard.count)}"
+        )
+    return order.own_steps(samples, recipe.batch_size // shard.count, shard.count)
+
+
+def _fills(samples: int, batch_size: int, count: int, pieces: int) -> bool:
+    """Whether the smallest of `count` own parts has a sample for each piece of each step."""
+    return samples // count >= order.own_steps(samples, batch_size // count, count) * pieces
+
+
+def _filling(samples: int, recipe: Recipe, count: int) -> str:
+    """The words that fill every micro-batch: the next larger batch that does, else one without accumulation."""
+    for pieces in (recipe.accumulate, 1):
+        unit = count * pieces * recipe.augment.together
+        for batch_size in range(recipe.batch_size, samples + 1, unit):  # a smaller one takes more steps
+            if _fills(samples, batch_size, count, pieces):
+                return f"try batch_size={batch_size}" + (" accumulate=1" if pieces < recipe.accumulate else "")
+    return f"use fewer than {count} processes"
 
 
 def worker_count(recipe: Recipe, local_size: int) -> int:
@@ -46,10 +69,15 @@ def worker_count(recipe: Recipe, local_size: int) -> int:
 
 
 class Loader:
-    """Reads a shard's part of every global batch.
+    """Reads what a shard asks for.
 
     Global batch b of an epoch is permutation[b * batch_size : (b + 1) * batch_size]; shard r of W reads its r-th
-    contiguous part, in `accumulate` contiguous micro-batches.
+    contiguous part, in `accumulate` contiguous micro-batches. A shard with every sample reads its r-th part of the
+    whole permutation instead (see `order.own_rows`), in micro-batches whose sizes differ by one.
+
+    Attributes:
+        steps_per_epoch: optimizer steps.
+        samples_per_step: training images of all shards together in one step, on average.
     """
 
     def __init__(
@@ -58,22 +86,35 @@ class Loader:
         """`local_size` is the number of ranks on this machine, which share its cores and memory.
 
         Raises:
-            RecipeError: fewer training images than one global batch.
+            RecipeError: too few training images (see `steps_per_epoch`).
             SetupError: too little shared memory for the loader workers.
         """
-        self.steps_per_epoch = full_batches(len(datasets.train), recipe, shard.count)
+        samples = len(datasets.train)
+        self.steps_per_epoch = steps_per_epoch(samples, recipe, shard)
+        self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
         self._datasets, self._recipe, self._shard = datasets, recipe, shard
         self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
         self._mixes = recipe.augment.together > 1
         classes = recipe.model.num_classes or len(datasets.classes)
         self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, classes, recipe.channels_last, device)
         workers = worker_count(recipe, local_size)
-        photos = sum(not isinstance(part, ImageSet) for part in (datasets.train, datasets.val))
+        skip = recipe.data.on_error == "skip"
+
+        def reads(part: ImageSet | PhotoSource) -> bool:
+            """Whether photos are read: for themselves, or for labels that nothing else tells."""
+            wanted = shard.inputs or (shard.targets and labels_at_hand(part, skip) is None)
+            return wanted and not isinstance(part, ImageSet)
+
+        photos = sum(reads(part) for part in (datasets.train, datasets.val))
         if workers and photos:
             batch_bytes = self._rows * (datasets.image_size**2 * datasets.channels + 8)
             check_shared_memory(photos * local_size * slots(workers) * batch_bytes)
 
-        def feed(part: ImageSet | PhotoSource, augment: AugmentRecipe) -> _Feed:
+        def feed(part: ImageSet | PhotoSource, augment: AugmentRecipe) -> Feed:
+            if not shard.inputs and not shard.targets:
+                return NoFeed(device)
+            if not shard.inputs and (labels := labels_at_hand(part, skip)) is not None:
+                return LabelFeed(labels, len(part), self._rows, device)
             if isinstance(part, ImageSet):
                 once = list(part.failures) if shard.index == 0 else []  # every rank has decoded every image
                 return MemoryFeed(part, self._rows, augment, recipe.seed, device, once)
@@ -84,8 +125,11 @@ class Loader:
 
     @property
     def skipped(self) -> int:
-        """Images that could not be read and were replaced (training) or left out (evaluation), each time."""
-        return len(self._train.failures) + len(self._val.failures)
+        """Images that could not be read and were replaced (training) or left out (evaluation), each time.
+
+        A shard without inputs has none: the rank that needs the same images counts them.
+        """
+        return len(self._train.failures) + len(self._val.failures) if self._shard.inputs else 0
 
     @property
     def last_skipped(self) -> Failure | None:
@@ -102,8 +146,9 @@ class Loader:
         """
         recipe, shard = self._recipe, self._shard
         samples = order.permutation(recipe.seed, epoch, len(self._datasets.train))
-        steps = order.shard_rows(samples, recipe.batch_size, shard.index, shard.count, recipe.accumulate)
-        batches = steps[start_step:].reshape(-1, self._rows)
+        rows = order.own_rows if shard.every_sample else order.shard_rows
+        steps = rows(samples, recipe.batch_size, shard.index, shard.count, recipe.accumulate)
+        batches = [piece for step in steps[start_step:] for piece in step]
         for n, (images, labels) in enumerate(self._train.training(epoch, batches)):
             step, piece = divmod(n, recipe.accumulate)
             yield self._batch(images, labels, batches[n], epoch, start_step + step, piece)
@@ -114,10 +159,13 @@ class Loader:
         return -(-len(self._datasets.val) // (self._rows * self._shard.count))
 
     def evaluation(self) -> Iterator[Batch]:
-        """The held-out set: over all shards each sample once, in as many full-shape batches on every shard."""
+        """The held-out set: over all shards each sample once, in as many full-shape batches on every shard.
+
+        With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing.
+        """
         spans = order.evaluation_spans(len(self._datasets.val), self._rows, self._shard.index, self._shard.count)
         for images, labels, count in self._val.evaluation(spans):
-            yield Batch(self._inputs(images), labels, count)
+            yield Batch(self._inputs(images), self._targets(labels), count)
 
     def close(self) -> None:
         """End the loader workers."""
@@ -127,77 +175,26 @@ class Loader:
     def _inputs(self, images: Tensor) -> Tensor:
         return self._finish.inputs(images) if self._shard.inputs else self._finish.nothing
 
+    def _targets(self, labels: Tensor) -> Tensor:
+        return labels if self._shard.targets else self._finish.nothing
+
     def _batch(self, images: Tensor, labels: Tensor, index: Array, epoch: int, step: int, piece: int) -> Batch:
-        augment, seed, size = self._recipe.augment, self._recipe.seed, self._datasets.image_size
-        inputs = self._inputs(images)
-        if augment.erase and self._shard.inputs:
+        augment, seed, size, shard = self._recipe.augment, self._recipe.seed, self._datasets.image_size, self._shard
+        inputs, targets = self._inputs(images), self._targets(labels)
+        if augment.erase and shard.inputs:
             inputs = self._finish.erased(inputs, order.erase_boxes(seed, epoch, index, augment.erase, size))
         if self._mixes:
-            pairs = self._recipe.batch_size // 2
-            whole = order.mixing(seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
-            first = (self._shard.index * self._recipe.accumulate + piece) * self._rows
-            mix = whole.rows(first, first + self._rows)
-            labels = self._finish.soft(labels, mix)
-            inputs = self._finish.mixed(inputs, mix) if self._shard.inputs else inputs
-        return Batch(inputs, labels, self._rows)
+            mix = self._mix(epoch, step, piece, len(index))
+            targets = self._finish.soft(targets, mix) if shard.targets else targets
+            inputs = self._finish.mixed(inputs, mix) if shard.inputs else inputs
+        return Batch(inputs, targets, len(index))
 
-
-class _Feed(Protocol):
-    """uint8 images (rows, H, W, C) and labels (rows,) on the device, a batch at a time."""
-
-    failures: list[Failure]
-
-    def training(self, epoch: int, batches: Array) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]: ...
-
-    def close(self) -> None: ...
-
-
-class MemoryFeed:
-    """Batches of a set that lies in memory: taken and augmented in this process, where they are needed."""
-
-    def __init__(
-        self,
-        images: ImageSet,
-        rows: int,
-        augment: AugmentRecipe,
-        seed: int,
-        device: torch.device,
-        failures: list[Failure],
-    ) -> None:
-        self.failures = failures
-        self._length, self._pool = len(images), len(images.labels)
-        self._rows, self._augment, self._seed, self._device = rows, augment, seed, device
-        self._gallery = Gallery(images.images, augment.crop_padding if augment.crop == "pad" else 0, device)
-        self._labels = images.labels.to(device)
-
-    def training(self, epoch: int, batches: Array) -> Iterator[tuple[Tensor, Tensor]]:
-        several = max(1, BLOCK // self._rows)
-        for first in range(0, len(batches), several):
-            index = batches[first : first + several].reshape(-1)
-            at = torch.from_numpy(index % self._pool).to(self._device)
-            labels = self._labels[at]
-            draws = Draws.of(self._augment, self._seed, epoch, index, self._gallery.width, self._device)
-            for row in range(0, len(index), self._rows):
-                part = slice(row, row + self._rows)
-                images = self._gallery.take(at[part], draws.rows(row, row + self._rows))
-                if self._augment.auto != "none":
-                    images = self._auto(images, epoch, index[part])
-                yield images, labels[part]
-
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for start, stop in spans:
-            index = np.minimum(np.arange(start, start + self._rows), self._length - 1)
-            at = torch.from_numpy(index % self._pool).to(self._device)
-            yield self._gallery.take(at, Draws(None, None, None)), self._labels[at], stop - start
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def _auto(self, images: Tensor, epoch: int, index: Array) -> Tensor:
-        auto = Auto(self._augment, self._seed, epoch, index)
-        with private_random_state():
-            for row, image in enumerate(images):
-                images[row] = auto(row, image.permute(2, 0, 1)).permute(1, 2, 0)
-        return images
+    def _mix(self, epoch: int, step: int, piece: int, rows: int) -> Mix:
+        """How the pairs of a micro-batch mix: the draws of its place in the global batch, fewer where it is shorter."""
+        recipe, augment, shard = self._recipe, self._recipe.augment, self._shard
+        pairs, pieces = self._rows // 2, shard.count * recipe.accumulate
+        whole = order.mixing(
+            recipe.seed, epoch, step, pieces * pairs, augment.mixup, augment.cutmix, self._datasets.image_size
+        )
+        first = (shard.index * recipe.accumulate + piece) * 2 * pairs
+        return whole.rows(first, first + rows)

@@ -67,6 +67,29 @@ def shard_rows(order: Array, batch_size: int, index: int, count: int, pieces: in
     return order[: steps * batch_size].reshape(steps, count, pieces, -1)[:, index]
 
 
+def own_span(samples: int, index: int, count: int) -> tuple[int, int]:
+    """The part of an epoch's order that a shard has for itself, as (start, stop); the last takes the remainder too."""
+    size = samples // count
+    return index * size, samples if index == count - 1 else (index + 1) * size
+
+
+def own_steps(samples: int, rows: int, count: int) -> int:
+    """Steps in which each of `count` shards gets through its own part, with at most `rows` samples a step."""
+    start, stop = own_span(samples, count - 1, count)
+    return -(-(stop - start) // rows)
+
+
+def own_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> list[list[Array]]:
+    """What a shard reads of an epoch when each has its own part: sample indices, [step][piece] of (rows,).
+
+    All shards take as many steps. A part is divided over them, and a step into `pieces` micro-batches, as evenly as
+    possible: sizes differ by one, and none is above the nominal batch_size / count / pieces.
+    """
+    start, stop = own_span(len(order), index, count)
+    steps = np.array_split(order[start:stop], own_steps(len(order), batch_size // count, count))
+    return [np.array_split(step, pieces) for step in steps]
+
+
 def evaluation_spans(samples: int, rows: int, index: int, count: int) -> list[tuple[int, int]]:
     """Which samples one shard evaluates, as (start, stop), a batch each: all shards together take each sample once.
 

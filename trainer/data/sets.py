@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 
@@ -16,7 +18,8 @@ class Batch:
     Attributes:
         inputs: (N, C, H, W) float32, normalised; channels_last in memory where the recipe asks for it. Empty on a shard
             that needs no images.
-        targets: (N,) int64 labels, or (N, K) float32 soft labels under mixup and cutmix.
+        targets: (N,) int64 labels, or (N, K) float32 soft labels under mixup and cutmix. Empty on a shard that needs no
+            labels.
         count: rows from `count` on are padding (evaluation only).
     """
 
@@ -27,11 +30,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of every global batch that a rank reads: share `index` of `count`, and whether it needs the images."""
+    """What a rank reads.
+
+    Attributes:
+        index, count: share `index` of `count` of every global batch.
+        inputs: whether this rank needs the images; a pipeline stage that is not the first does not.
+        targets: whether it needs the labels; a stage that is not the last does not.
+        every_sample: instead of a share of every global batch, a disjoint contiguous part of the epoch's permutation,
+            of which every sample is used once an epoch (local SGD, Hogwild).
+    """
 
     index: int = 0
     count: int = 1
     inputs: bool = True
+    targets: bool = True
+    every_sample: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,13 @@ class PhotoSource(Sized, Protocol):
 
     def where(self, index: int) -> str:
         """The sample's name for messages: a path where there is one."""
+
+
+@runtime_checkable
+class LabelledSource(PhotoSource, Protocol):
+    """A source that knows its labels without reading an image: ranks that need labels only then read none."""
+
+    labels: npt.NDArray[np.int64]  # one a sample
 
 
 @dataclass(frozen=True)

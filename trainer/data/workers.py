@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -88,8 +88,8 @@ class PhotoFeed:
         self._processes: list[BaseProcess] = []
         self._busy = False
 
-    def training(self, epoch: int, batches: Array) -> Iterator[tuple[Tensor, Tensor]]:
-        """A batch for each of the given (n, rows) sample indices: images (rows, H, W, C) uint8 and labels."""
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        """A batch for each array of at most `rows` sample indices: images (n, H, W, C) uint8 and labels (n,)."""
         for images, labels, _ in self._read([(n % len(self.images), epoch, index) for n, index in enumerate(batches)]):
             yield images, labels
 
@@ -123,7 +123,9 @@ class PhotoFeed:
                 self.failures += failures
                 if end:
                     raise unreadable(*failures[0])
-                images, labels = self.images[key[0]], self.labels[key[0]]
+                slot, epoch, index = key
+                filled = len(index) if epoch is not None else self.rows  # evaluation pads to full shape
+                images, labels = self.images[slot, :filled], self.labels[slot, :filled]
                 if self.device.type == "cuda":  # pinned, so that the copy to the device does not hold up this process
                     images = images.pin_memory().to(self.device, non_blocking=True)
                     labels = labels.pin_memory().to(self.device, non_blocking=True)
@@ -197,6 +199,11 @@ class PhotoFeed:
             else "nothing was awaited"
         )
         died = re.search(r"\(pid\(s\) ([\d, ]+)\) exited", str(error))
+        if any((child.exitcode or 0) > 0 for child in self._processes):  # killed ones have a negative code
+            return (
+                "loader workers failed to start, their error is above; they import the script that trains: "
+                'it needs if __name__ == "__main__": around train(...), or data.workers=0'
+            )
         if died:
             what = f"loader worker {died[1]} died (killed, or out of memory)"
         elif "timed out" in str(error):

@@ -1,0 +1,144 @@
+"""Where a loader's batches come from, apart from photos: memory, labels alone, or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.data.augment import Auto, Draws, Gallery, private_random_state
+from trainer.data.order import Array
+from trainer.data.photos import Failure
+from trainer.data.sets import ImageSet, LabelledSource, PhotoSource
+from trainer.recipe import AugmentRecipe
+
+BLOCK = 16_384  # rows whose random draws are made at once
+
+
+class Feed(Protocol):
+    """uint8 images (n, H, W, C) and labels (n,) on the device, a batch at a time."""
+
+    failures: list[Failure]
+
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]: ...
+
+    def close(self) -> None: ...
+
+
+class MemoryFeed:
+    """Batches of a set that lies in memory: taken and augmented in this process, where they are needed."""
+
+    def __init__(
+        self,
+        images: ImageSet,
+        rows: int,
+        augment: AugmentRecipe,
+        seed: int,
+        device: torch.device,
+        failures: list[Failure],
+    ) -> None:
+        self.failures = failures
+        self._length, self._pool = len(images), len(images.labels)
+        self._rows, self._augment, self._seed, self._device = rows, augment, seed, device
+        self._gallery = Gallery(images.images, augment.crop_padding if augment.crop == "pad" else 0, device)
+        self._labels = images.labels.to(device)
+
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        for block in _blocks(batches, self._rows):
+            index = np.concatenate(block)
+            at = torch.from_numpy(index % self._pool).to(self._device)
+            labels = self._labels[at]
+            draws = Draws.of(self._augment, self._seed, epoch, index, self._gallery.width, self._device)
+            stop = 0
+            for batch in block:
+                start, stop = stop, stop + len(batch)
+                images = self._gallery.take(at[start:stop], draws.rows(start, stop))
+                if self._augment.auto != "none":
+                    images = self._auto(images, epoch, batch)
+                yield images, labels[start:stop]
+
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for start, stop in spans:
+            at = torch.from_numpy(_padded(start, self._rows, self._length) % self._pool).to(self._device)
+            yield self._gallery.take(at, Draws(None, None, None)), self._labels[at], stop - start
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _auto(self, images: Tensor, epoch: int, index: Array) -> Tensor:
+        auto = Auto(self._augment, self._seed, epoch, index)
+        with private_random_state():
+            for row, image in enumerate(images):
+                images[row] = auto(row, image.permute(2, 0, 1)).permute(1, 2, 0)
+        return images
+
+
+class LabelFeed:
+    """Labels without images."""
+
+    def __init__(self, labels: Tensor, length: int, rows: int, device: torch.device) -> None:
+        """Sample i of `length` has the label i % len(labels), as in an `ImageSet`."""
+        self.failures: list[Failure] = []
+        self._labels, self._nothing = labels.to(device), torch.empty(0, device=device)
+        self._length, self._rows, self._device = length, rows, device
+
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        for block in _blocks(batches, self._rows):
+            for labels in torch.split(self._of(np.concatenate(block)), [len(batch) for batch in block]):
+                yield self._nothing, labels
+
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for start, stop in spans:
+            yield self._nothing, self._of(_padded(start, self._rows, self._length)), stop - start
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _of(self, index: Array) -> Tensor:
+        return self._labels[torch.from_numpy(index % len(self._labels)).to(self._device)]
+
+
+class NoFeed:
+    """Batches that hold neither images nor labels: there are as many, and that is all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.failures: list[Failure] = []
+        self._nothing = torch.empty(0, device=device)
+
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in batches:
+            yield self._nothing, self._nothing
+
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for start, stop in spans:
+            yield self._nothing, self._nothing, stop - start
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def labels_at_hand(part: ImageSet | PhotoSource, skip: bool) -> Tensor | None:
+    """A set's labels where they are known without reading a photo.
+
+    They are not where unreadable photos are skipped: another sample's label takes the place of theirs.
+    """
+    if isinstance(part, ImageSet):
+        return part.labels
+    if isinstance(part, LabelledSource) and not skip:
+        return torch.as_tensor(part.labels, dtype=torch.int64)
+    return None
+
+
+def _blocks(batches: Sequence[Array], rows: int) -> Iterator[Sequence[Array]]:
+    several = max(1, BLOCK // rows)
+    return (batches[first : first + several] for first in range(0, len(batches), several))
+
+
+def _padded(start: int, rows: int, length: int) -> Array:
+    """`rows` samples from `start` on, the last one repeated beyond the end."""
+    return np.minimum(np.arange(start, start + rows), length - 1)

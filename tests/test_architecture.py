@@ -10,8 +10,9 @@ import trainer
 ROOMS = [
     {"errors", "faults"},
     {"recipe"},
-    {"world", "topology", "interrupts"},
-    {"data", "checkpoint", "metrics", "randomness", "run_folder"},
+    {"checks"},
+    {"world", "topology", "interrupts", "devices"},
+    {"data", "checkpoint", "metrics", "randomness", "run_folder", "graphs", "partition", "balance"},
     {"models", "tracking", "launching"},
     {"strategies"},
     {"evaluation", "optimization"},

@@ -45,7 +45,7 @@ def drive(timer, clock, steps, per_window, seconds=0.5, waited=0.1):
 
 def test_timer_leaves_out_warm_up_and_what_lies_between_windows(monkeypatch):
     clock = Clock(monkeypatch)
-    timer = StepTimer(torch.device("cpu"), warmup=4)
+    timer = StepTimer([torch.device("cpu")], warmup=4)
     drive(timer, clock, steps=12, per_window=4)
     found = timer.summary(batch_size=8)
     assert found["throughput"]["samples_per_sec"] == pytest.approx(16)
@@ -56,7 +56,7 @@ def test_timer_leaves_out_warm_up_and_what_lies_between_windows(monkeypatch):
 
 def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
     clock = Clock(monkeypatch)
-    timer = StepTimer(torch.device("cpu"), warmup=10)
+    timer = StepTimer([torch.device("cpu")], warmup=10)
     clock.now += 30  # a slow first step
     timer.step(0.0)
     drive(timer, clock, steps=3, per_window=3)
@@ -66,7 +66,7 @@ def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
 
 def test_one_step_measures_nothing(monkeypatch):
     clock = Clock(monkeypatch)
-    timer = StepTimer(torch.device("cpu"), warmup=10)
+    timer = StepTimer([torch.device("cpu")], warmup=10)
     drive(timer, clock, steps=1, per_window=1)
     assert timer.summary(8)["throughput"] is None
 

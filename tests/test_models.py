@@ -6,14 +6,14 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer import models, recipe
+from trainer import checks, models
 from trainer.errors import CheckpointError, RecipeError
 from trainer.recipe import ModelRecipe
 
 SHAPES = [(1, 8), (1, 28), (3, 32)]
 
 
-@pytest.mark.parametrize("name", recipe.SMALL_MODELS)
+@pytest.mark.parametrize("name", checks.SMALL_MODELS)
 @pytest.mark.parametrize(("channels", "size"), SHAPES)
 def test_small_models(name, channels, size):
     model = models.build(ModelRecipe(name=name), 7, channels, size)
@@ -24,7 +24,7 @@ def test_small_models(name, channels, size):
 
 
 def test_the_small_models_are_those_that_recipes_know():
-    assert set(recipe.SMALL_MODELS) <= set(models._builders)
+    assert set(checks.SMALL_MODELS) <= set(models._builders)
 
 
 def test_batch_norm_free_models_are():
@@ -48,7 +48,7 @@ def test_torchvision_by_name(name):
 
 
 def test_every_torchvision_classifier_is_known_without_importing_it():
-    assert set(recipe.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
+    assert set(checks.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from trainer import recipe as recipes
+from trainer.checks import check_dataset_name, check_model_name, check_processes
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe, changed_keys, check_dataset_name, check_model_name, check_processes, flatten, load
+from trainer.recipe import Recipe, changed_keys, flatten, load
 
 DEFAULTS = flatten(Recipe().to_dict())
 
@@ -99,7 +100,10 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         ("save.keep=1", "save.keep=1 must be 2 or more"),
         ("seed=9223372036854775808", "seed=9223372036854775808 must be below 9223372036854775808"),
         # choices
-        ("mode=dpp", "mode=dpp is not one of single, ddp; did you mean mode=ddp?"),
+        (
+            "mode=dpp",
+            "mode=dpp is not one of single, dp, ddp, split, pipeline, local_sgd, hogwild; did you mean mode=dp?",
+        ),
         ("data.channels=2", "data.channels=2 is not one of 1, 3, null"),
         ("resume=yes", "resume=true is not one of auto, null"),
         # lists

@@ -1,5 +1,7 @@
 """The contract's parts that whole runs do not show: synchronised BatchNorm's numbers, names, unused parameters."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from trainer.world import Place, World
 
 CPU = torch.device("cpu")
 ALONE = World(Place(), CPU, 1, ("cpu",))
+TWO = World(Place(), CPU, 1, ("cpu:0", "cpu:1"), (CPU, CPU))  # one process, two stand-ins
 
 
 @pytest.fixture
@@ -60,19 +63,27 @@ def test_every_mode_of_the_schema_has_a_strategy():
 def test_weight_times_summed_loss(mode):
     """The loss of a micro-batch is weight x sum, so that pieces of a batch add up to its mean."""
     torch.manual_seed(0)
-    strategy = create(load(None, f"mode={mode}"), ALONE)
-    strategy.setup(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (4, 1, 2, 2))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    before = copy.deepcopy(model)
+    recipe = load(None, f"mode={mode}", "pipeline.split_size=3")  # four rows: an uneven last micro-batch
+    strategy = create(recipe, TWO if recipe.many_devices else ALONE)
+    strategy.setup(model, (4, 1, 2, 2))
     inputs, targets = torch.randn(8, 1, 2, 2), torch.arange(8) % 3
     whole = strategy.forward_backward(Batch(inputs, targets, 8), 1 / 8)
     gradient = strategy.named_parameters()["1.weight"].grad.clone()
-    strategy.module.zero_grad()
+    for parameter in strategy.named_parameters().values():
+        parameter.grad = None
     parts = [
         strategy.forward_backward(Batch(inputs[rows], targets[rows], 4), 1 / 8, sync=rows.start > 0)
         for rows in (slice(0, 4), slice(4, 8))
     ]
     torch.testing.assert_close(sum(parts), whole)
     torch.testing.assert_close(strategy.named_parameters()["1.weight"].grad, gradient)
-    assert whole.item() == pytest.approx(nn.functional.cross_entropy(strategy.module(inputs), targets).item())
+    assert whole.item() == pytest.approx(nn.functional.cross_entropy(before(inputs), targets).item())
+    strategy.train(False)
+    torch.testing.assert_close(strategy.forward(inputs), before(inputs))
+    assert list(strategy.named_parameters()) == [name for name, _ in before.named_parameters()]
+    strategy.close()
 
 
 class Half(nn.Module):

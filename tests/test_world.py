@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trainer import world
-from trainer.errors import PeerError, RecipeError, SetupError
+from trainer.errors import PeerError, SetupError
 from trainer.recipe import load
 
 TORCHRUN = {
@@ -28,38 +28,6 @@ def test_place():
 
 
 @pytest.mark.parametrize(
-    ("words", "local", "cuda", "expected"),
-    [
-        ([], 2, 0, ["cpu", "cpu"]),
-        ([], 2, 4, ["cuda:0", "cuda:1"]),
-        (["devices=[cuda:2,cuda:3]"], 2, 4, ["cuda:2", "cuda:3"]),
-        (["devices=[cuda]"], 1, 1, ["cuda:0"]),
-        (["devices=[cpu]"], 3, 4, ["cpu"] * 3),
-        (["devices=[cpu,cpu]"], 2, 0, ["cpu", "cpu"]),
-    ],
-)
-def test_devices(words, local, cuda, expected):
-    assert world.device_names(load(None, *words), local, cuda) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "local", "cuda", "says"),
-    [
-        ([], 4, 2, "nproc=2"),
-        (["devices=[cuda:0]"], 2, 2, "nproc=1"),
-        (["devices=[cuda:5]"], 1, 2, "cuda:0 to cuda:1"),
-        (["devices=[cuda:0]"], 1, 0, r"devices=\[cpu\]"),
-        (["devices=[cpu,cpu]"], 3, 0, "nproc=2"),
-        (["devices=[cpu,cpu]"], 1, 0, "nproc=2"),
-        (["devices=[cpu,cpu]", "mode=single"], 1, 0, "mode=ddp"),
-    ],
-)
-def test_too_few_devices(words, local, cuda, says):
-    with pytest.raises(RecipeError, match=says):
-        world.device_names(load(None, *words), local, cuda)
-
-
-@pytest.mark.parametrize(
     ("words", "local", "environment", "expected"),
     [
         ([], 1, {}, 8),
@@ -69,6 +37,7 @@ def test_too_few_devices(words, local, cuda, says):
         ([], 2, {"OMP_NUM_THREADS": "5"}, 5),
         ([], 2, {"OMP_NUM_THREADS": "1"}, 1),
         ([], 2, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 4),  # torchrun's own doing
+        ([], 2, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", "TRAINER_PARENT": "7"}, 1),  # the user's
     ],
 )
 def test_threads(words, local, environment, expected, monkeypatch):

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer import launching, recipe, world
+from trainer import checks, launching, recipe, world
 from trainer.errors import RecipeError, TrainerError, explain
 from trainer.interrupts import leave_now
 
@@ -81,8 +81,8 @@ def train(words: Sequence[str]) -> int:
         raise RecipeError("checkpoint= belongs to evaluate; to continue a run type output=runs/x resume=auto")
     chosen = recipe.load(own.get("recipe"), *rest)
     if "plugin" not in own:
-        recipe.check_model_name(chosen.model.name)
-        recipe.check_dataset_name(chosen.data.name)
+        checks.check_model_name(chosen.model.name)
+        checks.check_dataset_name(chosen.data.name)
     launch = launching.prepare(chosen, own.get("nproc"))
     if launch is not None:
         return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)

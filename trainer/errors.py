@@ -83,8 +83,12 @@ def explain(error: BaseException) -> tuple[str, int]:
         return text, error.code
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C", Interrupted.code
+    if isinstance(error, ValueError) and text.startswith("Expected more than 1 value per channel"):
+        advice = "raise batch_size, or lower accumulate or pipeline.microbatches"
+        return f"a batch of one value a channel cannot be normalised by BatchNorm: {advice}", RecipeError.code
     if is_out_of_memory(error):
-        advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces"
+        advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
+        advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
         return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         where = f" at {error.filename}" if error.filename else ""

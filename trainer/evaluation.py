@@ -12,6 +12,7 @@ import torch
 from trainer import recipe as recipes
 from trainer import strategies
 from trainer.checkpoint import read_weights
+from trainer.checks import check_processes
 from trainer.data import Batch, Loader, open_datasets
 from trainer.errors import CheckpointError
 from trainer.metrics import Sums
@@ -76,7 +77,7 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, Any]:
     seed_everything(recipe.seed, recipe.deterministic)
     world = locate(recipe)
     recipe = recipe.replace(mode="single" if world.size == 1 else "ddp", model__weights=None, model__init_from=None)
-    recipes.check_processes(recipe, world.size)
+    check_processes(recipe, world.size)
     data = open_datasets(recipe)
     model = build(recipe.model, len(data.classes), data.channels, data.image_size)
     initialise(model, weights, str(path))

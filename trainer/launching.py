@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer import world
+from trainer.checks import check_processes
+from trainer.devices import assign_devices
 from trainer.errors import PeerError, RecipeError, SetupError, TrainerError
-from trainer.recipe import Recipe, check_processes
+from trainer.recipe import Recipe
 from trainer.run_folder import fresh_folder
 from trainer.topology import Launch, topology
 
@@ -54,9 +56,9 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
     else:
         launch = topology(os.environ, nproc, recipe, world.cuda_count, world.cores())
         size = launch.size
-    check_processes(recipe, size)
+    check_processes(recipe, size, size // launch.nproc)
     on_cpu = recipe.devices != "auto" and set(recipe.devices) == {"cpu"}
-    world.device_names(recipe, launch.nproc, 0 if on_cpu else world.cuda_count())
+    assign_devices(recipe, launch.nproc, 0 if on_cpu else world.cuda_count())
     return None if me.launched or size == 1 else launch
 
 
@@ -149,6 +151,8 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
         arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
     os.environ[PARENT] = str(os.getpid())
+    # torchrun would set 1, and the user's own 1 could not be told from it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
     quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -74,6 +74,7 @@ class Meeting:
         run.history.epoch_loss += loss
         run.history.epoch_steps += count
         values = reporting.step_values(run, loss / count, lr, norm.item() if norm is not None else None, self.timed)
+        values |= run.strategy.figures()
         run.tracker.scalars(values, run.position.step)
         run.tracker.step(
             {
@@ -82,7 +83,7 @@ class Meeting:
                 "seconds": round(run.seconds(), 3),
                 "train_loss": loss / count,
                 "lr": lr,
-                "samples_per_sec": round(steps * run.recipe.batch_size / seconds, 1) if seconds else "",
+                "samples_per_sec": round(steps * run.loader.samples_per_step / seconds, 1) if seconds else "",
             }
         )
         run.unlogged.clear()

@@ -65,8 +65,9 @@ class StepTimer:
     On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock.
     """
 
-    def __init__(self, device: torch.device, warmup: int) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
+    def __init__(self, devices: Sequence[torch.device], warmup: int) -> None:
+        """`devices` are those that this process drives; a window ends when all have done their work."""
+        self.devices, self.cuda = devices, devices[0].type == "cuda"
         self.warmup = warmup
         self.seen = 0
         self.steps = array("d")  # seconds of each measured step
@@ -101,7 +102,8 @@ class StepTimer:
             self.start()
             return 0, 0.0, 0.0
         if self.cuda:
-            torch.cuda.synchronize(self.device)
+            for device in self.devices:
+                torch.cuda.synchronize(device)
             durations = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
         else:
             ends = [self._begun, *(end for end, _ in self._pending)]
@@ -122,7 +124,7 @@ class StepTimer:
         self.start()
         return len(durations), seconds, sum(waits)
 
-    def summary(self, batch_size: int) -> dict[str, Any]:
+    def summary(self, batch_size: float) -> dict[str, Any]:
         """Throughput and step times over all measured windows; a run too short for its warm-up uses its later steps."""
         short = not self.steps
         steps = self.early if short else self.steps

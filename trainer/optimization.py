@@ -6,7 +6,7 @@ Apart from `training`, which calls these in order, because each is a small thing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -70,13 +70,14 @@ def load_optimizer_state(
     """Copy saved tensors into a fresh optimizer's state, matched by name.
 
     Raises:
-        CheckpointError: the checkpoint was written by another optimizer.
+        CheckpointError: the checkpoint was written by another optimizer; nothing is copied.
     """
     own = optimizer_state(optimizer, parameters)
     odd = sorted(own.keys() - saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
     if odd:
         raise CheckpointError(
-            f"the checkpoint's optimizer state does not fit: no {odd[0]} of shape {tuple(own[odd[0]].shape)} in it"
+            f"the checkpoint's optimizer state does not fit: no {odd[0]} of shape {tuple(own[odd[0]].shape)} in it; "
+            "resume_weights_only=true continues with its weights and a fresh optimizer"
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])
@@ -127,9 +128,19 @@ class Updater:
         self.optimizer = optimizer
         self.limit = recipe.clip_grad_norm
         self.bad = torch.zeros((), device=device)
-        self.one = torch.ones((), device=device)
-        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # A split model has parameters on several devices: a flag each, and `bad` is their maximum.
+        self.parts = [
+            (
+                [p for p in self.parameters if p.device == where],
+                self.bad if where == device else torch.zeros((), device=where),
+                torch.ones((), device=where),
+            )
+            for where in dict.fromkeys(p.device for p in self.parameters)
+        ]
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+        if self.scaler is not None:
+            self.scaler.scale(self.bad)  # its state exists from here on, on ranks without a loss too
 
     def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
         """One optimizer step on the gradients there are.
@@ -143,15 +154,20 @@ class Updater:
             The gradient's norm before clipping, where it was computed.
         """
         if self.scaler is None:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)
+            for parameters, flag, one in self.parts:
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+            _merge(self.bad, (flag for _, flag, _ in self.parts))
             strategy.share_overflow(self.bad)
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
             self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
             self.scaler.unscale_(self.optimizer)
-            for flag in self.scaler._found_inf_per_device(self.optimizer).values():
-                strategy.share_overflow(flag)
+            first, *others = self.scaler._found_inf_per_device(self.optimizer).values()
+            _merge(first, others)
+            for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
+                flag.zero_()
+            strategy.share_overflow(first)
         norm = strategy.grad_norm() if want_norm or self.limit is not None else None
         if self.limit is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.limit, norm)
@@ -167,17 +183,24 @@ class Updater:
         return bool(self.bad.item()) or (self.scaler is not None and self.scaler.get_scale() < LOWEST_SCALE)
 
     def state(self) -> dict[str, Tensor]:
-        """The scaler's state, empty in other precisions than fp16."""
+        """The scaler's live tensors, empty in other precisions than fp16."""
         if self.scaler is None:
             return {}
-        saved = self.scaler.state_dict()
-        return {"scale": torch.tensor(saved["scale"]), "growth": torch.tensor(saved["_growth_tracker"])}
+        scale, growth = self.scaler._scale, self.scaler._growth_tracker
+        assert scale is not None and growth is not None
+        return {"scale": scale, "growth": growth}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        if self.scaler is not None and saved:
-            state = self.scaler.state_dict()
-            state |= {"scale": saved["scale"].item(), "_growth_tracker": int(saved["growth"].item())}
-            self.scaler.load_state_dict(state)
+        for name, tensor in self.state().items():
+            if name in saved:
+                tensor.copy_(saved[name])
+
+
+def _merge(flag: Tensor, others: Iterable[Tensor]) -> None:
+    """Make `flag` the maximum of all, wherever they are."""
+    for other in others:
+        if other is not flag:
+            flag.copy_(torch.maximum(flag, other.to(flag.device, non_blocking=True)))
 
 
 class MovingAverage:

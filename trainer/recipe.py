@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,9 +20,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from trainer.errors import RecipeError
 
-Mode = Literal["single", "ddp"]
+Mode = Literal["single", "dp", "ddp", "split", "pipeline", "local_sgd", "hogwild"]
 MODES: tuple[str, ...] = get_args(Mode)
-MANY_PROCESS_MODES = ("ddp",)
+MANY_PROCESS_MODES = ("ddp", "local_sgd", "hogwild")  # and pipeline under a schedule over processes
+MANY_DEVICE_MODES = ("dp", "split", "pipeline")  # in one process
+STREAMS = "streams"  # the one pipeline schedule that runs in one process
+Schedule = Literal[
+    "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"
+]
 
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
 DEVICE = r"cpu|cuda(:\d{1,3})?"
@@ -39,6 +43,16 @@ def _devices(value: Any) -> Any:
         if not isinstance(name, str) or not re.fullmatch(DEVICE, name):
             raise ValueError(f"'{_shown(name)}' is not a device: write cpu, cuda or cuda:0")
     return value
+
+
+def _auto_or(kind: type, wanted: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        good = isinstance(value, kind) and not isinstance(value, bool) and bool(value)
+        if value != "auto" and (not good or (isinstance(value, int) and value < 1)):
+            raise ValueError(f"must be auto or {wanted}")
+        return value
+
+    return check
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -112,6 +126,22 @@ class LossRecipe(_Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
+class PipelineRecipe(_Section):
+    schedule: Schedule | None = None  # null: streams in one process, 1f1b in several
+    stages: Annotated[int, Field(ge=2, le=1024)] | None = None  # null: as many as there are devices or processes
+    virtual_stages: Annotated[int, Field(ge=1, le=64)] | None = None  # a rank; null: 2 where the schedule has them
+    microbatches: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or(int, "a number, as in 8"))] = "auto"
+    split_size: Positive | None = None  # images of a micro-batch, instead of microbatches
+    cuts: Annotated[Literal["auto"] | list[str], BeforeValidator(_auto_or(list, "a list, as in [layer2.3]"))] = "auto"
+    deferred_batch_norm: bool = True  # running statistics once a mini-batch, as without micro-batches
+    recompute: bool = False  # activations in the backward pass, for memory
+    timeline: bool = False  # each stage's forward and backward spans as a trace and as a picture
+
+
+class LocalSGDRecipe(_Section):
+    every: Positive | None = None  # steps between averagings; null: every epoch
+
+
 class SaveRecipe(_Section):
     every_epochs: Positive | None = 1
     every_steps: Positive | None = None
@@ -145,11 +175,14 @@ class Recipe(_Section):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     sync_bn: bool = False
+    pipeline: PipelineRecipe = PipelineRecipe()
+    local_sgd: LocalSGDRecipe = LocalSGDRecipe()
     devices: Devices = "auto"
     threads: Positive | None = None  # per process; null: cores / local ranks
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # seconds to wait for a silent rank or worker
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = None
+    resume_weights_only: bool = False  # start the optimizer anew where a checkpoint's does not fit
     logging: LoggingRecipe = LoggingRecipe()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     deterministic: bool = False
@@ -161,6 +194,23 @@ class Recipe(_Section):
     def name(self) -> str:
         """What this recipe is called: the shipped name or the file's."""
         return self._name
+
+    @property
+    def many_processes(self) -> bool:
+        """Whether the mode wants several processes, one a device, whoever starts them."""
+        return self.mode in MANY_PROCESS_MODES or (
+            self.mode == "pipeline" and self.pipeline.schedule not in (None, STREAMS)
+        )
+
+    @property
+    def many_devices(self) -> bool:
+        """Whether one process may drive several devices."""
+        return self.mode in MANY_DEVICE_MODES
+
+    @property
+    def every_sample(self) -> bool:
+        """Whether each worker uses all samples of its own shard, rather than a share of every full global batch."""
+        return self.mode in ("local_sgd", "hogwild")
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved recipe as plain Python values."""
@@ -184,16 +234,18 @@ class Recipe(_Section):
 
 
 # What a continued run may change: where it runs and what it writes, never what it computes.
-FREE_ON_RESUME = {"mode", "devices", "threads", "timeout", "save", "logging", "resume", "output"}
-FREE_ON_RESUME |= {"data.root", "data.workers", "data.download"}
+FREE_ON_RESUME = {"mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline"}
+FREE_ON_RESUME |= {"resume_weights_only", "data.root", "data.workers", "data.download"}
 
 
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The dotted keys in which two recipes differ and a continued run may not, with (old, new) values."""
     was, now = flatten(old.to_dict()), flatten(new.to_dict())
 
+    free = FREE_ON_RESUME | ({"optimizer"} if new.resume_weights_only else set())
+
     def fixed(key: str) -> bool:
-        return key not in FREE_ON_RESUME and key.split(".")[0] not in FREE_ON_RESUME
+        return key not in free and key.split(".")[0] not in free
 
     return {key: (was[key], now[key]) for key in now if fixed(key) and was[key] != now[key]}
 
@@ -341,7 +393,7 @@ def _validated(plain: Any, name: str) -> Recipe:
 def _check_together(recipe: Recipe, name: str) -> None:
     """Keys that are right alone and wrong together."""
     if recipe.batch_size % recipe.accumulate:
-        sizes = _neighbours(recipe.batch_size, recipe.accumulate)
+        sizes = neighbours(recipe.batch_size, recipe.accumulate)
         raise RecipeError(
             f"{name}: batch_size={recipe.batch_size} does not divide into accumulate={recipe.accumulate} equal parts; "
             f"try batch_size={sizes}"
@@ -351,6 +403,8 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
     if recipe.schedule.min_lr > optimizer.lr:
         raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}")
+    if recipe.pipeline.split_size is not None and recipe.pipeline.microbatches != "auto":
+        raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches say the same twice: keep one")
     low, high = recipe.augment.crop_scale
     if low > high:
         raise RecipeError(f"{name}: augment.crop_scale=[{low},{high}] is the wrong way round; try [{high},{low}]")
@@ -358,66 +412,8 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(f"{name}: devices={recipe.devices} mixes cpu and cuda; training uses one kind")
 
 
-def check_processes(recipe: Recipe, processes: int) -> None:
-    """Hold the recipe against the number of processes it is started with.
-
-    Raises:
-        RecipeError: when the mode cannot run in that many, or the batch does not divide among them.
-    """
-    if recipe.mode not in MANY_PROCESS_MODES and processes > 1:
-        raise RecipeError(
-            f"mode={recipe.mode} runs in 1 process, not {processes}: "
-            f"type python -m trainer ... mode={recipe.mode} without torchrun, or mode=ddp"
-        )
-    rows = recipe.accumulate * processes * recipe.augment.together
-    if recipe.batch_size % rows:
-        why = f"{processes} process{'es' if processes > 1 else ''}"
-        why += f" x accumulate={recipe.accumulate}" if recipe.accumulate > 1 else ""
-        why += " x pairs of images (mixup, cutmix)" if recipe.augment.together > 1 else ""
-        sizes = _neighbours(recipe.batch_size, rows)
-        raise RecipeError(f"batch_size={recipe.batch_size} does not divide among {why}; try batch_size={sizes}")
-
-
-def check_model_name(name: str) -> None:
-    """Refuse a model name that neither this package nor torchvision has, without importing torchvision.
-
-    Only a first look, skipped when the user brings a plugin: `models.build` has the last word.
-    """
-    known = [*SMALL_MODELS, *torchvision_classifiers()]
-    if len(known) > len(SMALL_MODELS) and name not in known:
-        guess = nearest(name, known)
-        raise RecipeError(
-            f"model.name={name} is neither a small model nor a torchvision classifier; "
-            + (f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}")
-            + " (your own: plugin=my_module)"
-        )
-
-
-SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "synthetic")
-
-
-def check_dataset_name(name: str) -> None:
-    """Refuse a data set that this package does not have (skipped when the user brings a plugin)."""
-    if name not in DATASETS:
-        guess = nearest(name, DATASETS)
-        hint = f"did you mean data.name={guess}? " if guess else ""
-        known = ", ".join(DATASETS)
-        raise RecipeError(f"data.name={name} is not a data set; {hint}known: {known} (your own: plugin=my_module)")
-
-
-def torchvision_classifiers() -> list[str]:
-    """Names of torchvision's classifiers, read from its source: importing it takes seconds."""
-    spec = find_spec("torchvision")
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    names: list[str] = []
-    for path in sorted(Path(spec.submodule_search_locations[0], "models").glob("*.py")):
-        names += re.findall(r"@register_model\(\)\n(?:@.*\n)*def (\w+)", path.read_text(encoding="utf-8"))
-    return names
-
-
-def _neighbours(size: int, step: int) -> str:
+def neighbours(size: int, step: int) -> str:
+    """The multiples of `step` around `size`, in words."""
     below, above = size // step * step, math.ceil(size / step) * step
     return f"{below} or {above}" if below else f"{above}"
 

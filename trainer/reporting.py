@@ -22,17 +22,20 @@ def banner(run: Run) -> str:
     """What is about to run, in a few lines."""
     recipe, world, data = run.recipe, run.world, run.datasets
     size = world.size
-    devices = ", ".join(world.devices) if size <= 8 else f"{world.devices[0]} ... {world.devices[-1]}"
-    count = sum(p.numel() for p in run.parameters.values())
+    names = world.devices
+    devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
+    parts = run.strategy.shard().count
+    part = "replica" if parts < size else "device" if world.count() == size else "worker"
     options = [recipe.precision, *(word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word))]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
-    local = recipe.batch_size // size
-    batch = f"{recipe.batch_size} global" + (f" = {size} x {local} a device" if size > 1 else "")
+    local = recipe.batch_size // parts
+    batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
     batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
     lines = {
         "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
         "devices": devices,
-        "model": f"{recipe.model.name}, {count:,} parameters ({', '.join(options)})",
+        **run.strategy.notes(),
+        "model": f"{recipe.model.name}, {run.model_size:,} parameters ({', '.join(options)})",
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
         f"{len(data.classes)} classes, {data.channels} x {data.image_size} x {data.image_size}",
         "batch": batch,
@@ -63,10 +66,10 @@ def step_values(
     if norm is not None:
         values["train/grad_norm"] = norm
     if seconds:
-        speed = steps * run.recipe.batch_size / seconds
+        speed = steps * run.loader.samples_per_step / seconds
         values |= {
             "speed/samples_per_sec": speed,
-            "speed/samples_per_sec_per_device": speed / run.world.size,
+            "speed/samples_per_sec_per_device": speed / run.world.count(),
             "speed/step_ms": 1e3 * seconds / steps,
             "speed/data_wait_pct": 100 * waited / seconds,
         }
@@ -79,7 +82,7 @@ def step_values(
 def _mfu(run: Run, samples_per_sec: float) -> float | None:
     if run.peak_flops is None:
         return None
-    return model_flops_utilisation(samples_per_sec, run.flops_per_sample, run.peak_flops * run.world.size)
+    return model_flops_utilisation(samples_per_sec, run.flops_per_sample, run.peak_flops * run.world.count())
 
 
 def epoch_line(run: Run, epoch: int) -> str:
@@ -118,12 +121,12 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
 def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> dict[str, Any]:
     """What result.json holds; its keys are stable. `exit_code` is null while running."""
     history, recipe, data = run.history, run.recipe, run.datasets
-    speed = run.timer.summary(recipe.batch_size)
+    speed = run.timer.summary(run.loader.samples_per_step)
     throughput = speed["throughput"]
     mfu = None
     if throughput is not None:
         mfu = _mfu(run, throughput["samples_per_sec"])
-        throughput |= {"per_device": throughput["samples_per_sec"] / run.world.size, "threads": run.world.threads}
+        throughput |= {"per_device": throughput["samples_per_sec"] / run.world.count(), "threads": run.world.threads}
     plain: dict[str, Any] = without_nan(
         {
             "recipe": recipe.name,
@@ -157,6 +160,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "verdict": None,
             "versions": versions(),
             "output": str(run.tracker.path) if run.tracker.path else None,
+            **run.strategy.facts(),
         }
     )
     return plain

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer import checkpoint
 from trainer.errors import CheckpointError
@@ -45,12 +47,13 @@ def save(run: Run) -> None:
         "scaler": run.updater.state(),
     }
     unlogged = torch.stack(run.unlogged).cpu() if run.unlogged else torch.zeros(0)
-    ranks = run.world.gather({**random_states(run.world.device), "unlogged": unlogged})
+    ranks = run.world.gather({**random_states(run.world.device), "unlogged": unlogged, **_private(run)})
     if isinstance(run.tracker, Tracker):
         tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
         facts = {
             "history": {**vars(run.history), "seconds": run.seconds()},
             "topology": topology(run.recipe, run.world),
+            "steps_per_epoch": run.steps_per_epoch,
             "run_id": job_id(),
         }
         state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
@@ -66,13 +69,19 @@ def restore(run: Run, state: checkpoint.State) -> None:
     Raises:
         CheckpointError: its optimizer state or moving average does not fit.
     """
-    load_optimizer_state(run.optimizer, run.parameters, state.tensors.get("optimizer", {}))
+    try:
+        load_optimizer_state(run.optimizer, run.parameters, state.tensors.get("optimizer", {}))
+    except CheckpointError as error:
+        if not run.recipe.resume_weights_only:
+            raise
+        reason = str(error).partition(";")[0]
+        run.tracker.say(f"  only the weights are continued, the optimizer starts anew: {reason}")
     run.updater.load(state.tensors.get("scaler", {}))
     if run.average is not None:
         if "ema" not in state.tensors:
             raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
         run.average.load(state.tensors["ema"])
-    run.position = state.position
+    _take_position(run, state)
     run.history = History(**state.facts["history"])
     run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
     was, now = state.facts["topology"], topology(run.recipe, run.world)
@@ -84,7 +93,45 @@ def restore(run: Run, state: checkpoint.State) -> None:
     prefix = f"{run.world.rank}/"
     mine = {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
     restore_random_states(mine, run.world.device)
+    with torch.no_grad():
+        for name, tensor in _live(run).items():
+            if name in mine:  # an optimizer that starts anew has other tensors
+                tensor.copy_(mine[name])
     run.unlogged = list(mine["unlogged"].to(run.world.device).unbind())
+
+
+def _take_position(run: Run, state: checkpoint.State) -> None:
+    """Continue at the checkpoint's step.
+
+    A mode that cuts an epoch into another number of steps (local SGD, Hogwild) takes as large a share of this epoch as
+    done; steps go on being counted from the checkpoint's, and the learning rate follows the epochs.
+    """
+    run.position = state.position
+    step, epoch, inside = state.position
+    before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
+    if before == run.steps_per_epoch:
+        return
+    inside = round(inside / before * run.steps_per_epoch)
+    run.position = checkpoint.Position(step, epoch, inside)
+    run.shift = step - (epoch * run.steps_per_epoch + inside)
+    run.total_steps += run.shift
+    if run.recipe.max_steps is not None:
+        run.total_steps = min(run.total_steps, run.recipe.max_steps)
+
+
+def _live(run: Run) -> dict[str, Tensor]:
+    """What this rank has for itself, under the names that a checkpoint keeps it by."""
+    parts: dict[str, Callable[[], Mapping[str, Tensor]]] = {
+        "model": run.weights,
+        "optimizer": lambda: optimizer_state(run.optimizer, run.parameters),
+        "ema": lambda: run.average.tensors() if run.average is not None else {},
+        "scaler": run.updater.state,
+    }
+    return {f"{kind}:{name}": tensor for kind in run.strategy.private for name, tensor in parts[kind]().items()}
+
+
+def _private(run: Run) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in _live(run).items()}
 
 
 def _share_losses(run: Run, state: checkpoint.State) -> None:

@@ -52,6 +52,7 @@ class Run:
     total_steps: int
     steps_per_epoch: int
     num_classes: int
+    model_size: int  # parameters of the whole model
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
     begun: float  # time.perf_counter() at the process's start of work
     flops_per_sample: int = 0  # forward; 0 where the device's peak is not known
@@ -61,6 +62,7 @@ class Run:
     unlogged: list[Tensor] = field(default_factory=list)  # losses of the steps since the last logged one, on the device
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes per device
     skipped: int = 0  # unreadable images of this rank that the history has counted
+    shift: int = 0  # steps that were counted beyond those of this mode's epochs, in another mode
 
     def __post_init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()

@@ -104,6 +104,19 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
 
+    def known(self) -> dict[str, Any]:
+        """What an earlier part of the run measured to choose how to run; empty where there is nothing."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / "tuning.json").read_text())
+            return found
+        except (OSError, ValueError):
+            return {}
+
+    def remember(self, known: Mapping[str, Any]) -> None:
+        """Keep it for later parts."""
+        if known:
+            write_atomically(self.path / "tuning.json", json.dumps(known, indent=2) + "\n")
+
     def close(self) -> None:
         """Let go of the lock."""
         if self._lock >= 0:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError
-from trainer.recipe import MANY_PROCESS_MODES, Recipe
+from trainer.recipe import Recipe
 
 CPU_RANKS = 2  # at most, where nobody says otherwise
 
@@ -58,13 +58,18 @@ def topology(
 def _ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int) -> int:
     if nproc is not None:
         return _whole({"nproc": nproc}, "nproc", 1, 1, 4096)
-    if recipe.mode not in MANY_PROCESS_MODES:
+    undecided = recipe.mode == "pipeline" and recipe.pipeline.schedule is None  # runs in one process or several
+    if not recipe.many_processes and not (undecided and "NPROC" in variables):
         return 1
     if "NPROC" in variables:
         return _whole(variables, "NPROC", 1, 1, 4096)
     if recipe.devices != "auto" and recipe.devices != ["cpu"]:
         return len(recipe.devices)
-    return (cuda() if recipe.devices == "auto" else 0) or max(1, min(cores, CPU_RANKS))
+    stages = recipe.pipeline.stages if recipe.mode == "pipeline" else None
+    gpus = cuda() if recipe.devices == "auto" and recipe.mode != "hogwild" else 0
+    if stages:
+        return max(stages, gpus // stages * stages)
+    return gpus or max(1, min(cores, CPU_RANKS))
 
 
 def _whole(variables: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:

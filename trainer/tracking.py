@@ -55,6 +55,13 @@ class NullTracker:
     def result(self, result: Mapping[str, Any]) -> None:
         """Replace result.json."""
 
+    def known(self) -> dict[str, Any]:
+        """What an earlier part of the run measured to choose how to run."""
+        return {}
+
+    def remember(self, known: Mapping[str, Any]) -> None:
+        """Keep it for later parts."""
+
     def previous_result(self) -> dict[str, Any]:
         """result.json of an earlier part of the run, empty where there is none."""
         return {}
@@ -143,6 +150,12 @@ class Tracker(NullTracker):
 
     def result(self, result: Mapping[str, Any]) -> None:
         self.folder.write_result(result)
+
+    def known(self) -> dict[str, Any]:
+        return self.folder.known()
+
+    def remember(self, known: Mapping[str, Any]) -> None:
+        self.folder.remember(known)
 
     def previous_result(self) -> dict[str, Any]:
         return self.folder.previous_result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -11,8 +12,8 @@ from torch import nn
 
 from trainer import faults, launching, reporting, resuming, strategies
 from trainer.checkpoint import Position, State
-from trainer.data import Datasets, Loader, full_batches, open_datasets
-from trainer.errors import Interrupted, Preempted, explain
+from trainer.data import Datasets, Loader, open_datasets, steps_per_epoch
+from trainer.errors import Interrupted, Preempted, RecipeError, explain
 from trainer.evaluation import evaluate
 from trainer.interrupts import LONGEST, Interrupts
 from trainer.meeting import Meeting, leave
@@ -36,6 +37,8 @@ def train(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
     Raises:
         TrainerError: one of the kinds in `trainer.errors`, with the exit code that the command line would give.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RecipeError('a child of this script trains again: put train(...) under if __name__ == "__main__":')
     if launching.wants_children(recipe):
         return launching.train_in_children(recipe, plugin)
     launching.load_plugin(plugin)
@@ -71,7 +74,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     seed_everything(recipe.seed, recipe.deterministic)
     data = open_datasets(recipe)
     world = locate(recipe)
-    steps_per_epoch = full_batches(len(data.train), recipe, world.size)
+    steps = steps_per_epoch(len(data.train), recipe, strategies.create(recipe, world).shard())
     tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
     closing.callback(tracker.close)
     world.connect(recipe.timeout)
@@ -80,12 +83,16 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker.say)
+    size = sum(parameter.numel() for parameter in model.parameters())
     peak, flops = utilisation_base(model, data, world)
 
     strategy = strategies.create(recipe, world)
     shard = strategy.shard()
     rows = recipe.batch_size // (shard.count * recipe.accumulate)
+    strategy.say, strategy.samples = tracker.say, len(data.train)
+    strategy.known = world.share(tracker.known())
     strategy.setup(model, (rows, data.channels, data.image_size, data.image_size))
+    tracker.remember(strategy.known)
     optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer)
     updater = Updater(optimizer, recipe, world.device)
     strategy.scale = updater.scaler.scale if updater.scaler is not None else None
@@ -100,10 +107,11 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
         optimizer=optimizer,
         updater=updater,
         average=None,
-        timer=StepTimer(world.device, recipe.logging.warmup_steps),
-        total_steps=total_steps(recipe, steps_per_epoch),
-        steps_per_epoch=steps_per_epoch,
+        timer=StepTimer(world.drives, recipe.logging.warmup_steps),
+        total_steps=total_steps(recipe, steps),
+        steps_per_epoch=steps,
         num_classes=recipe.model.num_classes or len(data.classes),
+        model_size=size,
         speed_only=speed_only,
         begun=begun,
         flops_per_sample=flops,
@@ -154,7 +162,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
     recipe, strategy, groups = run.recipe, run.strategy, run.optimizer.param_groups
     rate = learning_rate(recipe, run.steps_per_epoch)
-    weight, every = 1 / recipe.batch_size, recipe.logging.every_steps
+    weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = run.position.step_in_epoch
     stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)
     batches = run.loader.training(epoch, start)
@@ -166,7 +174,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     for step_in_epoch in range(start + 1, stop + 1):
         step = run.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
-        lr = rate(step - 1)
+        lr = rate(step - 1 - run.shift)
         for group in groups:
             group["lr"] = lr
         waited, loss = 0.0, None
@@ -200,6 +208,7 @@ def train_epoch(run: Run, epoch: int) -> None:
 def end_epoch(run: Run, epoch: int) -> None:
     """Evaluate, log, save."""
     history, tracker, step = run.history, run.tracker, run.position.step
+    run.strategy.after_epoch(run.average.tensors() if run.average is not None else {})
     if history.epoch_steps:
         history.losses.append(history.epoch_loss / history.epoch_steps)
         history.epoch_loss, history.epoch_steps = 0.0, 0
@@ -257,7 +266,9 @@ def note_skipped(run: Run) -> None:
 
 def note_memory(run: Run) -> None:
     """Peak bytes of every rank's device."""
-    run.memory = dict(run.world.share(run.world.gather((run.world.name, peak_memory(run.world.device)))))
+    mine = {name: peak_memory(device) for name, device in run.world.driven().items()}
+    gathered = run.world.share(run.world.gather(mine))
+    run.memory = {name: size for part in gathered for name, size in part.items()}
 
 
 def finish(run: Run) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import PeerError, RecipeError, SetupError
+from trainer.devices import assign_devices, numbered
+from trainer.errors import PeerError, SetupError
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -79,59 +80,30 @@ def cuda_count() -> int:
 def threads_per_process(recipe: Recipe, local_size: int, environment: Mapping[str, str] = os.environ) -> int:
     """The recipe's `threads`, else the user's OMP_NUM_THREADS, else cores / local ranks.
 
-    torchrun sets OMP_NUM_THREADS=1 by itself, so 1 under torchrun counts as unset.
+    torchrun sets OMP_NUM_THREADS=1 by itself, so 1 under a torchrun that we did not start counts as unset.
     """
     if recipe.threads:
         return recipe.threads
     chosen = environment.get("OMP_NUM_THREADS", "")
-    if chosen.isdigit() and int(chosen) > 0 and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environment):
+    torchruns = chosen == "1" and "TORCHELASTIC_RUN_ID" in environment and "TRAINER_PARENT" not in environment
+    if chosen.isdigit() and int(chosen) > 0 and not torchruns:
         return int(chosen)
     return max(1, cores() // local_size)
 
 
-def device_names(recipe: Recipe, local_size: int, cuda: int) -> list[str]:
-    """One device name for each local rank.
-
-    Raises:
-        RecipeError: more ranks than devices, with the count that works.
-    """
-    if recipe.devices == "auto":
-        if not cuda:
-            return ["cpu"] * local_size
-        names = [f"cuda:{index}" for index in range(cuda)]
-    else:
-        names = ["cuda:0" if name == "cuda" else name for name in recipe.devices]
-        absent = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= cuda]
-        if absent:
-            have = f"cuda:0 to cuda:{cuda - 1}" if cuda > 1 else "cuda:0" if cuda else "no CUDA device"
-            raise RecipeError(
-                f"devices: {absent[0]} is not here, this machine has {have}; "
-                f"write devices={'[cuda:0]' if cuda else '[cpu]'}"
-            )
-        if names == ["cpu"]:
-            names *= local_size
-        if local_size < len(names):
-            how = f"nproc={len(names)}" if recipe.mode != "single" else "mode=ddp"
-            raise RecipeError(
-                f"devices lists {len(names)} for {local_size} process{'es' * (local_size > 1)}, and mode={recipe.mode} "
-                f"uses one each: use {how}, or list {local_size}"
-            )
-    if local_size > len(names):
-        raise RecipeError(
-            f"{local_size} processes for {len(names)} device{'s' * (len(names) > 1)} ({', '.join(names)}): "
-            f"use nproc={len(names)} (torchrun --nproc_per_node={len(names)}); mode={recipe.mode} wants a device each"
-        )
-    return names[:local_size]
-
-
 @dataclass
 class World:
-    """This rank among its peers: its device and threads from the start, its peers' devices once connected."""
+    """This rank among its peers: its devices and threads from the start, its peers' devices once connected."""
 
     place: Place
-    device: torch.device
+    device: torch.device  # the first of those it drives
     threads: int
     devices: tuple[str, ...]  # every rank's, in rank order, once connected
+    drives: tuple[torch.device, ...] = ()  # all that this process drives
+    shared: bool = False  # ranks of this machine share a GPU
+
+    def __post_init__(self) -> None:
+        self.drives = self.drives or (self.device,)
 
     @property
     def rank(self) -> int:
@@ -155,7 +127,7 @@ class World:
             return
         import torch.distributed as dist
 
-        cuda = self.device.type == "cuda"
+        cuda = self.device.type == "cuda" and not self.shared  # NCCL wants a device for each rank
         with lost_peers():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -180,11 +152,24 @@ class World:
 
     @property
     def name(self) -> str:
-        """This rank's device for humans, different for each: cpu:<rank>, and cuda:0@1 for a device of node 1."""
+        """This rank's device for humans, different for each: cpu:<rank>, cuda:0@1 on node 1, cuda:0#3 for rank 3 of
+        several on one card."""
         me = self.place
+        if self.shared:
+            return f"{self.device}#{me.rank}"
         if self.size == 1 or self.device.type == "cuda":
             return str(self.device) + (f"@{me.rank // me.local_size}" if me.size > me.local_size else "")
         return f"cpu:{self.rank}"
+
+    def driven(self) -> dict[str, torch.device]:
+        """The devices that this process drives, by their names for humans; stand-ins on one device count once."""
+        if len(self.drives) < 2:
+            return {self.name: self.device}
+        return {str(device): device for device in self.drives}
+
+    def count(self) -> int:
+        """Devices over all ranks; workers that share a card count it once."""
+        return len({name.partition("#")[0] for name in self.devices})
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place."""
@@ -193,6 +178,15 @@ class World:
 
             with lost_peers():
                 dist.all_reduce(values)
+        return values
+
+    def max_(self, values: Tensor) -> Tensor:
+        """The maximum of a tensor over all ranks, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with lost_peers():
+                dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def share(self, value: Any) -> Any:
@@ -256,19 +250,22 @@ def locate(recipe: Recipe) -> World:
     """Take this process's place: its device and its threads.
 
     Raises:
-        RecipeError: more ranks than devices.
+        RecipeError: other devices than the mode can use.
     """
     import torch
 
     me = place()
     cuda = cuda_count() if recipe.devices == "auto" or any(name != "cpu" for name in recipe.devices) else 0
-    device = torch.device(device_names(recipe, me.local_size, cuda)[me.local_rank])
+    assigned = assign_devices(recipe, me.local_size, cuda)
+    drives = tuple(map(torch.device, assigned[me.local_rank]))
+    device = drives[0]
     threads = threads_per_process(recipe, me.local_size)
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    world = World(me, device, threads, ())
-    world.devices = (world.name,)
+    shared = device.type == "cuda" and len(set(assigned)) < len(assigned)
+    world = World(me, device, threads, (), drives, shared)
+    world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))
     return world
 
 

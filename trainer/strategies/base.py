@@ -7,6 +7,7 @@ only what is here. A mode overrides what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Strategy:
     """One model on one device (mode `single`)."""
 
+    private: tuple[str, ...] = ()  # what differs from rank to rank and is saved for each: model, optimizer, ema
+
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe = recipe
         self.world = world
@@ -29,6 +32,10 @@ class Strategy:
         self._autocast = AUTOCAST.get(recipe.precision)
         self._smoothing = recipe.loss.label_smoothing
         self.scale: Callable[[Tensor], Tensor] | None = None  # the fp16 scaler's, set by the loop
+        self.samples = 0  # training images of an epoch, set by the loop
+        # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
+        self.known: dict[str, Any] = {}
+        self.say: Callable[[str], None] = lambda text: None  # rank 0's voice, set by the loop
         self.module: nn.Module
 
     def shard(self) -> Shard:
@@ -116,12 +123,27 @@ class Strategy:
     def after_step(self, step: int) -> None:
         """Called after every optimizer step, with the number of steps done."""
 
+    def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
+        """Called at an epoch's end, before evaluation, with the moving averages there are."""
+
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Make the weights one over all ranks before evaluating or saving, and with them their moving `averages`."""
 
     def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole model's tensors on rank 0, from each rank's part under plain names."""
         return {name: tensor.detach() for name, tensor in named.items()}
+
+    def notes(self) -> dict[str, str]:
+        """Lines of the banner that this mode adds, by their title."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """Keys of result.json that this mode adds or fills."""
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        """TensorBoard values of the steps since the last call, beyond what every mode has. Collective."""
+        return {}
 
     def close(self) -> None:
         """Let go of what `setup` took."""

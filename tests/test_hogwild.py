@@ -1,0 +1,190 @@
+"""Hogwild: shared memory without a name, what passes through it, and whole runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.commands import QUIET, environment, losses, ok, result, steps, trainer
+from tests.worlds import on_ranks
+from trainer import train
+from trainer.errors import SetupError
+from trainer.recipe import load
+from trainer.strategies import create
+from trainer.strategies.hogwild import ALIGNMENT, MemoryFile
+
+# --- the memory ---------------------------------------------------------------------------------------------------
+
+
+def network():
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(20, 3))
+    model.register_buffer("empty", torch.zeros(0))
+    return model
+
+
+def test_all_ranks_have_the_same_memory():
+    """Rank 0's values, shapes and strides; the same Parameter objects; one rank's update is every rank's."""
+    begun = set(os.listdir("/proc/self/fd"))
+
+    def work(world):
+        model = network()
+        for tensor in model.state_dict().values():
+            tensor.fill_(world.rank + 1)
+        before = list(model.parameters())
+        strategy = create(load(None, "mode=hogwild"), world)
+        strategy.setup(model, (2, 3, 4, 4))
+        named = {**strategy.named_parameters(), **strategy.named_buffers()}
+        assert all(tensor.unique().tolist() == [1] for tensor in named.values() if tensor.numel())
+        assert all(one is two for one, two in zip(before, model.parameters(), strict=True))
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in named.values())
+        world.barrier()
+        if world.rank == 1:
+            model(torch.ones(2, 3, 4, 4)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        world.barrier()
+        copies = strategy.gather(named)
+        if world.rank == 0:
+            assert all(copies[name].data_ptr() != named[name].data_ptr() for name in copies if named[name].numel())
+        assert (model[0].weight.grad is None) == (world.rank == 0), "gradients are each rank's own"
+        return {name: tensor.detach().clone() for name, tensor in named.items()}, copies
+
+    one, two = on_ranks(2, work)
+    torch.testing.assert_close(one, (two[0], one[1]), rtol=0, atol=0)
+    torch.testing.assert_close(one[1], one[0], rtol=0, atol=0)
+    assert one[0]["3.bias"].tolist() == pytest.approx([0.8] * 3), "rank 0 sees what rank 1 did"
+    assert one[0]["1.num_batches_tracked"].item() == 2 and one[0]["1.running_mean"][0] != 1
+    assert set(os.listdir("/proc/self/fd")) <= begun, "the memory is gone with its tensors"
+
+
+def test_where_memory_cannot_be_shared(monkeypatch):
+    file = MemoryFile.create(64)
+    file.map()[:] = bytes(range(64))
+    assert file.map()[:] == bytes(range(64))
+    with pytest.raises(SetupError, match="do not see each other's processes"):
+        MemoryFile(file.pid, file.descriptor, file.inode + 1).map()
+    os.close(file.descriptor)
+    with pytest.raises(SetupError, match=r"cannot be opened.*mode=local_sgd"):
+        file.map()
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(SetupError, match=r"only Linux.*mode=local_sgd"):
+        MemoryFile.create(64)
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Training within this process as the only rank, which leaves the number of threads as it was."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("NPROC", "1")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_one_process_is_single(tmp_path, here):
+    words = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=30", "batch_size=32"]
+    words += ["epochs=3", "threads=1", "ema=0.9", *QUIET]
+    for mode in ("single", "hogwild"):
+        train(load(None, f"mode={mode}", *words, f"output={tmp_path / mode}"))
+    assert losses(tmp_path / "hogwild") == pytest.approx(losses(tmp_path / "single"), rel=1e-6)
+    assert result(tmp_path / "hogwild")["val_loss"] == pytest.approx(result(tmp_path / "single")["val_loss"], rel=1e-6)
+
+
+WATCHED = """
+import os
+from torch import nn
+from trainer import register_model
+
+class Watched(nn.Sequential):
+    def forward(self, x):
+        if x.device.type != "meta":  # a trial of the shape
+            with open(f"rank{os.environ.get('RANK')}.txt", "a") as file:
+                print("train" if self.training else "test", len(x), float(self[1].weight.sum()), file=file)
+        return super().forward(x)
+
+@register_model("watched")
+def build(num_classes, channels, image_size):
+    return Watched(nn.Flatten(), nn.Linear(channels * image_size ** 2, num_classes))
+"""
+
+
+def test_a_whole_run(tmp_path):
+    """Every image once an epoch, by one of the two; what both evaluate, what is saved and what is resumed is one."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+    run = tmp_path / "run"
+    words = ["recipe=digits_hogwild", "plugin=watched", "model.name=watched", "nproc=2", "ema=0.9", "epochs=4", *QUIET]
+    words += [f"output={run}", "save.every_steps=10"]
+    killed = trainer(*words, cwd=tmp_path, env={"TRAINER_FAULT": "kill@1:27"})
+    assert killed.returncode == 7 and "Traceback" not in killed.stderr, killed.stderr
+    done = ok(*words, "resume=auto", cwd=tmp_path)
+    assert "resuming at step 20" in done.stdout and "lr acts per worker update" in done.stdout
+
+    seen = [[line.split() for line in (tmp_path / f"rank{rank}.txt").read_text().splitlines()] for rank in (0, 1)]
+    tested = [[line for line in lines if line[0] == "test"] for lines in seen]
+    assert tested[0] == tested[1] and len({line[2] for line in tested[0]}) > 1, "all evaluate the same weights"
+    last = [[int(size) for kind, size, _ in lines if kind == "train"][-30:] for lines in seen]
+    assert sum(last[0]) == 2 * 718 and sum(last[1]) == 2 * 719, "epochs 3 and 4: all 1,437 images, each once"
+
+    found = result(run)
+    assert found["steps"] == 60 and [int(row["step"]) for row in steps(run)] == list(range(1, 61))
+    assert found["data"]["val_samples"] == 360 and found["losses"][-1] < 0.7 * found["losses"][0]
+    evaluated = ok("evaluate", f"checkpoint={run}", "plugin=watched", cwd=tmp_path)
+    assert f"val loss {found['val_loss']:.4f}" in evaluated.stdout and f"{found['val_top1']:.2%}" in evaluated.stdout
+
+
+def test_nothing_is_left_in_shared_memory_by_a_killed_run(tmp_path):
+    """No rank has a file in /dev/shm, open or mapped, while it trains: so none is left however it ends."""
+    run = tmp_path / "run"
+    words = ["recipe=digits_hogwild", "nproc=2", "epochs=5000", *QUIET, f"output={run}"]
+    before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: process.poll() is not None or ((run / "steps.csv").exists() and len(steps(run)) > 30))
+        assert process.poll() is None
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(ranks) == 2
+        for pid in ranks:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            assert "memfd:trainer-hogwild" in maps and "/dev/shm" not in maps
+            assert not any("/dev/shm" in os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    wait_for(lambda: not any(is_running(pid) for pid in ranks))
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "trainer" in name]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_gpu_is_refused():
+    done = trainer("recipe=digits_hogwild", "devices=[cuda:0]")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_compile(tmp_path, full):
+    if not full:
+        pytest.skip("compiling takes a minute and a C++ compiler: --all")
+    words = ["recipe=digits_hogwild", "nproc=2", "epochs=4", "compile=true", *QUIET]
+    ok(*words, f"output={tmp_path / 'run'}", timeout=600)
+    assert result(tmp_path / "run")["val_top1"] > 0.8

@@ -1,0 +1,198 @@
+"""Local SGD: what is averaged, by which weights and when; and whole runs that are killed, resumed, evaluated."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.worlds import on_ranks
+from trainer import train
+from trainer.data import Batch
+from trainer.recipe import load
+from trainer.strategies import create, local_sgd
+
+SHAPE = (4, 2, 3, 3)
+
+
+def build(world, *words, samples=10_003):
+    """A small network with BatchNorm under local SGD, the same on every rank."""
+    strategy = create(load(None, "mode=local_sgd", *words), world)
+    strategy.samples = samples
+    layers = [nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 5)]
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(*layers)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    strategy.setup(model, SHAPE)
+    return strategy
+
+
+def tensors(strategy):
+    return {**strategy.named_parameters(), **strategy.named_buffers()}
+
+
+def clones(named):
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def scatter(strategy):
+    """Give each rank values of its own."""
+    generator = torch.Generator().manual_seed(7 + strategy.world.rank)
+    for tensor in tensors(strategy).values():
+        if tensor.is_floating_point():
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator))
+        else:
+            tensor.fill_(3 + strategy.world.rank)
+
+
+@pytest.mark.parametrize("bucket", [1, 20, 2**24])
+def test_averages_are_weighted_by_samples(bucket, monkeypatch):
+    """10,003 images over 4 workers: 2500, 2500, 2500, 2503. Weights, running statistics and moving averages alike."""
+    monkeypatch.setattr(local_sgd, "BUCKET", bucket)
+
+    def work(world):
+        strategy = build(world)
+        scatter(strategy)
+        ema = {"w": torch.full((2,), float(world.rank), dtype=torch.float64)}
+        before = clones(tensors(strategy))
+        gathered = strategy.gather(tensors(strategy))
+        untouched = clones(tensors(strategy))
+        strategy.after_epoch(ema)
+        return before, untouched, gathered, clones(tensors(strategy)), ema["w"]
+
+    ranks = on_ranks(4, work)
+    for name, first in ranks[0][0].items():
+        everyone = torch.stack([rank[0][name].double() for rank in ranks])
+        weights = torch.tensor([2500, 2500, 2500, 2503], dtype=torch.float64) / 10_003
+        mean = torch.tensordot(weights, everyone, 1).to(first.dtype)
+        expected = mean if first.is_floating_point() else first
+        for before, untouched, gathered, after, _ in ranks:
+            torch.testing.assert_close(after[name], expected, rtol=1e-7, atol=1e-7)
+            assert torch.equal(untouched[name], before[name]), "a save must not change the training"
+            assert torch.equal(after[name], ranks[0][3][name])
+            assert torch.equal(gathered[name], after[name])
+    for rank in ranks:
+        assert rank[4].tolist() == pytest.approx([(2500 * 0 + 2500 * 1 + 2500 * 2 + 2503 * 3) / 10_003] * 2, rel=1e-12)
+
+
+def test_averaging_twice_changes_nothing():
+    """A run stopped between the last step of an epoch and its averaging, or after it, ends the same."""
+
+    def work(world):
+        strategy = build(world)
+        scatter(strategy)
+        strategy.after_epoch({})
+        once = clones(tensors(strategy))
+        strategy.after_epoch({})
+        return all(torch.equal(once[name], tensor) for name, tensor in tensors(strategy).items())
+
+    assert on_ranks(3, work) == [True] * 3
+
+
+def test_every_step_without_momentum_is_data_parallel():
+    """With `every=2` workers are apart after one step and one after two; with `every=1` they follow the joint batch."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(2, 8, *SHAPE[1:], generator=generator), torch.arange(8) % 5
+
+    def work(world, every, count):
+        strategy = build(world, f"local_sgd.every={every}", samples=16)
+        strategy.train(False)  # BatchNorm of half a batch is another function
+        mine = slice(world.rank * 8 // count, (world.rank + 1) * 8 // count)
+        optimizer = torch.optim.SGD(strategy.named_parameters().values(), lr=0.01)
+        history = []
+        for step in range(2):
+            batch = Batch(inputs[step, mine], targets[mine], 8 // count)
+            loss = strategy.forward_backward(batch, 1 / 8)
+            optimizer.step()
+            optimizer.zero_grad()
+            strategy.after_step(step + 1)
+            history.append((loss, clones(strategy.named_parameters())))
+        return history
+
+    (alone,) = on_ranks(1, lambda world: work(world, 1, 1))
+    for every in (1, 2):
+        one, two = on_ranks(2, lambda world, every=every: work(world, every, 2))
+        assert (one[0][0] + two[0][0]).item() == pytest.approx(alone[0][0].item(), rel=1e-6)
+        for step in range(2):
+            same = all(torch.equal(one[step][1][name], two[step][1][name]) for name in one[step][1])
+            assert same == ((step + 1) % every == 0)
+        if every == 1:
+            torch.testing.assert_close(one[1][1], alone[1][1])
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+DATA = [
+    "data.name=synthetic",
+    "data.image_size=8",
+    "data.val_samples=30",
+    "model.name=cnn_gn",
+    "schedule.name=constant",
+]
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Training within this process as the only rank, which leaves the number of threads as it was."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("NPROC", "1")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_one_process_is_single(tmp_path, here):
+    words = [*DATA, "data.samples=96", "batch_size=32", "epochs=3", "threads=1", *QUIET, "local_sgd.every=2"]
+    for mode in ("single", "local_sgd"):
+        train(load(None, f"mode={mode}", *words, f"output={tmp_path / mode}"))
+    assert losses(tmp_path / "local_sgd") == pytest.approx(losses(tmp_path / "single"), rel=1e-6)
+    assert len(losses(tmp_path / "single")) == 9
+
+
+def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
+    """Epochs of one step: both modes cut the same permutation in the same two halves."""
+    words = [*DATA, "data.samples=64", "batch_size=64", "epochs=8", "optimizer.momentum=0", "optimizer.lr=0.01", *QUIET]
+    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'ddp'}")
+    ok(*words, "mode=local_sgd", "local_sgd.every=1", "nproc=2", f"output={tmp_path / 'local'}")
+    assert losses(tmp_path / "local") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-4)
+    assert losses(tmp_path / "ddp")[-1] < losses(tmp_path / "ddp")[0]
+    assert result(tmp_path / "local")["val_loss"] == pytest.approx(result(tmp_path / "ddp")["val_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("more", [[], ["precision=fp16", "local_sgd.every=4"]], ids=["epoch", "steps, fp16"])
+def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path, full):
+    """BatchNorm, momentum, moving average; shards of 718 and 719 images, 15 steps an epoch."""
+    if more and not full:
+        pytest.skip("fp16 is slow on the CPU: --all")
+    words = ["recipe=digits_local_sgd", "nproc=2", "ema=0.9", "epochs=2", "save.every_steps=6", *QUIET, *more]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done = ok(*words, f"output={whole}")
+    assert "averaged every" in done.stdout and result(whole)["data"]["val_samples"] == 360
+    killed = trainer(*words, f"output={cut}", env={"TRAINER_FAULT": "kill@1:21"})
+    assert killed.returncode == 7 and "Traceback" not in killed.stderr, killed.stderr
+
+    saved = load_file(cut / "checkpoints" / "step-00000018" / "ranks.safetensors")
+    kept = [name for name in saved if name.startswith("0/model:") and name.endswith("weight")]
+    apart = [not torch.equal(saved[name], saved[name.replace("0/", "1/", 1)]) for name in kept]
+    assert kept and all(apart), "between averagings each worker has weights of its own"
+    assert {"0/optimizer:0.weight//momentum_buffer", "1/ema:0.weight"} <= saved.keys()
+    assert ("1/scaler:scale" in saved) == bool(more)
+
+    ok(*words, f"output={cut}", "resume=auto")
+    assert losses(cut) == losses(whole)
+    assert (cut / "last.safetensors").read_bytes() == (whole / "last.safetensors").read_bytes()
+    assert [row["step"] for row in steps(cut)] == [row["step"] for row in steps(whole)]
+
+    found = result(whole)
+    evaluated = ok("evaluate", f"checkpoint={whole}").stdout
+    assert f"val loss {found['val_loss']:.4f}" in evaluated and f"{found['val_top1']:.2%}" in evaluated
+
+
+def test_compile(tmp_path, full):
+    if not full:
+        pytest.skip("compiling takes a minute and a C++ compiler: --all")
+    words = ["recipe=digits_local_sgd", "nproc=2", "model.name=cnn_gn", "optimizer.lr=0.001", "epochs=2", *QUIET]
+    ok(*words, f"output={tmp_path / 'plain'}")
+    ok(*words, "compile=true", f"output={tmp_path / 'compiled'}", timeout=600)
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)

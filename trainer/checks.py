@@ -1,0 +1,247 @@
+"""What can run: names against what there is, modes against processes, devices' counts and options. No torch here.
+
+Everything in this room answers before anything heavy starts, with the command that works.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer.errors import RecipeError
+from trainer.recipe import STREAMS, Recipe, nearest, neighbours
+
+VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
+V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
+SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
+
+# Options and modes that do not go together, and why. Everything else works: a test tries every pair.
+ALONE = "its workers compute apart from each other between averagings"
+REFUSED = {
+    ("sync_bn", "dp"): "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
+    ("sync_bn", "pipeline"): "a stage never holds two micro-batches of a step at once; "
+    "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
+    ("sync_bn", "local_sgd"): f"{ALONE}; use mode=ddp",
+    ("sync_bn", "hogwild"): "its workers never wait for each other; use mode=ddp",
+    ("compile", "dp"): "nn.DataParallel copies the module anew for every pass; use mode=ddp",
+}
+OPTIONS = {
+    "fp16": ("precision", "fp16"),
+    "bf16": ("precision", "bf16"),
+    "compile": ("compile", True),
+    "channels_last": ("channels_last", True),
+    "ema": ("ema", 0.9),
+    "mixup": ("augment.mixup", 0.2),
+    "clip_grad_norm": ("clip_grad_norm", 1.0),
+    "accumulate": ("accumulate", 2),
+    "sync_bn": ("sync_bn", True),
+    "label_smoothing": ("loss.label_smoothing", 0.1),
+}  # each with a key and a value that turn it on
+
+
+def schedule_of(recipe: Recipe, processes: int) -> str:
+    """The pipeline's schedule: the recipe's, else streams in one process and 1F1B in several."""
+    return recipe.pipeline.schedule or (STREAMS if processes == 1 else "1f1b")
+
+
+def ranks_per_pipeline(recipe: Recipe, processes: int) -> int:
+    """How many of the processes hold one copy of the model between them."""
+    return (recipe.pipeline.stages or processes) if recipe.mode == "pipeline" and processes > 1 else 1
+
+
+def shards(recipe: Recipe, processes: int) -> int:
+    """Into how many parts the global batch, or the data, is divided."""
+    return max(1, processes // ranks_per_pipeline(recipe, processes))
+
+
+def virtual_stages(recipe: Recipe, schedule: str) -> int:
+    """Stages on each rank."""
+    return recipe.pipeline.virtual_stages or VIRTUAL.get(schedule, 1)
+
+
+def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
+    """Hold the recipe against the number of processes it is started with.
+
+    Raises:
+        RecipeError: when the mode cannot run in that many or with these options, or the batch does not divide.
+    """
+    check_options(recipe)
+    if not recipe.many_processes and recipe.mode != "pipeline" and processes > 1:
+        raise RecipeError(
+            f"mode={recipe.mode} runs in 1 process, not {processes}: "
+            f"type python -m trainer ... mode={recipe.mode} without torchrun, or mode=ddp"
+        )
+    if recipe.mode == "hogwild" and nodes > 1:
+        raise RecipeError(f"mode=hogwild shares one machine's memory and cannot span {nodes} nodes: use mode=local_sgd")
+    if recipe.mode == "pipeline":
+        _check_pipeline(recipe, processes)
+    rows = recipe.accumulate * shards(recipe, processes)
+    rows *= recipe.augment.together
+    if recipe.batch_size % rows:
+        count = shards(recipe, processes)
+        kind = "replica" if count != processes else "process"
+        why = f"{count} {kind}{'es' if kind == 'process' and count > 1 else 's' if count > 1 else ''}"
+        why += f" x accumulate={recipe.accumulate}" if recipe.accumulate > 1 else ""
+        why += " x pairs of images (mixup, cutmix)" if recipe.augment.together > 1 else ""
+        sizes = neighbours(recipe.batch_size, rows)
+        raise RecipeError(f"batch_size={recipe.batch_size} does not divide among {why}; try batch_size={sizes}")
+    if recipe.mode == "pipeline":
+        microbatch_counts(recipe, processes)
+
+
+def check_options(recipe: Recipe) -> None:
+    """Refuse an option that the mode cannot have.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    on = {"sync_bn": recipe.sync_bn, "compile": recipe.compile}
+    for option, value in on.items():
+        reason = REFUSED.get((option, recipe.mode)) if value else None
+        if reason:
+            raise RecipeError(f"{option}=true is not for mode={recipe.mode}: {reason}")
+    schedule = recipe.pipeline.schedule
+    if recipe.mode == "pipeline" and recipe.compile and schedule in SPLIT_BACKWARD:
+        raise RecipeError(
+            f"compile=true is not for pipeline.schedule={schedule}, which computes the gradients of inputs and weights "
+            "apart, and a compiled backward pass is one piece: use pipeline.schedule=1f1b or interleaved1f1b"
+        )
+
+
+def _check_pipeline(recipe: Recipe, processes: int) -> None:
+    schedule, wanted = schedule_of(recipe, processes), recipe.pipeline.stages
+    if processes > 1 and schedule == STREAMS:
+        raise RecipeError(
+            f"pipeline.schedule=streams runs in 1 process, not {processes}: type python -m trainer ... without "
+            "torchrun and nproc=, or pipeline.schedule=1f1b"
+        )
+    if schedule == STREAMS:
+        if recipe.pipeline.virtual_stages not in (None, 1):
+            raise RecipeError("pipeline.virtual_stages needs a schedule over processes: pipeline.schedule=loopedbfs")
+        return
+    if processes == 1:
+        need = wanted or 2
+        raise RecipeError(
+            f"pipeline.schedule={schedule} runs in {need} processes or more, one a stage: type "
+            f"torchrun --nproc_per_node={need} -m trainer ... or nproc={need}; one process: pipeline.schedule=streams"
+        )
+    if wanted is not None and processes % wanted:
+        near = neighbours(processes, wanted)
+        raise RecipeError(
+            f"pipeline.stages={wanted} runs in a multiple of {wanted} processes, not {processes}: "
+            f"type torchrun --nproc_per_node={near.split()[0]} -m trainer ... (or nproc=), {near} would do"
+        )
+    virtual = recipe.pipeline.virtual_stages
+    if schedule in V_SHAPED and virtual not in (None, 2):
+        raise RecipeError(f"pipeline.schedule={schedule} has 2 stages a rank, not {virtual}: leave virtual_stages out")
+    if schedule not in VIRTUAL and virtual not in (None, 1):
+        raise RecipeError(
+            f"pipeline.schedule={schedule} has 1 stage a rank, not {virtual}: "
+            "use interleaved1f1b, loopedbfs or interleavedzerobubble"
+        )
+
+
+def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
+    """The numbers of micro-batches that a pipeline may use: one where the recipe says, else all that can run.
+
+    Over processes all micro-batches are equal, because stages exchange tensors of one shape.
+
+    Raises:
+        RecipeError: the recipe's number cannot be, with those that can.
+    """
+    schedule, section = schedule_of(recipe, processes), recipe.pipeline
+    rows = recipe.batch_size // (shards(recipe, processes) * recipe.accumulate)
+    if schedule == STREAMS:
+        if section.split_size is not None:
+            return [-(-rows // min(section.split_size, rows))]
+        if section.microbatches == "auto":
+            return list(_spread(range(1, min(rows, 64) + 1)))
+        if int(section.microbatches) > rows:
+            raise RecipeError(f"pipeline.microbatches={section.microbatches} of {rows} images: at most {rows}")
+        return [int(section.microbatches)]
+    possible = [m for m in range(1, rows + 1) if rows % m == 0 and not _why_not(schedule, m, recipe, processes)]
+    what = f"{rows} images a step" + (" and replica" if shards(recipe, processes) > 1 else "")
+    what += f" (batch_size={recipe.batch_size}, accumulate={recipe.accumulate})" if recipe.accumulate > 1 else ""
+    if not possible:
+        least = ranks_per_pipeline(recipe, processes) * virtual_stages(recipe, schedule)
+        factor = shards(recipe, processes) * recipe.accumulate * least
+        raise RecipeError(
+            f"{what} do not divide into equal micro-batches for pipeline.schedule={schedule}, which wants {least} or "
+            f"more of them: try batch_size={neighbours(recipe.batch_size, factor)}"
+        )
+    if section.split_size is None and section.microbatches == "auto":
+        return possible
+    if section.split_size is not None:
+        wanted, key = rows / section.split_size, "pipeline.split_size"
+        shown, choices = str(section.split_size), [rows // m for m in reversed(possible)]
+    else:
+        wanted, key = float(section.microbatches), "pipeline.microbatches"
+        shown, choices = str(section.microbatches), possible
+    if wanted in possible:
+        return [int(wanted)]
+    reason = _why_not(schedule, int(wanted), recipe, processes) if wanted == int(wanted) and not rows % wanted else None
+    reason = reason or f"{what} do not divide into equal micro-batches like that"
+    raise RecipeError(f"{key}={shown}: {reason}; try {key}={_listed(choices)}")
+
+
+def _why_not(schedule: str, microbatches: int, recipe: Recipe, processes: int) -> str | None:
+    """torch's own conditions on the number of micro-batches."""
+    ranks = ranks_per_pipeline(recipe, processes)
+    stages = ranks * virtual_stages(recipe, schedule)
+    if schedule in ("1f1b", "dualpipev") and microbatches < stages:
+        return f"pipeline.schedule={schedule} wants at least as many micro-batches as stages ({stages})"
+    rounds = max(1, microbatches // ranks)
+    if schedule in ("interleaved1f1b", "interleavedzerobubble") and microbatches % rounds:
+        return f"pipeline.schedule={schedule} wants a multiple of its {rounds} rounds"
+    return None
+
+
+def _spread(counts: range) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ...: counts that double in two steps."""
+    return (m for m in counts if m & (m - 1) == 0 or (m % 3 == 0 and (m // 3) & (m // 3 - 1) == 0))
+
+
+def _listed(choices: list[int]) -> str:
+    shown = choices if len(choices) <= 8 else [*choices[:4], *choices[-3:]]
+    return " or ".join([", ".join(map(str, shown[:-1])), str(shown[-1])]) if len(shown) > 1 else str(shown[0])
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a model name that neither this package nor torchvision has, without importing torchvision.
+
+    Only a first look, skipped when the user brings a plugin: `models.build` has the last word.
+    """
+    known = [*SMALL_MODELS, *torchvision_classifiers()]
+    if len(known) > len(SMALL_MODELS) and name not in known:
+        guess = nearest(name, known)
+        raise RecipeError(
+            f"model.name={name} is neither a small model nor a torchvision classifier; "
+            + (f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}")
+            + " (your own: plugin=my_module)"
+        )
+
+
+SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "synthetic")
+
+
+def check_dataset_name(name: str) -> None:
+    """Refuse a data set that this package does not have (skipped when the user brings a plugin)."""
+    if name not in DATASETS:
+        guess = nearest(name, DATASETS)
+        hint = f"did you mean data.name={guess}? " if guess else ""
+        known = ", ".join(DATASETS)
+        raise RecipeError(f"data.name={name} is not a data set; {hint}known: {known} (your own: plugin=my_module)")
+
+
+def torchvision_classifiers() -> list[str]:
+    """Names of torchvision's classifiers, read from its source: importing it takes seconds."""
+    spec = find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    names: list[str] = []
+    for path in sorted(Path(spec.submodule_search_locations[0], "models").glob("*.py")):
+        names += re.findall(r"@register_model\(\)\n(?:@.*\n)*def (\w+)", path.read_text(encoding="utf-8"))
+    return names

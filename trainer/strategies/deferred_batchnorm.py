@@ -1,0 +1,87 @@
+"""Batch normalisation in a pipeline: running statistics once a mini-batch, as if it were not cut into micro-batches.
+
+Each micro-batch is still normalised by its own mean and variance (it has not seen the others); what is deferred are the
+running statistics that evaluation uses. The idea is torchgpipe's (Kim et al., arXiv:2004.09910, section 3.3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Batch normalisation that gathers its statistics until `commit`. Inputs (N, C, ...)."""
+
+    gathering = True  # off while activations are computed a second time
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected (N, C, ...), got {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.running_mean is None or not DeferredBatchNorm.gathering:
+            return batch_norm(
+                input, None if self.training else self.running_mean, None if self.training else self.running_var,
+                self.weight, self.bias, self.training or self.running_mean is None, 0.0, self.eps,
+            )  # fmt: skip
+        self._check_input_dim(input)
+        # With momentum 1 the "running" statistics are those of this micro-batch.
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
+        out = batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        self._fold(mean, variance, input.numel() // input.shape[1])
+        return out
+
+    def _fold(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Take in a part's mean and unbiased variance (Chan, Golub, LeVeque 1983: the pairwise update)."""
+        if self._count == 0:
+            self._count, self._mean, self._squares = count, mean, variance * (count - 1)
+            return
+        total = self._count + count
+        delta = mean - self._mean
+        self._squares = self._squares + variance * (count - 1) + delta.square() * (self._count * count / total)
+        self._mean = self._mean + delta * (count / total)
+        self._count = total
+
+    _count = 0
+    _mean: Tensor
+    _squares: Tensor  # summed squared deviations from the mean
+
+    def commit(self) -> None:
+        """The mini-batch is complete: update the running statistics with what was gathered."""
+        if self._count == 0 or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(self._mean, share)
+            self.running_var.lerp_(self._squares / max(1, self._count - 1), share)
+        self._count = 0
+
+
+def convert_deferred_batchnorm(module: nn.Module) -> list[DeferredBatchNorm]:
+    """Replace every batch normalisation within `module`; names, parameters and buffers stay the same objects."""
+    for owner in list(module.modules()):
+        for name, child in list(owner.named_children()):
+            if isinstance(child, _BatchNorm) and type(child) is not DeferredBatchNorm:
+                setattr(owner, name, _deferred(child))
+    return [layer for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
+
+
+def _deferred(layer: _BatchNorm) -> DeferredBatchNorm:
+    deferred = DeferredBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    deferred._parameters, deferred._buffers = dict(layer._parameters), dict(layer._buffers)
+    return deferred.train(layer.training)
+
+
+class recomputing:
+    """Forward passes in here repeat earlier ones: their statistics have been gathered. Can be entered again."""
+
+    def __enter__(self) -> None:
+        DeferredBatchNorm.gathering = False
+
+    def __exit__(self, *_: object) -> None:
+        DeferredBatchNorm.gathering = True

@@ -1,0 +1,177 @@
+"""Choosing a pipeline's cuts and its number of micro-batches, by measuring on the devices that will run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from trainer.balance import BlockCost, balance
+from trainer.partition import Traced, choose
+from trainer.recipe import Recipe
+from trainer.strategies import orders
+
+CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
+FINALISTS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is split: the cuts between its stages, and into how many micro-batches a batch goes."""
+
+    cuts: tuple[str, ...]
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """What a plan is for.
+
+    Attributes:
+        stages: over all workers.
+        workers: ranks, or devices of one process.
+        schedule: its name in the recipe; streams runs as 1F1B does.
+        rows: images of a batch that is cut into micro-batches.
+        counts: numbers of micro-batches that can run.
+    """
+
+    stages: int
+    workers: int
+    schedule: str
+    rows: int
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a plan took when it was run."""
+
+    seconds: float  # of one step
+    busy: tuple[float, ...]  # seconds of each stage in it
+
+
+def find_plan(
+    traced: Traced,
+    recipe: Recipe,
+    pipe: Pipe,
+    probe: Callable[[int], list[BlockCost]],
+    trial: Callable[[Plan], Trial] | None,
+    say: Callable[[str], None],
+) -> tuple[Plan, dict[str, Any]]:
+    """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest.
+
+    Args:
+        probe: times every block at so many images a micro-batch.
+        trial: runs a plan; None where there is nothing to choose by running.
+
+    Returns:
+        The plan, and what is known of it: its key, predicted bubble, and the trials.
+    """
+    key = key_of(traced, recipe, pipe)
+    candidates = _candidates(pipe)
+    if len(candidates) > 1:
+        say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({', '.join(map(str, candidates))})")
+    costs = {m: probe(-(-pipe.rows // m)) for m in candidates}
+    plans = [Plan(_cuts(traced, recipe, pipe, costs[m]), m) for m in candidates]
+    stage_seconds = {plan: _stage_costs(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
+    predictions = {plan: predict(pipe, plan.microbatches, stage_seconds[plan]) for plan in plans}
+    best, trials = plans[0], {}
+    if len(plans) > 1 and trial is not None:
+        finalists = sorted(plans, key=lambda plan: predictions[plan][0])[:FINALISTS]
+        trials = {plan: trial(plan) for plan in finalists}
+        best = min(trials, key=lambda plan: trials[plan].seconds)
+        if recipe.pipeline.cuts == "auto":
+            best = _refine(traced, best, trials, trial)
+    seconds, bubble = predictions.get(best) or predict(
+        pipe, best.microbatches, _stage_costs(traced, best.cuts, costs[best.microbatches])
+    )
+    return best, {
+        "key": key,
+        "plan": asdict(best),
+        "predicted": {"step_seconds": seconds, "bubble": bubble},
+        "stage_seconds": _stage_costs(traced, best.cuts, costs[best.microbatches]),
+        "trials": [{**asdict(plan), **asdict(found)} for plan, found in trials.items()],
+    }
+
+
+def recall(known: Mapping[str, Any], key: str) -> Plan | None:
+    """The plan that an earlier part of the run found for the same pipe."""
+    if known.get("key") != key:
+        return None
+    return Plan(tuple(known["plan"]["cuts"]), known["plan"]["microbatches"])
+
+
+def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:
+    """What a plan was found for."""
+    section = recipe.pipeline
+    wanted = f"{section.cuts} {section.microbatches} {section.split_size} {section.recompute}"
+    return f"{recipe.model.name} {len(traced.cuts)} {recipe.mode} {pipe} {wanted} {recipe.precision}"
+
+
+def _candidates(pipe: Pipe) -> list[int]:
+    """A handful of the possible numbers of micro-batches."""
+    if len(pipe.counts) == 1:
+        return list(pipe.counts)
+    few, many = CANDIDATES[0] * pipe.workers, CANDIDATES[-1] * pipe.workers
+    within = [m for m in pipe.counts if few <= m <= many and pipe.rows // m > 1]
+    within = within or [min(pipe.counts, key=lambda m: abs(m - few))]
+    wanted = (factor * pipe.workers for factor in CANDIDATES)
+    return sorted({min(within, key=lambda m: (abs(m - want), m)) for want in wanted})
+
+
+def _cuts(traced: Traced, recipe: Recipe, pipe: Pipe, costs: Sequence[BlockCost]) -> tuple[str, ...]:
+    if recipe.pipeline.cuts != "auto":
+        return choose(traced, recipe.pipeline.cuts, pipe.stages)
+    return tuple(traced.cuts[index] for index in balance(costs, pipe.stages))
+
+
+def _stage_costs(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost]) -> list[tuple[float, float]]:
+    """Seconds of each stage, forward and backward."""
+    bounds = [0, *(traced.cuts.index(cut) + 1 for cut in cuts), len(costs)]
+    return [
+        (sum(cost.forward for cost in costs[a:b]), sum(cost.backward for cost in costs[a:b]))
+        for a, b in pairwise(bounds)
+    ]
+
+
+def predict(pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of a step and its bubble, from the seconds of each stage, transfers left out.
+
+    With several stages on a worker, of equal workers: (m + (p - 1) / v) times the slowest worker's time.
+    """
+    if pipe.stages > pipe.workers:
+        virtual = pipe.stages // pipe.workers
+        slowest = virtual * max(forward + backward for forward, backward in stages)
+        bubble = orders.ideal_bubble(pipe.workers, microbatches, virtual)
+        return (microbatches + (pipe.workers - 1) / virtual) * slowest, bubble
+    kind = orders.gpipe if pipe.schedule == "gpipe" else orders.one_forward_one_backward
+    seconds = {(name, stage): cost for stage, pair in enumerate(stages) for name, cost in zip("FB", pair, strict=True)}
+    spans = orders.simulate([kind(stage, pipe.stages, microbatches) for stage in range(pipe.stages)], seconds)
+    return max(span.end for span in spans), orders.idle_share(spans, pipe.workers)
+
+
+def _refine(traced: Traced, best: Plan, trials: dict[Plan, Trial], trial: Callable[[Plan], Trial]) -> Plan:
+    """Move a cut of the slowest stage inwards while the step gets faster: side by side, stages slow each other."""
+    for _ in range(2):
+        for nearby in _shrunk(traced, best, trials[best].busy):
+            if nearby not in trials:
+                trials[nearby] = trial(nearby)
+        faster = min(trials, key=lambda plan: trials[plan].seconds)
+        if faster == best:
+            break
+        best = faster
+    return best
+
+
+def _shrunk(traced: Traced, plan: Plan, busy: Sequence[float]) -> list[Plan]:
+    """The plans in which the busiest stage gives one block to a neighbour."""
+    at = [traced.cuts.index(cut) for cut in plan.cuts]
+    slowest = max(range(len(busy)), key=lambda stage: busy[stage])
+    moved = []
+    if slowest > 0:
+        moved.append([*at[: slowest - 1], at[slowest - 1] + 1, *at[slowest:]])
+    if slowest < len(at):
+        moved.append([*at[:slowest], at[slowest] - 1, *at[slowest + 1 :]])
+    fits = (m for m in moved if all(a < b for a, b in pairwise([-1, *m, len(traced.cuts)])))
+    return [Plan(tuple(traced.cuts[index] for index in m), plan.microbatches) for m in fits]

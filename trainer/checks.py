@@ -5,6 +5,7 @@ Everything in this room answers before anything heavy starts, with the command t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -77,16 +78,15 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         raise RecipeError(f"mode=hogwild shares one machine's memory and cannot span {nodes} nodes: use mode=local_sgd")
     if recipe.mode == "pipeline":
         _check_pipeline(recipe, processes)
-    rows = recipe.accumulate * shards(recipe, processes)
-    rows *= recipe.augment.together
-    if recipe.batch_size % rows:
-        count = shards(recipe, processes)
-        kind = "replica" if count != processes else "process"
-        why = f"{count} {kind}{'es' if kind == 'process' and count > 1 else 's' if count > 1 else ''}"
-        why += f" x accumulate={recipe.accumulate}" if recipe.accumulate > 1 else ""
-        why += " x pairs of images (mixup, cutmix)" if recipe.augment.together > 1 else ""
-        sizes = neighbours(recipe.batch_size, rows)
-        raise RecipeError(f"batch_size={recipe.batch_size} does not divide among {why}; try batch_size={sizes}")
+    count = shards(recipe, processes)
+    if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
+        among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []
+        among += [f"accumulate={recipe.accumulate}"] if recipe.accumulate > 1 else []
+        among += ["pairs of images (mixup, cutmix)"] if recipe.augment.together > 1 else []
+        raise RecipeError(
+            f"batch_size={recipe.batch_size} does not divide among {' x '.join(among)}; "
+            f"try batch_size={_batch_sizes(recipe, processes)}"
+        )
     if recipe.mode == "pipeline":
         microbatch_counts(recipe, processes)
 
@@ -135,11 +135,13 @@ def _check_pipeline(recipe: Recipe, processes: int) -> None:
         )
     virtual = recipe.pipeline.virtual_stages
     if schedule in V_SHAPED and virtual not in (None, 2):
-        raise RecipeError(f"pipeline.schedule={schedule} has 2 stages a rank, not {virtual}: leave virtual_stages out")
+        raise RecipeError(
+            f"pipeline.schedule={schedule} has 2 stages a rank, not {virtual}: leave pipeline.virtual_stages out"
+        )
     if schedule not in VIRTUAL and virtual not in (None, 1):
         raise RecipeError(
             f"pipeline.schedule={schedule} has 1 stage a rank, not {virtual}: "
-            "use interleaved1f1b, loopedbfs or interleavedzerobubble"
+            "use pipeline.schedule=interleaved1f1b, loopedbfs or interleavedzerobubble"
         )
 
 
@@ -159,17 +161,15 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
         if section.microbatches == "auto":
             return list(_spread(range(1, min(rows, 64) + 1)))
         if int(section.microbatches) > rows:
-            raise RecipeError(f"pipeline.microbatches={section.microbatches} of {rows} images: at most {rows}")
+            raise RecipeError(f"pipeline.microbatches={section.microbatches} of {rows} images: at most {rows} can be")
         return [int(section.microbatches)]
     possible = [m for m in range(1, rows + 1) if rows % m == 0 and not _why_not(schedule, m, recipe, processes)]
     what = f"{rows} images a step" + (" and replica" if shards(recipe, processes) > 1 else "")
     what += f" (batch_size={recipe.batch_size}, accumulate={recipe.accumulate})" if recipe.accumulate > 1 else ""
     if not possible:
-        least = ranks_per_pipeline(recipe, processes) * virtual_stages(recipe, schedule)
-        factor = shards(recipe, processes) * recipe.accumulate * least
         raise RecipeError(
-            f"{what} do not divide into equal micro-batches for pipeline.schedule={schedule}, which wants {least} or "
-            f"more of them: try batch_size={neighbours(recipe.batch_size, factor)}"
+            f"{what} do not divide into equal micro-batches for pipeline.schedule={schedule}, which wants "
+            f"{_round(recipe, processes)} or more of them: try batch_size={_batch_sizes(recipe, processes)}"
         )
     if section.split_size is None and section.microbatches == "auto":
         return possible
@@ -196,6 +196,27 @@ def _why_not(schedule: str, microbatches: int, recipe: Recipe, processes: int) -
     if schedule in ("interleaved1f1b", "interleavedzerobubble") and microbatches % rounds:
         return f"pipeline.schedule={schedule} wants a multiple of its {rounds} rounds"
     return None
+
+
+def _round(recipe: Recipe, processes: int) -> int:
+    """Micro-batches of which every multiple can run."""
+    schedule, ranks = schedule_of(recipe, processes), ranks_per_pipeline(recipe, processes)
+    if schedule in ("1f1b", "dualpipev"):
+        return ranks * virtual_stages(recipe, schedule)
+    return ranks if schedule in ("interleaved1f1b", "interleavedzerobubble") else 1
+
+
+def _batch_sizes(recipe: Recipe, processes: int) -> str:
+    """Batch sizes around the recipe's that divide among everything, in words."""
+    rows = recipe.augment.together
+    if recipe.mode == "pipeline":
+        schedule, section = schedule_of(recipe, processes), recipe.pipeline
+        count = _round(recipe, processes)
+        if section.microbatches != "auto" and not _why_not(schedule, int(section.microbatches), recipe, processes):
+            count = int(section.microbatches)
+        images = section.split_size if section.split_size is not None and schedule != STREAMS else 1
+        rows = math.lcm(rows, count * images)
+    return neighbours(recipe.batch_size, shards(recipe, processes) * recipe.accumulate * rows)
 
 
 def _spread(counts: range) -> Iterator[int]:

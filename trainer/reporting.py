@@ -52,6 +52,11 @@ def banner(run: Run) -> str:
     )
 
 
+def mode_lines(run: Run) -> str:
+    """How the mode runs, for TensorBoard's text tab."""
+    return "\n".join(f"- {title}: {text}" for title, text in {"mode": run.recipe.mode, **run.strategy.notes()}.items())
+
+
 def step_values(
     run: Run, loss: float, lr: float, norm: float | None, timed: tuple[int, float, float]
 ) -> dict[str, float]:
@@ -112,6 +117,10 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
+    pipeline = result["pipeline"]
+    if pipeline and pipeline["bubble_measured"] is not None:
+        text += f"\n  bubble   {pipeline['bubble_measured']:.1%} measured, {pipeline['bubble_predicted']:.1%} predicted"
+        text += f": {folder}/timeline.png" if run.recipe.pipeline.timeline else ", pipeline.timeline=true draws it"
     text += f"\n  weights  {folder}/last.safetensors"
     if run.recipe.logging.tensorboard:
         text += f"\n  watch    {os.environ.get('TRAINER_TENSORBOARD', 'python -m tensorboard.main')} --logdir {folder}"

@@ -43,6 +43,9 @@ class NullTracker:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """TensorBoard values; tags as in the design, x is the optimizer step."""
 
+    def text(self, tag: str, text: str) -> None:
+        """Markdown for TensorBoard's text tab."""
+
     def step(self, row: Mapping[str, Any]) -> None:
         """A logged step: a row of steps.csv."""
 
@@ -127,6 +130,10 @@ class Tracker(NullTracker):
 
             entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._events.file_writer.add_summary(Summary(value=entries), step)
+
+    def text(self, tag: str, text: str) -> None:
+        if self._events is not None and self._first == 0:
+            self._events.add_text(tag, text, 0)
 
     def step(self, row: Mapping[str, Any]) -> None:
         if self._steps is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import faults, launching, reporting, resuming, strategies
+from trainer import faults, launching, reporting, resuming, strategies, timeline
 from trainer.checkpoint import Position, State
 from trainer.data import Datasets, Loader, open_datasets, steps_per_epoch
 from trainer.errors import Interrupted, Preempted, RecipeError, explain
@@ -123,6 +123,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     if state is not None:
         resuming.restore(this, state)
     this.tracker.start(this.position, this.total_steps)
+    this.tracker.text("mode", reporting.mode_lines(this))
     return this
 
 
@@ -212,6 +213,10 @@ def end_epoch(run: Run, epoch: int) -> None:
     if history.epoch_steps:
         history.losses.append(history.epoch_loss / history.epoch_steps)
         history.epoch_loss, history.epoch_steps = 0.0, 0
+    if run.recipe.pipeline.timeline:
+        steps = run.strategy.timeline()
+        if steps and tracker.path is not None:
+            timeline.write(tracker.path, steps)
     note_memory(run)
     tracker.scalars({f"memory/peak_gib/{name}": size / 2**30 for name, size in run.memory.items()}, step)
     finished = step >= run.total_steps or epoch + 1 == run.recipe.epochs

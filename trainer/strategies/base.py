@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from trainer.data import Batch, Shard
 from trainer.recipe import Recipe
+from trainer.strategies.orders import Span
 from trainer.world import World
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,6 +145,10 @@ class Strategy:
     def figures(self) -> dict[str, float]:
         """TensorBoard values of the steps since the last call, beyond what every mode has. Collective."""
         return {}
+
+    def timeline(self) -> list[list[Span]]:
+        """On rank 0: when which stage worked in the last few steps that `figures` looked at. Collective."""
+        return []
 
     def close(self) -> None:
         """Let go of what `setup` took."""

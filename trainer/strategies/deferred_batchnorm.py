@@ -16,22 +16,25 @@ class DeferredBatchNorm(_BatchNorm):
     """Batch normalisation that gathers its statistics until `commit`. Inputs (N, C, ...)."""
 
     gathering = True  # off while activations are computed a second time
+    _count = 0  # values a channel since the last commit, and their mean and summed squared deviations from it
+    _mean: Tensor
+    _squares: Tensor
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected (N, C, ...), got {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.running_mean is None or not DeferredBatchNorm.gathering:
-            return batch_norm(
-                input, None if self.training else self.running_mean, None if self.training else self.running_var,
-                self.weight, self.bias, self.training or self.running_mean is None, 0.0, self.eps,
-            )  # fmt: skip
+        affine = self.weight, self.bias
+        if not self.training or self.running_mean is None:
+            alone = self.running_mean is None
+            return batch_norm(input, self.running_mean, self.running_var, *affine, alone, 0.0, self.eps)
         self._check_input_dim(input)
         # With momentum 1 the "running" statistics are those of this micro-batch.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
-        out = batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        self._fold(mean, variance, input.numel() // input.shape[1])
+        out = batch_norm(input, mean, variance, *affine, True, 1.0, self.eps)
+        if DeferredBatchNorm.gathering:
+            self._fold(mean, variance, input.numel() // input.shape[1])
         return out
 
     def _fold(self, mean: Tensor, variance: Tensor, count: int) -> None:
@@ -44,10 +47,6 @@ class DeferredBatchNorm(_BatchNorm):
         self._squares = self._squares + variance * (count - 1) + delta.square() * (self._count * count / total)
         self._mean = self._mean + delta * (count / total)
         self._count = total
-
-    _count = 0
-    _mean: Tensor
-    _squares: Tensor  # summed squared deviations from the mean
 
     def commit(self) -> None:
         """The mini-batch is complete: update the running statistics with what was gathered."""

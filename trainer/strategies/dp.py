@@ -21,6 +21,7 @@ class DataParallel(Strategy):
 
     def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
         super().setup(model, shape)
+        self.rows = shape[0]
         self.passes_through = self.device.type != "cuda"
         # On the CPU torch ignores the devices, unless a GPU is there that nobody asked for.
         self.wrapped = (
@@ -49,7 +50,10 @@ class DataParallel(Strategy):
     def notes(self) -> dict[str, str]:
         how = f"nn.DataParallel over {len(self.world.drives)} devices is for comparison; mode=ddp is faster"
         if self.passes_through:
-            how = "nn.DataParallel without CUDA passes through to one device: no speed to compare; mode=ddp is faster"
+            cards = max(2, len(self.world.drives))
+            rows = "+".join(map(str, rows_of_devices(self.rows, cards)))
+            how = f"nn.DataParallel without CUDA passes through to one device ({cards} GPUs would get {rows} images): "
+            how += "no speed to compare; mode=ddp is faster"
         return {"note": how, "shapes": self.shapes}
 
     def facts(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class LocalSGD(Strategy):
                     sent = sent.long() * self.world.is_main
                 if self.world.shared:  # NCCL wants a card for each rank
                     sent = sent.cpu()
-                pieces = self.world.sum_(sent).split([sources[i].numel() for i in bucket])
+                pieces = self.world.sum_(sent).split_with_sizes([sources[i].numel() for i in bucket])
                 for i, piece in zip(bucket, pieces, strict=True):
                     targets[i].copy_(piece.view(targets[i].shape))
 

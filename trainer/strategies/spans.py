@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +13,7 @@ import torch
 from trainer.strategies.orders import Span, Task
 
 KEPT = 8  # steps between two looks
-
-
-@dataclass
-class _Step:
-    begun: float
-    origins: dict[int, Any]  # a CUDA event at its begin on each device
-    marks: list[tuple[int, Task, int, Any, Any]] = field(default_factory=list)
+Mark = Any  # a time, or a CUDA event
 
 
 class Recorder:
@@ -29,16 +22,12 @@ class Recorder:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.cuda = devices[0].type == "cuda"
         self._devices = [device.index for device in dict.fromkeys(devices)] if self.cuda else []
-        self._steps: deque[_Step] = deque(maxlen=KEPT)
+        self._steps: deque[list[tuple[int, Task, int, Mark, Mark]]] = deque(maxlen=KEPT)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One training step, or a piece of it."""
-        origins = {}
-        for index in self._devices:
-            with torch.cuda.device(index):
-                origins[index] = self._mark()
-        self._steps.append(_Step(time.perf_counter(), origins))
+        self._steps.append([])
         yield
 
     @contextmanager
@@ -48,9 +37,9 @@ class Recorder:
         yield
         if self._steps:
             index = torch.cuda.current_device() if self.cuda else 0
-            self._steps[-1].marks.append((worker, task, index, begin, self._mark()))
+            self._steps[-1].append((worker, task, index, begin, self._mark()))
 
-    def _mark(self) -> Any:
+    def _mark(self) -> Mark:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -59,16 +48,25 @@ class Recorder:
 
     def steps(self) -> list[list[Span]]:
         """Each step's spans, which are forgotten: seconds on `time.perf_counter`'s clock; waits for the devices."""
-        found = []
-        for step in self._steps:
-            found.append([self._span(step, *mark) for mark in step.marks])
+        now = {index: self._now(index) for index in self._devices}
+        found = [[self._span(now, *marks) for marks in step] for step in self._steps]
         self._steps.clear()
         return [spans for spans in found if spans]
 
-    def _span(self, step: _Step, worker: int, task: Task, index: int, begin: Any, end: Any) -> Span:
+    def _now(self, index: int) -> tuple[float, Mark]:
+        """One moment on the CPU's clock and, as an event, on an idle device's."""
+        torch.cuda.synchronize(index)
+        with torch.cuda.device(index):
+            event = self._mark()
+        moment = time.perf_counter()
+        event.synchronize()
+        return moment, event
+
+    def _span(
+        self, now: dict[int, tuple[float, Mark]], worker: int, task: Task, index: int, begin: Mark, end: Mark
+    ) -> Span:
         if not self.cuda:
             return Span(worker, task, begin, end)
-        end.synchronize()
-        origin = step.origins[index]
-        start, stop = (step.begun + origin.elapsed_time(mark) / 1e3 for mark in (begin, end))
+        moment, event = now[index]
+        start, stop = (moment - mark.elapsed_time(event) / 1e3 for mark in (begin, end))
         return Span(worker, task, start, stop)

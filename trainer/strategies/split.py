@@ -15,9 +15,10 @@ class Split(Staged):
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
-        return Pipe(workers, workers, "split", rows, (1,))
+        return Pipe(workers, workers, ("split",), rows, (1,))
 
     def build(self, traced: Traced, plan: Plan) -> None:
+        self._norms.clear()
         for index, (stage, device) in enumerate(zip(traced.stages(plan.cuts), self.world.drives, strict=True)):
             self.stages[index] = self.prepare_stage(stage, device, deferred=False)
 
@@ -29,6 +30,7 @@ class Split(Staged):
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         loss = self.weighted_loss(self.outputs(batch.inputs), batch.targets, weight)
         self.backward(loss)
+        self.commit_statistics()
         return loss.detach()
 
     def notes(self) -> dict[str, str]:

@@ -37,10 +37,11 @@ class Staged(Strategy):
         self.pipe: Pipe
         self._norms: list[DeferredBatchNorm] = []
         self._bubbles: list[float] = []
+        self._recent: list[list[Span]] = []
 
     def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
         self._names = [name for name, _ in model.named_parameters()]
-        self._saved = model.state_dict().keys()
+        self._saved = set(model.state_dict())
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.model = model.to(memory_format=layout)
         self.shape = tuple(shape)
@@ -119,8 +120,11 @@ class Staged(Strategy):
         return images.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else images
 
     def prepare_stage(self, stage: nn.Module, device: torch.device, deferred: bool) -> nn.Module:
-        """A stage as it trains: on its device, its BatchNorm deferred where micro-batches would show in it."""
-        if deferred and self.recipe.pipeline.deferred_batch_norm:
+        """A stage as it trains: on its device, its BatchNorm deferred where micro-batches would show in it.
+
+        And where activations are computed twice: a plain BatchNorm would count them twice.
+        """
+        if (deferred and self.recipe.pipeline.deferred_batch_norm) or self.recipe.pipeline.recompute:
             self._norms += convert_deferred_batchnorm(stage)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         stage = stage.to(device, memory_format=layout)  # type: ignore[call-overload]
@@ -133,7 +137,13 @@ class Staged(Strategy):
         if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):
             return self.in_precision(stage, inputs)
         out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, context_fn=_statistics_once)
+        if not self.recipe.pipeline.deferred_batch_norm:
+            self.commit_statistics()
         return out
+
+    def split_size(self) -> int:
+        """Images of a micro-batch, of the largest where they differ."""
+        return -(-self.pipe.rows // self.plan.microbatches)
 
     def commit_statistics(self) -> None:
         """A mini-batch is complete."""
@@ -162,6 +172,7 @@ class Staged(Strategy):
         steps = self.recorder.steps()
         if not steps:
             return {}
+        self._recent = steps
         spans = steps[-1]
         own = max(span.end for span in spans) - min(span.begin for span in spans)
         length = self.world.max_(torch.tensor(own)).item()
@@ -169,14 +180,24 @@ class Staged(Strategy):
         bubble = 1 - sum(busy) / (self.pipe.workers * length)
         self._bubbles.append(bubble)
         values = {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
-        return {"pipeline/bubble_pct": 100 * bubble, **values}
+        predicted = 100 * self.known["predicted"]["bubble"]
+        return {"pipeline/bubble_pct": 100 * bubble, "pipeline/bubble_predicted_pct": predicted, **values}
+
+    def timeline(self) -> list[list[Span]]:
+        """The first replica's; ranks of one machine share a clock."""
+        steps: list[list[Span]] = []
+        for recent in self.world.gather(self._recent):
+            steps = steps or [[] for _ in recent]
+            for step, spans in zip(steps, recent, strict=True):
+                step += spans
+        return steps
 
     def notes(self) -> dict[str, str]:
-        images = self.pipe.rows / self.plan.microbatches
-        micro = f"{self.plan.microbatches} micro-batches of {images:g} images" if images >= 1 else ""
+        count, size = self.plan.microbatches, self.split_size()
+        micro = f"{count} micro-batches of {'up to ' * (count * size > self.pipe.rows)}{size} images"
         return {
             "stages": f"{self.pipe.stages}, cut after {', '.join(self.plan.cuts)}",
-            "pipeline": f"{self.pipe.schedule}, {micro}, predicted bubble {self.known['predicted']['bubble']:.1%}",
+            "pipeline": f"{self.plan.schedule}, {micro}, predicted bubble {self.known['predicted']['bubble']:.1%}",
         }
 
     def facts(self) -> dict[str, Any]:
@@ -188,10 +209,10 @@ class Staged(Strategy):
                 "stages": self.pipe.stages,
                 "ranks": self.pipe.workers,
                 "replicas": self.shard().count,
-                "schedule": self.pipe.schedule,
+                "schedule": self.plan.schedule,
                 "cuts": list(self.plan.cuts),
                 "microbatches": self.plan.microbatches,
-                "split_size": -(-self.pipe.rows // self.plan.microbatches),
+                "split_size": self.split_size(),
                 "bubble_ideal": orders.ideal_bubble(self.pipe.workers, self.plan.microbatches, virtual),
                 "bubble_predicted": self.known["predicted"]["bubble"],
                 "bubble_measured": measured,  # of a few steps in each logged window, over all workers

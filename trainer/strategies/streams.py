@@ -84,7 +84,7 @@ class StreamPipeline(Staged):
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
-        return Pipe(workers, workers, "streams", rows, tuple(microbatch_counts(self.recipe, 1)))
+        return Pipe(workers, workers, ("streams",), rows, tuple(microbatch_counts(self.recipe, 1)))
 
     def build(self, traced: Traced, plan: Plan) -> None:
         self._norms.clear()
@@ -161,7 +161,13 @@ class StreamPipeline(Staged):
     def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
         """Micro-batches: of `split_size` images and a smaller last one, or as equal as they can be."""
         size = self.recipe.pipeline.split_size
-        return torch.split(tensor, size) if size is not None else tensor.tensor_split(self.plan.microbatches)
+        if size is not None:
+            return torch.split(tensor, size)
+        return tensor.tensor_split(min(self.plan.microbatches, len(tensor)))
+
+    def split_size(self) -> int:
+        wanted = self.recipe.pipeline.split_size
+        return super().split_size() if wanted is None else min(wanted, self.pipe.rows)
 
     def notes(self) -> dict[str, str]:
         if self.device.type == "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +18,11 @@ FINALISTS = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is split: the cuts between its stages, and into how many micro-batches a batch goes."""
+    """How a model is split: its cuts, into how many micro-batches a batch goes, and in which order stages work."""
 
     cuts: tuple[str, ...]
     microbatches: int
+    schedule: str
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,14 @@ class Pipe:
     Attributes:
         stages: over all workers.
         workers: ranks, or devices of one process.
-        schedule: its name in the recipe; streams runs as 1F1B does.
+        schedules: by their names in the recipe; the first unless another is found to be faster. Streams runs as 1F1B.
         rows: images of a batch that is cut into micro-batches.
         counts: numbers of micro-batches that can run.
     """
 
     stages: int
     workers: int
-    schedule: str
+    schedules: tuple[str, ...]
     rows: int
     counts: tuple[int, ...]
 
@@ -73,16 +74,12 @@ def find_plan(
     if len(candidates) > 1:
         say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({', '.join(map(str, candidates))})")
     costs = {m: probe(-(-pipe.rows // m)) for m in candidates}
-    plans = [Plan(_cuts(traced, recipe, pipe, costs[m]), m) for m in candidates]
+    plans = [Plan(_cuts(traced, recipe, pipe, costs[m]), m, pipe.schedules[0]) for m in candidates]
     stage_seconds = {plan: _stage_costs(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
     predictions = {plan: predict(pipe, plan.microbatches, stage_seconds[plan]) for plan in plans}
     best, trials = plans[0], {}
     if len(plans) > 1 and trial is not None:
-        finalists = sorted(plans, key=lambda plan: predictions[plan][0])[:FINALISTS]
-        trials = {plan: trial(plan) for plan in finalists}
-        best = min(trials, key=lambda plan: trials[plan].seconds)
-        if recipe.pipeline.cuts == "auto":
-            best = _refine(traced, best, trials, trial)
+        best, trials = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
     seconds, bubble = predictions.get(best) or predict(
         pipe, best.microbatches, _stage_costs(traced, best.cuts, costs[best.microbatches])
     )
@@ -99,7 +96,7 @@ def recall(known: Mapping[str, Any], key: str) -> Plan | None:
     """The plan that an earlier part of the run found for the same pipe."""
     if known.get("key") != key:
         return None
-    return Plan(tuple(known["plan"]["cuts"]), known["plan"]["microbatches"])
+    return Plan(**{**known["plan"], "cuts": tuple(known["plan"]["cuts"])})
 
 
 def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:
@@ -145,23 +142,34 @@ def predict(pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]]
         slowest = virtual * max(forward + backward for forward, backward in stages)
         bubble = orders.ideal_bubble(pipe.workers, microbatches, virtual)
         return (microbatches + (pipe.workers - 1) / virtual) * slowest, bubble
-    kind = orders.gpipe if pipe.schedule == "gpipe" else orders.one_forward_one_backward
+    kind = orders.gpipe if pipe.schedules[0] == "gpipe" else orders.one_forward_one_backward
     seconds = {(name, stage): cost for stage, pair in enumerate(stages) for name, cost in zip("FB", pair, strict=True)}
     spans = orders.simulate([kind(stage, pipe.stages, microbatches) for stage in range(pipe.stages)], seconds)
     return max(span.end for span in spans), orders.idle_share(spans, pipe.workers)
 
 
-def _refine(traced: Traced, best: Plan, trials: dict[Plan, Trial], trial: Callable[[Plan], Trial]) -> Plan:
-    """Move a cut of the slowest stage inwards while the step gets faster: side by side, stages slow each other."""
-    for _ in range(2):
-        for nearby in _shrunk(traced, best, trials[best].busy):
-            if nearby not in trials:
-                trials[nearby] = trial(nearby)
-        faster = min(trials, key=lambda plan: trials[plan].seconds)
-        if faster == best:
-            break
-        best = faster
-    return best
+def _run(
+    traced: Traced, recipe: Recipe, pipe: Pipe, plans: Sequence[Plan], trial: Callable[[Plan], Trial]
+) -> tuple[Plan, dict[Plan, Trial]]:
+    """Try the most promising plans, the fastest in other orders and with a cut moved; the two best once more."""
+    trials: dict[Plan, Trial] = {}
+
+    def best(*more: Plan) -> Plan:
+        for plan in more:
+            again = trial(plan)
+            trials[plan] = min(again, trials.get(plan, again), key=lambda found: found.seconds)
+        return min(trials, key=lambda plan: trials[plan].seconds)
+
+    chosen = best(*plans[:FINALISTS])
+    if chosen.microbatches % pipe.workers == 0:  # what the other orders want
+        chosen = best(*(replace(chosen, schedule=schedule) for schedule in pipe.schedules[1:]))
+    if recipe.pipeline.cuts == "auto":
+        for _ in range(2):  # side by side, stages slow each other: move a cut of the slowest inwards while that helps
+            before = chosen
+            chosen = best(*(plan for plan in _shrunk(traced, chosen, trials[chosen].busy) if plan not in trials))
+            if chosen == before:
+                break
+    return best(*sorted(trials, key=lambda plan: trials[plan].seconds)[:2]), trials
 
 
 def _shrunk(traced: Traced, plan: Plan, busy: Sequence[float]) -> list[Plan]:
@@ -174,4 +182,4 @@ def _shrunk(traced: Traced, plan: Plan, busy: Sequence[float]) -> list[Plan]:
     if slowest < len(at):
         moved.append([*at[:slowest], at[slowest] - 1, *at[slowest + 1 :]])
     fits = (m for m in moved if all(a < b for a, b in pairwise([-1, *m, len(traced.cuts)])))
-    return [Plan(tuple(traced.cuts[index] for index in m), plan.microbatches) for m in fits]
+    return [replace(plan, cuts=tuple(traced.cuts[index] for index in m)) for m in fits]

@@ -1,0 +1,40 @@
+"""Ranks as threads of one process, for what a mode exchanges; gloo itself is met in tests of whole runs."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from trainer.world import Place, World
+
+
+class ThreadWorld(World):
+    """A rank that meets the others at a `threading.Barrier`."""
+
+    def meet(self, value):
+        self.slots[self.rank] = value
+        self.gate.wait()
+        values = list(self.slots)
+        self.gate.wait()
+        return values
+
+    def sum_(self, values):
+        return values.copy_(sum(self.meet(values.clone())))
+
+    def share(self, value):
+        return self.meet(value)[0]
+
+    def barrier(self):
+        self.gate.wait()
+
+
+def on_ranks(size, work):
+    """What `work(world)` returns on each of `size` ranks, in rank order."""
+    gate, slots = threading.Barrier(size, timeout=30), [None] * size
+    worlds = [ThreadWorld(Place(rank, size, rank, size, 0, True), torch.device("cpu"), 1, ()) for rank in range(size)]
+    for world in worlds:
+        world.gate, world.slots = gate, slots
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, worlds))

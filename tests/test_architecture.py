@@ -15,7 +15,7 @@ ROOMS = [
     {"data", "checkpoint", "metrics", "randomness", "run_folder", "graphs", "partition", "balance"},
     {"models", "tracking", "launching"},
     {"strategies"},
-    {"evaluation", "optimization"},
+    {"evaluation", "optimization", "timeline"},
     {"run"},
     {"reporting", "resuming", "speed_test"},
     {"meeting"},

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from trainer import recipe as recipes
-from trainer.checks import check_dataset_name, check_model_name, check_processes
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, changed_keys, flatten, load
 
@@ -215,33 +214,6 @@ def test_changed_keys_are_those_that_compute_something_else() -> None:
     }
     free = ("mode=single", "threads=2", "data.root=x", "data.workers=0", "save.keep=5", "logging.progress=false")
     assert changed_keys(old, load(None, *free, "output=x", "resume=auto")) == {}
-
-
-@pytest.mark.parametrize(
-    ("words", "processes", "expected"),
-    [
-        ((), 2, ""),
-        (("mode=single",), 1, ""),
-        (("mode=single",), 2, "mode=single runs in 1 process, not 2"),
-        ((), 3, "batch_size=128 does not divide among 3 processes; try batch_size=126 or 129"),
-        (("batch_size=4",), 8, "try batch_size=8"),
-        (("batch_size=12", "accumulate=2"), 4, "4 processes x accumulate=2; try batch_size=8 or 16"),
-        (("batch_size=3", "augment.mixup=0.2"), 1, "pairs of images (mixup, cutmix); try batch_size=2 or 4"),
-    ],
-)
-def test_check_processes(words: tuple[str, ...], processes: int, expected: str) -> None:
-    recipe = load(None, *words)
-    if expected:
-        assert expected in line(check_processes, recipe, processes)
-    else:
-        check_processes(recipe, processes)
-
-
-def test_names_are_checked_without_importing_what_holds_them() -> None:
-    for name in ("cnn", "resnet50", "vit_b_16"):
-        check_model_name(name)
-    assert "did you mean model.name=resnet50?" in line(check_model_name, "resnet5o")
-    assert "did you mean data.name=cifar10?" in line(check_dataset_name, "cifar1O")
 
 
 def test_rejecting_imports_no_torch() -> None:

@@ -119,7 +119,10 @@ def _check_pipeline(recipe: Recipe, processes: int) -> None:
         )
     if schedule == STREAMS:
         if recipe.pipeline.virtual_stages not in (None, 1):
-            raise RecipeError("pipeline.virtual_stages needs a schedule over processes: pipeline.schedule=loopedbfs")
+            raise RecipeError(
+                f"pipeline.virtual_stages={recipe.pipeline.virtual_stages} needs several processes: "
+                f"leave pipeline.virtual_stages out, or type nproc={wanted or 2} pipeline.schedule=loopedbfs"
+            )
         return
     if processes == 1:
         need = wanted or 2

@@ -29,6 +29,14 @@ SPEED_CHARTS = {
 }
 
 
+PIPELINE_CHARTS = {
+    "pipeline": {
+        "bubble, %": ["Multiline", ["pipeline/bubble_pct", "pipeline/bubble_predicted_pct"]],
+        "stages at work, %": ["Multiline", ["pipeline/stage.*"]],
+    }
+}
+
+
 class NullTracker:
     """Does nothing, for ranks that have no run folder."""
 
@@ -118,7 +126,8 @@ class Tracker(NullTracker):
         self._events = SummaryWriter(str(self.folder.path), flush_secs=10)
         if position.step == 0:
             self._events.add_text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
-            self._events.add_custom_scalars(SPEED_CHARTS)
+            pipeline = PIPELINE_CHARTS if self.recipe.mode == "pipeline" else {}
+            self._events.add_custom_scalars({**SPEED_CHARTS, **pipeline})
             plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
             for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]
                 self._events.file_writer.add_summary(summary)

@@ -99,10 +99,10 @@ class ProcessPipeline(Staged):
         self._predict()
 
     def _predict(self) -> None:
-        """The bubble of schedules with several stages a rank, from torch's own order of their tasks."""
+        """The bubble, from torch's own order of the ranks' tasks where it tells."""
         order = getattr(self.schedule, "pipeline_order", None)
-        if not order or self.virtual == 1:
-            return
+        if not order or isinstance(self.schedule, schedules.PipelineScheduleSingle):
+            return  # torch 2.15 numbers 1F1B's forward passes on the last rank from 1; tuning has predicted these
         seconds = {
             (kind, stage): cost
             for stage, pair in enumerate(self.known["stage_seconds"])

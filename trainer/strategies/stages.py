@@ -185,12 +185,9 @@ class Staged(Strategy):
 
     def timeline(self) -> list[list[Span]]:
         """The first replica's; ranks of one machine share a clock."""
-        steps: list[list[Span]] = []
-        for recent in self.world.gather(self._recent):
-            steps = steps or [[] for _ in recent]
-            for step, spans in zip(steps, recent, strict=True):
-                step += spans
-        return steps
+        gathered = self.world.gather(self._recent if self.shard().index == 0 else None)
+        ranks = [steps for steps in gathered if steps is not None]
+        return [[span for spans in step for span in spans] for step in zip(*ranks, strict=True)]
 
     def notes(self) -> dict[str, str]:
         count, size = self.plan.microbatches, self.split_size()
@@ -203,7 +200,8 @@ class Staged(Strategy):
     def facts(self) -> dict[str, Any]:
         """result.json's `pipeline`."""
         virtual = self.pipe.stages // self.pipe.workers
-        measured = sum(self._bubbles) / len(self._bubbles) if self._bubbles else None
+        bubbles = self._bubbles[1:] or self._bubbles  # the first may be of the very first step, which warms up
+        measured = sum(bubbles) / len(bubbles) if bubbles else None
         return {
             "pipeline": {
                 "stages": self.pipe.stages,

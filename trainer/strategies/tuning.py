@@ -77,7 +77,7 @@ def find_plan(
     plans = [Plan(_cuts(traced, recipe, pipe, costs[m]), m, pipe.schedules[0]) for m in candidates]
     stage_seconds = {plan: _stage_costs(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
     predictions = {plan: predict(pipe, plan.microbatches, stage_seconds[plan]) for plan in plans}
-    best, trials = plans[0], {}
+    best, trials = plans[0], dict[Plan, Trial]()
     if len(plans) > 1 and trial is not None:
         best, trials = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
     seconds, bubble = predictions.get(best) or predict(

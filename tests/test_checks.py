@@ -1,0 +1,312 @@
+"""What can run: counts of processes, images and micro-batches as tables, and advice that works when it is followed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.checks import (
+    OPTIONS,
+    REFUSED,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    VIRTUAL,
+    check_dataset_name,
+    check_model_name,
+    check_options,
+    check_processes,
+    microbatch_counts,
+    ranks_per_pipeline,
+    schedule_of,
+    shards,
+)
+from trainer.errors import RecipeError
+from trainer.recipe import MODES, Recipe, Schedule, load
+
+SCHEDULES = get_args(Schedule)
+
+
+def line(call: Any, *arguments: Any) -> str:
+    """The one line of the RecipeError that a call raises; empty where it raises none."""
+    try:
+        call(*arguments)
+    except RecipeError as error:
+        text = str(error)
+        assert text and "\n" not in text and len(text) < 300
+        return text
+    return ""
+
+
+def recipe(words: str) -> Recipe:
+    return load(None, *words.split())
+
+
+def pipeline(words: str) -> Recipe:
+    """A recipe in which words without a key's section are the pipeline's."""
+    plain = ("batch_size", "accumulate", "augment", "mode", "compile")
+    return recipe(" ".join(word if word.startswith(plain) else f"pipeline.{word}" for word in words.split())).replace(
+        mode="pipeline"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "expected"),
+    [
+        ("", 2, ""),
+        ("mode=single", 1, ""),
+        (
+            "mode=single",
+            2,
+            "mode=single runs in 1 process, not 2: type python -m trainer ... mode=single without torchrun",
+        ),
+        ("mode=dp", 2, "mode=dp runs in 1 process, not 2"),
+        ("mode=split", 2, "mode=split runs in 1 process, not 2"),
+        ("mode=local_sgd", 4, ""),
+        ("mode=hogwild", 4, ""),
+        ("", 3, "batch_size=128 does not divide among 3 processes; try batch_size=126 or 129"),
+        ("mode=local_sgd", 3, "try batch_size=126 or 129"),
+        ("batch_size=4", 8, "try batch_size=8"),
+        ("batch_size=12 accumulate=2", 4, "4 processes x accumulate=2; try batch_size=8 or 16"),
+        ("batch_size=3 augment.mixup=0.2", 1, "among pairs of images (mixup, cutmix); try batch_size=2 or 4"),
+    ],
+)
+def test_processes(words: str, processes: int, expected: str) -> None:
+    found = line(check_processes, recipe(words), processes)
+    assert expected in found and bool(found) == bool(expected)
+
+
+def test_hogwild_is_for_one_node() -> None:
+    assert line(check_processes, recipe("mode=hogwild"), 4, 1) == ""
+    assert "cannot span 2 nodes: use mode=local_sgd" in line(check_processes, recipe("mode=hogwild"), 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "expected"),
+    [
+        # one process
+        ("", 1, ""),
+        ("schedule=streams stages=3", 1, ""),
+        ("schedule=streams microbatches=7", 1, ""),  # uneven micro-batches are fine
+        ("split_size=500", 1, ""),
+        ("microbatches=129", 1, "pipeline.microbatches=129 of 128 images: at most 128 can be"),
+        ("schedule=streams virtual_stages=2", 1, "needs several processes: leave pipeline.virtual_stages out, or type"),
+        ("schedule=streams", 2, "runs in 1 process, not 2: type python -m trainer ... without torchrun"),
+        *((f"schedule={name}", 1, f"{name} runs in 2 processes or more") for name in SCHEDULES if name != "streams"),
+        ("schedule=1f1b stages=4", 1, "torchrun --nproc_per_node=4 -m trainer ... or nproc=4"),
+        # P x R processes
+        *((f"schedule={name}", 4, "") for name in SCHEDULES if name != "streams"),
+        *((f"schedule={name} stages=2", 4, "") for name in SCHEDULES if name != "streams"),
+        ("stages=2", 3, "type torchrun --nproc_per_node=2 -m trainer ... (or nproc=), 2 or 4 would do"),
+        ("stages=4", 2, "torchrun --nproc_per_node=4 -m trainer ... (or nproc=), 4 would do"),
+        ("stages=4", 6, "torchrun --nproc_per_node=4 -m trainer ... (or nproc=), 4 or 8 would do"),
+        ("batch_size=15 stages=2", 4, "does not divide among 2 replicas; try batch_size=12 or 16"),  # 2 x 2 stages
+        ("batch_size=14 stages=2 accumulate=2", 4, "2 replicas x accumulate=2; try batch_size=8 or 16"),
+        # virtual stages
+        *((f"schedule={name} virtual_stages=3", 2, "") for name in VIRTUAL if name not in V_SHAPED),
+        ("schedule=zbv virtual_stages=2", 2, ""),
+        ("schedule=zbv virtual_stages=3", 2, "zbv has 2 stages a rank, not 3: leave pipeline.virtual_stages out"),
+        ("schedule=dualpipev virtual_stages=1", 2, "dualpipev has 2 stages a rank, not 1"),
+        ("schedule=gpipe virtual_stages=1", 2, ""),
+        ("schedule=gpipe virtual_stages=2", 2, "use pipeline.schedule=interleaved1f1b, loopedbfs or"),
+        ("virtual_stages=2", 2, "pipeline.schedule=1f1b has 1 stage a rank, not 2"),
+        # micro-batches
+        ("microbatches=8", 2, ""),
+        ("split_size=16", 2, ""),
+        ("microbatches=7", 2, "do not divide into equal micro-batches like that; try pipeline.microbatches=2, 4, 8"),
+        ("split_size=7", 2, "like that; try pipeline.split_size=1, 2, 4, 8, 16, 32 or 64"),
+        ("microbatches=1", 2, "wants at least as many micro-batches as stages (2); try pipeline.microbatches=2, 4, 8"),
+        ("split_size=128", 2, "wants at least as many micro-batches as stages (2); try pipeline.split_size=1, 2"),
+        ("schedule=gpipe microbatches=1", 2, ""),
+        ("schedule=dualpipev microbatches=2", 2, "at least as many micro-batches as stages (4)"),
+        ("batch_size=120 schedule=interleaved1f1b microbatches=5", 2, "wants a multiple of its 2 rounds; try"),
+        ("batch_size=120 schedule=interleavedzerobubble microbatches=15", 2, "wants a multiple of its 7 rounds; try"),
+        ("batch_size=120 schedule=loopedbfs microbatches=15", 2, ""),
+        ("batch_size=2", 3, "do not divide into equal micro-batches for pipeline.schedule=1f1b, which wants 3 or"),
+        ("batch_size=2 augment.mixup=0.1", 3, "which wants 3 or more of them: try batch_size=6"),  # pairs, too
+        ("batch_size=8 stages=2 accumulate=2", 4, ""),
+        ("batch_size=8 stages=2 accumulate=2 microbatches=4", 4, "2 images a step and replica (batch_size=8,"),
+    ],
+)  # fmt: skip
+def test_processes_of_pipelines(words: str, processes: int, expected: str) -> None:
+    found = line(check_processes, pipeline(words), processes)
+    assert expected in found and bool(found) == bool(expected)
+
+
+def advice(text: str) -> list[dict[str, Any]]:
+    """Every way out that a message names, as what to change."""
+    tried = re.search(r"try ([\w.]+)=([\d, or]+)$", text)
+    if tried:
+        return [{tried[1]: int(number)} for number in re.findall(r"\d+", tried[2])]
+    both = re.search(r"type nproc=(\d+) pipeline.schedule=(\w+)", text)
+    if both:
+        return [{"pipeline.virtual_stages": None}, {"nproc": int(both[1]), "pipeline.schedule": both[2]}]
+    ways: list[dict[str, Any]] = [{"nproc": int(n)} for n in re.findall(r"(?:nproc_per_node|nproc)=(\d+)", text)]
+    ways += [{"nproc": int(n)} for n in re.findall(r"\b(\d+)(?= or \d+ would do| would do)", text)]
+    ways += [{"nproc": 1}] if "without torchrun" in text else []
+    ways += [{"pipeline.schedule": name} for name in SCHEDULES if re.search(rf"\b{name}\b", text.partition(": ")[2])]
+    ways += [{"pipeline.virtual_stages": None}] if "leave pipeline.virtual_stages out" in text else []
+    ways += [{"pipeline.microbatches": int(n)} for n in re.findall(r"at most (\d+) can be", text)]
+    return ways
+
+
+def follow(words: dict[str, Any], processes: int, taken: frozenset[str] = frozenset()) -> str:
+    """Take every piece of advice until the recipe can run; what went wrong, if anything did."""
+    text = line(check_processes, Recipe.model_validate(unflatten(words)), processes)
+    ways = advice(text)
+    if text and not ways:
+        return f"no advice: {text}"
+    for way in ways:
+        if taken & way.keys():
+            return f"again {way}: {text}"
+        nproc = way.get("nproc", processes)
+        changed = {key: value for key, value in way.items() if key != "nproc"}
+        found = follow({**words, **changed}, nproc, taken | way.keys())
+        if found:
+            return f"{found} after {way} of '{text}'"
+    return ""
+
+
+def unflatten(words: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {"mode": "pipeline"}
+    for key, value in words.items():
+        section, _, last = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[last] = value
+    return tree
+
+
+def test_advice_works_when_it_is_followed(full: bool) -> None:
+    """Whatever is wrong, each way out that the line names leads to a recipe that runs; no key is named twice."""
+    choices: dict[str, Any] = {
+        "pipeline.schedule": (None, *SCHEDULES),
+        "pipeline.stages": (None, 2, 3),
+        "pipeline.virtual_stages": (None, 1, 3),
+        "batch_size": (2, 7, 12, 30),
+        "accumulate": (1, 2),
+        "augment.mixup": (0.0, 0.2),
+    }
+    sizes: list[dict[str, int]] = [{}]
+    sizes += [{"pipeline.microbatches": 3}, {"pipeline.microbatches": 8}]
+    sizes += [{"pipeline.split_size": 2}, {"pipeline.split_size": 5}]
+    cases = [
+        ({**dict(zip(choices, values, strict=True)), **size}, processes)
+        for values in itertools.product(*choices.values())
+        for size in sizes
+        for processes in (1, 2, 3, 4, 6)
+    ]
+    wrong = 0
+    for words, processes in cases if full else cases[::37]:
+        wrong += bool(line(check_processes, Recipe.model_validate(unflatten(words)), processes))
+        assert not follow(words, processes), (words, processes)
+    assert wrong > (400 if full else 200)
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "counts"),
+    [
+        ("batch_size=12", 1, [1, 2, 3, 4, 6, 8, 12]),
+        ("batch_size=500", 1, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
+        ("batch_size=12 accumulate=3", 1, [1, 2, 3, 4]),
+        ("batch_size=12 microbatches=5", 1, [5]),
+        ("batch_size=12 split_size=5", 1, [3]),
+        ("batch_size=12 split_size=50", 1, [1]),
+        ("batch_size=12", 2, [2, 3, 4, 6, 12]),
+        ("batch_size=12", 4, [4, 6, 12]),
+        ("batch_size=24 stages=2", 4, [2, 3, 4, 6, 12]),  # of a replica's 12
+        ("batch_size=24 stages=2 accumulate=2", 4, [2, 3, 6]),
+        ("batch_size=12 schedule=gpipe", 4, [1, 2, 3, 4, 6, 12]),
+        ("batch_size=12 schedule=dualpipev", 2, [4, 6, 12]),
+        ("batch_size=60 schedule=interleaved1f1b", 2, [1, 2, 3, 4, 6, 10, 12, 20, 30, 60]),
+        ("batch_size=12 split_size=3", 2, [4]),
+        ("batch_size=12 microbatches=6", 2, [6]),
+    ],
+)
+def test_microbatch_counts(words: str, processes: int, counts: list[int]) -> None:
+    assert microbatch_counts(pipeline(words), processes) == counts
+
+
+@pytest.fixture
+def as_one_of():
+    """Makes this process one rank of so many that exist in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(ranks: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_torch_accepts_the_same_numbers_of_micro_batches(ranks: int, as_one_of) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    from trainer.strategies.pipeline import SCHEDULES as KINDS
+    from trainer.strategies.pipeline import ranks_of_stages
+
+    as_one_of(ranks)
+    sample, layer, cpu = torch.zeros(1, 2), nn.Linear(2, 2), torch.device("cpu")
+    for name, kind in KINDS.items():
+        holders = ranks_of_stages(name, ranks, VIRTUAL.get(name, 1))
+        own = [stage for stage, rank in enumerate(holders) if rank == 0]
+        images = 2520  # has every divisor up to 10
+        wanted = list(range(1, 11))
+        counts = microbatch_counts(pipeline(f"schedule={name} batch_size={images}"), ranks)
+        accepted = []
+        for m in wanted:
+            parts = [
+                PipelineStage(layer, stage, len(holders), cpu, input_args=sample, output_args=sample) for stage in own
+            ]
+            try:
+                kind(parts if name in VIRTUAL else parts[0], m, loss_fn=lambda a, b: a.sum())
+                accepted.append(m)
+            except ValueError:
+                pass
+        assert [m for m in counts if m in wanted] == accepted, name
+
+
+def test_who_holds_what() -> None:
+    assert schedule_of(pipeline(""), 1) == "streams"
+    assert schedule_of(pipeline(""), 4) == "1f1b"
+    assert schedule_of(pipeline("schedule=zbv"), 4) == "zbv"
+    assert [ranks_per_pipeline(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 2, 2]
+    assert [shards(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 1, 2]
+    assert [shards(pipeline(""), n) for n in (1, 2, 4)] == [1, 1, 1]
+    assert [shards(recipe("pipeline.stages=2"), n) for n in (1, 2, 4)] == [1, 2, 4]  # ddp
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(mode: str, option: str) -> None:
+    """Refused exactly where the table says, with its reason, whatever the number of processes."""
+    key, value = OPTIONS[option]
+    on = recipe(f"mode={mode} {key}={str(value).lower()}")
+    reason = REFUSED.get((option, mode), "")
+    assert line(check_options, on) == (f"{option}=true is not for mode={mode}: {reason}" if reason else "")
+    assert line(check_processes, on, 1 if mode in ("single", "dp", "split") else 2) == line(check_options, on)
+
+
+def test_every_refusal_is_of_an_option_and_a_mode() -> None:
+    assert {option for option, _ in REFUSED} <= set(OPTIONS) and {mode for _, mode in REFUSED} <= set(MODES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compile_needs_a_whole_backward_pass(schedule: str) -> None:
+    text = line(check_options, pipeline(f"schedule={schedule} compile=true"))
+    assert ("use pipeline.schedule=1f1b or interleaved1f1b" in text) == (schedule in SPLIT_BACKWARD) == bool(text)
+    assert not line(check_options, pipeline(f"schedule={schedule}"))
+    assert not line(check_options, recipe(f"mode=ddp compile=true pipeline.schedule={schedule}"))
+
+
+def test_names_are_checked_without_importing_what_holds_them() -> None:
+    for name in ("cnn", "resnet50", "vit_b_16"):
+        check_model_name(name)
+    assert "did you mean model.name=resnet50?" in line(check_model_name, "resnet5o")
+    assert "small ones: mlp, cnn" in line(check_model_name, "zzz")
+    check_dataset_name("mnist")
+    assert "did you mean data.name=cifar10?" in line(check_dataset_name, "cifar1O")

@@ -1,0 +1,78 @@
+"""nn.DataParallel: who gets which rows, and what is said where it passes through."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.data import Batch
+from trainer.recipe import load
+from trainer.strategies import create
+from trainer.strategies.dp import rows_of_devices
+from trainer.world import Place, World
+
+CPU = torch.device("cpu")
+
+
+def parallel(drives, rows=10, model=None):
+    """The mode on some devices; its model takes (N, 1, 2, 2) and has 3 classes."""
+    world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
+    strategy = create(load(None, "mode=dp", "channels_last=false"), world)
+    strategy.setup(model or nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (rows, 1, 2, 2))
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "expected"),
+    [
+        (30, 2, [15, 15]),
+        (10, 2, [5, 5]),
+        (30, 3, [10, 10, 10]),
+        (2, 3, [1, 1]),  # one device stays idle
+        (1, 4, [1]),
+        (7, 2, [4, 3]),
+        (9, 4, [3, 3, 3]),
+        (30, 1, [30]),
+    ],
+)
+def test_rows_of_devices(rows, devices, expected):
+    assert rows_of_devices(rows, devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("drives", "rows", "says"),
+    [(1, 10, "2 GPUs would get 5+5"), (2, 30, "2 GPUs would get 15+15"), (3, 2, "3 GPUs would get 1+1")],
+)
+def test_without_cuda_it_says_that_it_passes_through(drives, rows, says):
+    strategy = parallel((CPU,) * drives, rows)
+    note = strategy.notes()["note"]
+    assert "passes through to one device" in note and says in note and "mode=ddp" in note
+    assert strategy.facts() == {"data_parallel": {"devices": 1, "pass_through": True}}
+    assert strategy.notes()["shapes"] == (
+        f"in ({rows}, 1, 2, 2) outside, ({rows}, 1, 2, 2) inside; out ({rows}, 3) inside, ({rows}, 3) outside"
+    )
+
+
+def test_the_look_at_the_shapes_leaves_no_trace():
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 3))
+    parallel((CPU, CPU), 10, model)
+    assert model[0].num_batches_tracked == 0 and not model._forward_hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cards", [1, 2, 3])
+def test_rows_reach_the_gpus(cards):
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} CUDA devices")
+    drives = tuple(torch.device("cuda", index) for index in range(cards))
+    strategy = parallel(drives, 30)
+    assert strategy.facts() == {"data_parallel": {"devices": cards, "pass_through": False}}
+    assert "for comparison" in strategy.notes()["note"]
+    inside = re.search(r"outside, (.*) inside; out", strategy.notes()["shapes"])[1]
+    assert inside == ", ".join([f"({30 // cards}, 1, 2, 2)"] * cards)
+    inputs, targets = torch.randn(2, 1, 2, 2, device=drives[0]), torch.tensor([0, 1], device=drives[0])
+    loss = strategy.forward_backward(Batch(inputs, targets, 2), 1 / 2)  # fewer rows than three devices
+    whole = nn.functional.cross_entropy(strategy.module(inputs), targets)
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,214 @@
+"""Who works when in a pipeline, as drawings: a row a worker, a column a second; forward takes one second, backward two.
+
+Digits are forward passes of micro-batches and letters their backward passes: "0" and "aa" are the first micro-batch's.
+"""
+
+import pytest
+
+from trainer.strategies.orders import (
+    Span,
+    Task,
+    gpipe,
+    ideal_bubble,
+    idle_share,
+    issue_order,
+    one_forward_one_backward,
+    simulate,
+)
+
+LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "ABCDEFGHIJ", "W": "zyxwvutsrq"}
+KINDS = {letter: (kind, m) for kind, letters in LETTERS.items() for m, letter in enumerate(letters)}
+COSTS = {(kind, stage): cost for stage in range(8) for kind, cost in (("F", 1.0), ("B", 2.0))}
+
+
+def order(text, stage):
+    """A stage's tasks: 0 is F of the first micro-batch, a its B, A its I, z its W."""
+    return [Task(KINDS[letter][0], stage, KINDS[letter][1]) for letter in text]
+
+
+def written(tasks):
+    return "".join(LETTERS[task.kind][task.microbatch] for task in tasks)
+
+
+def draw(spans):
+    rows = [["."] * int(max(span.end for span in spans)) for _ in range(1 + max(span.worker for span in spans))]
+    for worker, task, begin, end in spans:
+        for second in range(int(begin), int(end)):
+            assert rows[worker][second] == ".", "two tasks at once"
+            rows[worker][second] = LETTERS[task.kind][task.microbatch]
+    return "\n".join("".join(row) for row in rows)
+
+
+def table(text):
+    return "\n".join(text.split())
+
+
+def run(kind, stages, microbatches):
+    return simulate([kind(stage, stages, microbatches) for stage in range(stages)], COSTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "microbatches", "orders"),
+    [
+        (gpipe, 3, 3, ["012abc"] * 3),
+        (one_forward_one_backward, 1, 3, ["0a1b2c"]),
+        (one_forward_one_backward, 3, 5, ["012a3b4cde", "01a2b3c4de", "0a1b2c3d4e"]),
+        (one_forward_one_backward, 3, 2, ["01ab", "01ab", "0a1b"]),  # fewer micro-batches than stages
+        (one_forward_one_backward, 3, 1, ["0a"] * 3),
+    ],
+)
+def test_orders(kind, stages, microbatches, orders):
+    assert [written(kind(stage, stages, microbatches)) for stage in range(stages)] == orders
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "microbatches", "drawn"),
+    [
+        (gpipe, 1, 2, "01aabb"),
+        (one_forward_one_backward, 1, 2, "0aa1bb"),
+        (
+            gpipe,
+            3,
+            4,
+            """
+            0123......aabbccdd
+            .0123...aabbccdd..
+            ..0123aabbccdd....
+            """,
+        ),
+        (
+            one_forward_one_backward,
+            3,
+            4,
+            """
+            012....aa3bb.cc.dd
+            .01..aa2bb3cc.dd..
+            ..0aa1bb2cc3dd....
+            """,
+        ),
+        (
+            one_forward_one_backward,
+            3,
+            1,
+            """
+            0......aa
+            .0...aa..
+            ..0aa....
+            """,
+        ),
+    ],
+)
+def test_who_works_when(kind, stages, microbatches, drawn):
+    assert draw(run(kind, stages, microbatches)) == table(drawn)
+
+
+def test_gradients_of_inputs_and_weights_cost_half_a_backward_each():
+    """I lets the stage before go on; W waits for nobody else."""
+    spans = simulate([order("01AzBy", 0), order("0A1zBy", 1)], COSTS)
+    assert draw(spans) == table(
+        """
+        01.Az.By
+        .0A1zBy.
+        """
+    )
+    spans = simulate([order("0Az", 0)], {("F", 0): 1.0, ("I", 0): 3.0, ("W", 0): 2.0})
+    assert draw(spans) == "0AAAzz"
+
+
+def test_a_transfer_delays_only_between_workers():
+    apart = [order("01ab", 0), order("0a1b", 1)]
+    assert draw(simulate(apart, COSTS, transfer=1)) == table(
+        """
+        01....aa.bb
+        ..0aa1bb...
+        """
+    )
+    one_worker = [order("01", 0) + order("01ab", 1) + order("ab", 0)]
+    assert draw(simulate(one_worker, COSTS, transfer=5)) == "0101aabbaabb"
+
+
+def test_two_stages_a_worker():
+    """Round and round over two workers, and as a V, where the stages 1 and 2 are neighbours on one worker."""
+    forward = [order("01", 0) + order("01", 2), order("01", 1) + order("01", 3)]
+    assert draw(simulate(forward, COSTS)) == table(
+        """
+        0101.
+        .0101
+        """
+    )
+    v = [order("0", 0) + order("0a", 3) + order("a", 0), order("0", 1) + order("0a", 2) + order("a", 1)]
+    assert draw(simulate(v, COSTS, transfer=1)) == table(
+        """
+        0....0aa......aa
+        ..00.....aaaa...
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        [order("a0", 0)],  # backward before forward
+        [order("0ab", 0) + order("1", 0), order("01ab", 1)],  # stage 0 wants B of a micro-batch that it has not sent
+        [order("z0A", 0)],
+        [order("0a", 1)],  # nobody works as stage 0
+    ],
+)
+def test_orders_that_wait_in_a_circle(orders):
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate(orders, COSTS)
+
+
+def test_spans_come_in_the_order_of_their_begin():
+    spans = run(gpipe, 3, 4)
+    assert [(span.begin, span.worker) for span in spans] == sorted((span.begin, span.worker) for span in spans)
+    assert len(spans) == 3 * 4 * 2
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 21])
+def test_what_is_issued_never_waits_for_something_later(stages, microbatches):
+    issued = issue_order(stages, microbatches)
+    place = {task: index for index, task in enumerate(issued)}
+    assert len(place) == len(issued) == 2 * stages * microbatches
+    for kind, stage, m in issued:
+        here = place[Task(kind, stage, m)]
+        if kind == "F":
+            assert stage == 0 or place["F", stage - 1, m] < here
+        else:
+            assert place["F", stage, m] < here
+            assert stage == stages - 1 or place["B", stage + 1, m] < here
+    for stage in range(stages):
+        own = [task for task in issued if task.stage == stage]
+        assert own == one_forward_one_backward(stage, stages, microbatches)
+
+
+def test_issue_order_is_the_drawing_read_column_by_column():
+    """Of 3 stages and 4 micro-batches, above."""
+    found = [f"{task.stage}{written([task])}" for task in issue_order(3, 4)]
+    assert " ".join(found) == "00 01 10 02 11 20 2a 1a 21 2b 0a 12 1b 22 03 2c 0b 13 1c 23 2d 0c 1d 0d"
+
+
+@pytest.mark.parametrize("kind", [gpipe, one_forward_one_backward])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (2, 1), (2, 3), (3, 4), (4, 4), (4, 16), (8, 9)])
+def test_equal_stages_have_the_ideal_bubble(kind, stages, microbatches):
+    assert idle_share(run(kind, stages, microbatches), stages) == pytest.approx(ideal_bubble(stages, microbatches))
+
+
+def test_ideal_bubble():
+    assert ideal_bubble(1, 7) == 0
+    assert ideal_bubble(4, 1) == 3 / 4
+    assert ideal_bubble(4, 8) == 3 / 11
+    assert ideal_bubble(4, 8, virtual=2) == 3 / 19
+
+
+def test_idle_share():
+    def span(worker, begin, end):
+        return Span(worker, Task("F", worker, 0), begin, end)
+
+    assert idle_share([], 2) == 0
+    assert idle_share([span(0, 5, 5)], 1) == 0
+    assert idle_share([span(0, 5, 9)], 1) == 0
+    assert idle_share([span(0, 5, 7), span(1, 7, 9)], 2) == 0.5  # from the first begin, not from zero
+    assert idle_share([span(0, 0, 4), span(1, 1, 4)], 2) == pytest.approx(1 / 8)
+    assert idle_share([span(0, 0, 4)], 2) == 0.5  # a worker that did nothing at all

@@ -1,0 +1,99 @@
+"""The recorder on the CPU's clock: what it keeps, and for how long."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.strategies import spans
+from trainer.strategies.orders import Span, Task
+from trainer.strategies.spans import KEPT, Recorder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets."""
+    found = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(spans, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    return found
+
+
+def work(recorder, clock, worker, task, seconds):
+    with recorder.task(worker, task):
+        clock.now += seconds
+
+
+def test_the_spans_of_each_step(clock):
+    recorder = Recorder((CPU, CPU))
+    first, second, third = Task("F", 0, 0), Task("F", 1, 0), Task("B", 1, 0)
+    for begun in (100.0, 200.0):
+        clock.now = begun
+        with recorder.step():
+            work(recorder, clock, 0, first, 2)
+            clock.now += 5
+            work(recorder, clock, 1, second, 1)
+        work(recorder, clock, 1, third, 3)  # a step's last piece of work
+    assert recorder.steps() == [
+        [
+            Span(0, first, begun, begun + 2),
+            Span(1, second, begun + 7, begun + 8),
+            Span(1, third, begun + 8, begun + 11),
+        ]
+        for begun in (100.0, 200.0)
+    ]
+    assert recorder.steps() == []  # looked at once, forgotten
+
+
+def test_the_last_few_steps_are_kept(clock):
+    recorder = Recorder((CPU,))
+    for number in range(KEPT + 3):
+        clock.now = number
+        with recorder.step():
+            work(recorder, clock, 0, Task("F", 0, number), 0.5)
+    found = recorder.steps()
+    assert [steps[0].task.microbatch for steps in found] == list(range(3, KEPT + 3))
+    assert [steps[0].begin for steps in found] == list(range(3, KEPT + 3))
+
+
+def test_tasks_without_a_step_and_steps_without_a_task_are_none(clock):
+    recorder = Recorder((CPU,))
+    work(recorder, clock, 0, Task("F", 0, 0), 1)  # an evaluation
+    with recorder.step():
+        pass
+    assert recorder.steps() == []
+    work(recorder, clock, 0, Task("F", 0, 0), 1)  # after a look, before the next step
+    assert recorder.steps() == []
+
+
+def test_a_task_that_fails_is_not_recorded(clock):
+    recorder = Recorder((CPU,))
+    with pytest.raises(ValueError), recorder.step():
+        work(recorder, clock, 0, Task("F", 0, 0), 1)
+        with recorder.task(0, Task("F", 0, 1)):
+            raise ValueError
+    assert [[span.task.microbatch for span in step] for step in recorder.steps()] == [[0]]
+
+
+@pytest.mark.gpu
+def test_a_gpus_spans_are_its_work_on_the_cpus_clock():
+    """Issued at once, done one after the other: what the GPU did, not when it was told to."""
+    import time
+
+    card = torch.device("cuda:0")
+    recorder, matrix = Recorder((card, card)), torch.randn(2048, 2048, device=card)
+    for _ in range(3):
+        matrix @ matrix
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    with recorder.step():
+        for number in range(2):
+            with recorder.task(number, Task("F", number, 0)):
+                for _ in range(50):
+                    matrix @ matrix
+    ((first, second),) = recorder.steps()
+    after = time.perf_counter()
+    assert (first.worker, second.worker) == (0, 1)
+    assert before - 1e-3 < first.begin < first.end <= second.begin + 1e-4 < second.end < after + 1e-3
+    assert first.end - first.begin > 1e-4  # fifty products take longer than their launches

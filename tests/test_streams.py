@@ -1,0 +1,350 @@
+"""A model in stages, in one process: split and pipelined compute what the whole model computes.
+
+On CPU stand-ins here; what overlaps, and who waits for a copy, needs a GPU.
+"""
+
+import copy
+import json
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.data import Batch
+from trainer.models import build
+from trainer.recipe import ModelRecipe, load
+from trainer.strategies import create, streams
+from trainer.world import Place, World
+
+CPU = torch.device("cpu")
+ROWS = 10
+
+
+def staged(model, drives, words, shape=(ROWS, 1, 8, 8)):
+    """A copy of the model under a mode, on devices."""
+    world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
+    defaults = {"mode": "pipeline", "batch_size": shape[0], "channels_last": False}
+    strategy = create(load(defaults, *words.split()), world)
+    strategy.setup(copy.deepcopy(model), shape)
+    return strategy
+
+
+def made(name):
+    torch.manual_seed(0)
+    return build(ModelRecipe(name=name), 10, 1, 8)
+
+
+def digits(rows=ROWS, device=CPU, number=0):
+    generator = torch.Generator().manual_seed(number)
+    images = torch.randn(rows, 1, 8, 8, generator=generator)
+    return Batch(images.to(device), torch.randint(10, (rows,), generator=generator).to(device), rows)
+
+
+def gradients(named):
+    return {name: parameter.grad.cpu() for name, parameter in named}
+
+
+def same_as_whole(model, strategy, batch, tolerance=1e-5):
+    """Loss, gradients and outputs in evaluation mode are the whole model's."""
+    whole = copy.deepcopy(model).to(batch.inputs.device)
+    expected = cross_entropy(whole(batch.inputs), batch.targets)
+    expected.backward()
+    strategy.train(model.training)
+    loss = strategy.forward_backward(batch, 1 / batch.count)
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(loss, expected.detach(), **close)
+    found = gradients(strategy.named_parameters().items())
+    torch.testing.assert_close(found, gradients(whole.named_parameters()), **close)
+    strategy.train(False)
+    with torch.no_grad():
+        torch.testing.assert_close(strategy.forward(batch.inputs), whole.eval()(batch.inputs), **close)
+
+
+@pytest.mark.parametrize("name", ["cnn_gn", "vit_tiny", "cnn"])
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (2, "mode=split"),
+        (3, "mode=split"),
+        (2, "pipeline.microbatches=1"),
+        (2, "pipeline.microbatches=5 channels_last=true"),
+        (3, "pipeline.microbatches=4"),  # 3, 3, 2 and 2 images
+        (3, "pipeline.split_size=4 pipeline.recompute=true"),  # 4, 4 and 2
+        (2, "pipeline.split_size=1"),
+    ],
+)
+def test_as_the_whole_model(name, stages, words):
+    model = made(name)
+    if name == "cnn":  # in training BatchNorm would see micro-batches
+        model(digits(number=3).inputs)
+        model.eval()
+    same_as_whole(model, staged(model, (CPU,) * stages, words), digits())
+
+
+@pytest.mark.parametrize("mode", ["split", "pipeline"])
+def test_a_batch_of_one(mode):
+    model = made("cnn_gn")
+    same_as_whole(model, staged(model, (CPU, CPU), f"mode={mode}", shape=(1, 1, 8, 8)), digits(1))
+
+
+def test_fewer_images_than_micro_batches():
+    """Whoever evaluates may bring smaller batches."""
+    model = made("vit_tiny")
+    strategy = staged(model, (CPU, CPU), "pipeline.microbatches=5")
+    same_as_whole(model, strategy, digits(3))
+
+
+@pytest.mark.parametrize("words", ["mode=split", "pipeline.split_size=3"])
+def test_soft_targets(words):
+    model = made("cnn_gn")
+    soft = torch.rand(ROWS, 10).softmax(1)
+    same_as_whole(model, staged(model, (CPU, CPU), words), Batch(digits().inputs, soft, ROWS))
+
+
+def test_bf16_and_a_scaled_loss():
+    model = made("cnn_gn")
+    strategy = staged(model, (CPU, CPU), "precision=bf16 pipeline.microbatches=2")
+    strategy.scale = lambda loss: loss * 8
+    loss = strategy.forward_backward(digits(), 1 / ROWS)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(digits().inputs)
+    expected = cross_entropy(outputs.float(), digits().targets)
+    torch.testing.assert_close(loss, expected.detach(), rtol=2e-2, atol=2e-2)
+    (8 * expected).backward()
+    found = gradients(strategy.named_parameters().items())
+    torch.testing.assert_close(found, gradients(model.named_parameters()), rtol=0.2, atol=0.2)
+
+
+# BatchNorm's running statistics.
+
+NORMS = [
+    "mode=split",
+    "mode=split pipeline.recompute=true",
+    "mode=split pipeline.recompute=true pipeline.deferred_batch_norm=false",
+    "pipeline.microbatches=1 pipeline.recompute=true pipeline.deferred_batch_norm=false",
+    "pipeline.microbatches=1",
+]
+
+
+@pytest.mark.parametrize("words", NORMS)
+def test_statistics_of_a_whole_batch(words):
+    model = made("cnn")
+    strategy = staged(model, (CPU, CPU), words)
+    strategy.train()
+    for number in range(2):
+        strategy.forward_backward(digits(number=number), 1 / ROWS)
+        model(digits(number=number).inputs)
+    found = {name: buffer for name, buffer in strategy.named_buffers().items()}
+    torch.testing.assert_close(found, dict(model.named_buffers()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["true", "false"])
+def test_statistics_of_micro_batches(recompute):
+    """Deferred, the first layer's are the whole batch's; else each micro-batch counts as a batch."""
+    model, batch = made("cnn"), digits()
+    batch.inputs.add_(torch.arange(ROWS).view(-1, 1, 1, 1))
+    tracked = {}
+    for deferred in ("true", "false"):
+        words = f"pipeline.deferred_batch_norm={deferred} pipeline.recompute={recompute}"
+        strategy = staged(model, (CPU, CPU), f"pipeline.split_size=3 {words}")
+        strategy.train()
+        strategy.forward_backward(batch, 1 / ROWS)
+        tracked[deferred] = {name: buffer.clone() for name, buffer in strategy.named_buffers().items()}
+    model(batch.inputs)
+    expected = dict(model.named_buffers())
+    assert list(tracked["true"]) == list(expected)
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        torch.testing.assert_close(tracked["true"][name], expected[name], rtol=1e-5, atol=1e-6)
+    assert tracked["false"]["1.num_batches_tracked"] == 4
+    assert not torch.allclose(tracked["false"]["1.running_var"], expected["1.running_var"], rtol=0.1)
+
+
+# What is known of it.
+
+
+def test_names_are_the_models_and_nothing_of_it_is_lost():
+    model = made("cnn")
+    for words in ("mode=split", "pipeline.microbatches=2"):
+        strategy = staged(model, (CPU,) * 3, words)
+        assert list(strategy.named_parameters()) == [name for name, _ in model.named_parameters()]
+        assert set(strategy.named_buffers()) == {name for name, _ in model.named_buffers()}
+        assert not hasattr(strategy, "model")
+        union = [name for stage in strategy.stages.values() for name in stage.state_dict()]
+        assert sorted(union) == sorted(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "facts"),
+    [
+        ("pipeline.microbatches=5", "5 micro-batches of 2 images", (5, 2)),
+        ("pipeline.microbatches=4", "4 micro-batches of up to 3 images", (4, 3)),
+        ("pipeline.split_size=4", "3 micro-batches of up to 4 images", (3, 4)),
+        ("pipeline.split_size=7", "2 micro-batches of up to 7 images", (2, 7)),  # not 5 and 5
+        ("pipeline.split_size=99", "1 micro-batches of 10 images", (1, 10)),
+    ],
+)
+def test_what_is_said_of_micro_batches(words, said, facts):
+    strategy = staged(made("cnn_gn"), (CPU, CPU), f"pipeline.cuts=['7'] {words}")
+    notes, known = strategy.notes(), strategy.facts()["pipeline"]
+    assert said in notes["pipeline"] and "for correctness" in notes["note"] and "2, cut after 7" in notes["stages"]
+    assert (known["microbatches"], known["split_size"]) == facts
+    assert (known["stages"], known["cuts"], known["schedule"], known["bubble_measured"]) == (2, ["7"], "streams", None)
+    assert known["bubble_ideal"] == pytest.approx(1 / (facts[0] + 1))
+    strategy.forward_backward(digits(), 1 / ROWS)
+    figures = strategy.figures()
+    assert strategy.facts()["pipeline"]["bubble_measured"] == pytest.approx(figures["pipeline/bubble_pct"] / 100)
+    # Stand-ins work one at a time: what one does the other waits.
+    busy = figures["pipeline/stage0_busy_pct"] + figures["pipeline/stage1_busy_pct"]
+    assert busy <= 100.001 and figures["pipeline/bubble_pct"] == pytest.approx(100 - busy / 2)
+    assert strategy.figures() == {}
+
+
+def test_automatic_micro_batches_are_found_once():
+    model, said = made("cnn_gn"), []
+    world = World(Place(), CPU, 1, ("cpu", "cpu"), (CPU, CPU))
+    recipe = load(None, "mode=pipeline", "batch_size=32")
+    first, second = create(recipe, world), create(recipe, world)
+    first.say = second.say = said.append
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first.setup(copy.deepcopy(model), (32, 1, 8, 8))
+    assert len(said) == 1 and "measuring" in said[0] and first.known["trials"]
+    torch.testing.assert_close({**first.named_parameters(), **first.named_buffers()}, before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in first.named_parameters().values())
+    second.known = first.known
+    second.setup(copy.deepcopy(model), (32, 1, 8, 8))
+    assert second.plan == first.plan and len(said) == 1
+
+
+# TECHNIQUES.md E.1.
+
+
+def test_a_toy_model_of_two_halves_trains():
+    torch.manual_seed(0)
+    toy = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    strategy = staged(toy, (CPU, CPU), "mode=split", shape=(20, 10))
+    assert [sorted(stage.state_dict()) for stage in strategy.stages.values()] == [
+        ["0.bias", "0.weight"],
+        ["2.bias", "2.weight"],
+    ]
+    optimizer = torch.optim.SGD(strategy.named_parameters().values(), lr=0.5)
+    inputs, targets = torch.randn(20, 10), torch.arange(20) % 5
+    losses = []
+    for _ in range(100):
+        optimizer.zero_grad()
+        losses.append(strategy.forward_backward(Batch(inputs, targets, 20), 1 / 20).item())
+        optimizer.step()
+    assert losses[0] > 1.5 and losses[-1] < 0.1
+
+
+def test_resnet50_over_two_devices_gives_the_outputs_of_one():
+    torch.manual_seed(0)
+    model = torchvision.models.resnet50(num_classes=10).eval()
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = model(images)
+    for words in ("mode=split", "pipeline.microbatches=2"):
+        strategy = staged(model, (CPU, CPU), f"{words} pipeline.cuts=[layer2]", shape=(2, 3, 64, 64))
+        strategy.train(False)
+        torch.testing.assert_close(strategy.forward(images), expected, rtol=1e-4, atol=1e-5)
+
+
+# On a GPU.
+
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """Every copy between stages begins some ten milliseconds late."""
+    monkeypatch.setattr(streams, "delay_cycles", 20_000_000)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """float32 without TF32, and kernels that add in one order."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cnn_gn", "vit_tiny"])
+@pytest.mark.parametrize(
+    "words", ["mode=split", "pipeline.microbatches=5", "pipeline.split_size=4 pipeline.recompute=true"]
+)
+def test_as_the_whole_model_on_a_gpu(name, words, exact):
+    model = made(name)
+    strategy = staged(model, (CARD, CARD), words)
+    assert {p.device for p in strategy.named_parameters().values()} == {CARD}
+    same_as_whole(model, strategy, digits(device=CARD), 1e-4)
+
+
+@pytest.mark.gpu
+def test_late_copies_change_nothing(exact, slow_copies):
+    """A stage that did not wait for its copy would compute with what was in the memory before."""
+    model = made("cnn_gn")
+    strategy = staged(model, (CARD,) * 3, "pipeline.microbatches=5")
+    same_as_whole(model, strategy, digits(device=CARD), 1e-4)
+    for number in range(1, 4):  # memory is used again
+        for parameter in strategy.named_parameters().values():
+            parameter.grad = None
+        same_as_whole(model, strategy, digits(device=CARD, number=number), 1e-4)
+
+
+@pytest.mark.gpu
+def test_over_all_gpus(exact):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    drives = tuple(torch.device("cuda", index) for index in range(2))
+    model = made("cnn_gn")
+    for words in ("mode=split", "pipeline.microbatches=5"):
+        strategy = staged(model, drives, words)
+        assert {p.device for p in strategy.named_parameters().values()} == set(drives)
+        same_as_whole(model, strategy, digits(device=drives[0]), 1e-4)
+
+
+class Heavy(nn.Module):
+    """Two halves of equal work, in kernels far longer than their launch and too small to fill a big GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8192, 8192), nn.Linear(8192, 8192)
+
+    def forward(self, x):
+        return self.second(self.first(x.flatten(1)))
+
+
+@pytest.mark.gpu
+def test_stages_overlap_on_a_gpu(tmp_path):
+    """In the profiler's kernels the second stage works, on a stream of its own, while the first one does."""
+    rows, count = 1024, 8
+    strategy = staged(Heavy(), (CARD, CARD), f"pipeline.microbatches={count}", shape=(rows, 1, 64, 128))
+    batch = Batch(torch.randn(rows, 1, 64, 128, device=CARD), torch.zeros(rows, dtype=torch.int64, device=CARD), rows)
+    for _ in range(3):
+        strategy.forward_backward(batch, 1 / rows)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as watched:
+        for _ in range(3):
+            strategy.forward_backward(batch, 1 / rows)
+        torch.cuda.synchronize()
+    lanes = kernels_by_stream(watched, tmp_path / "trace.json")
+    busiest = sorted(lanes.values(), key=lambda spans: -sum(end - begin for begin, end in spans))[:2]
+    assert len(busiest) == 2, "all kernels ran on one stream"
+    first, second = busiest
+    together = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
+    shorter = min(sum(end - begin for begin, end in spans) for spans in busiest)
+    assert together > 0.05 * shorter
+    assert strategy.figures()["pipeline/bubble_pct"] < 50  # one stage at a time would be 50
+
+
+def kernels_by_stream(watched, path):
+    """Begin and end of the CUDA kernels of a profile, in microseconds, by their stream."""
+    watched.export_chrome_trace(str(path))
+    lanes = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("cat") == "kernel":
+            lanes.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
+    return lanes

@@ -1,0 +1,201 @@
+"""Choosing cuts and micro-batches by measuring, with measurements that the tests make up."""
+
+import json
+
+import pytest
+from torch import nn
+
+from trainer.balance import BlockCost
+from trainer.partition import trace
+from trainer.recipe import load
+from trainer.strategies.tuning import FINALISTS, Pipe, Plan, Trial, find_plan, key_of, predict, recall
+
+TRACED = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))  # cuts "0" to "4", after each layer but the last
+DIVISORS = tuple(m for m in range(1, 97) if 96 % m == 0)
+
+
+class Bench:
+    """Times that a test makes up, and what was asked for.
+
+    Args:
+        blocks: seconds of each of the six blocks, for one image.
+        overhead: seconds of each block for every micro-batch, whatever its size.
+        seconds: of a step under a plan.
+        busy: seconds of each stage in it.
+    """
+
+    def __init__(self, blocks="111111", overhead=0.0, seconds=lambda plan: 1.0, busy=(1.0, 1.0)):
+        self.blocks, self.overhead, self.seconds, self.busy = blocks, overhead, seconds, busy
+        self.probed, self.tried, self.said = [], [], []
+
+    def probe(self, rows):
+        self.probed.append(rows)
+        times = [rows * int(block) + self.overhead for block in self.blocks]
+        return [BlockCost(time / 3, time * 2 / 3, 1) for time in times]
+
+    def trial(self, plan):
+        self.tried.append(plan)
+        return Trial(self.seconds(plan), self.busy)
+
+    def find(self, pipe, *words):
+        return find_plan(TRACED, load(None, "mode=pipeline", *words), pipe, self.probe, self.trial, self.said.append)
+
+
+def pipe(*counts, stages=2, schedules=("1f1b",), rows=96):
+    return Pipe(stages, 2, schedules, rows, counts)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words", "cuts"),
+    [("111111", [], ("2",)), ("111119", [], ("4",)), ("111119", ["pipeline.cuts=['1']"], ("1",))],
+)
+def test_fixed_numbers_need_no_trial(blocks, words, cuts):
+    bench = Bench(blocks)
+    plan, known = bench.find(pipe(7), *words)
+    assert plan == Plan(cuts, 7, "1f1b")
+    assert bench.probed == [14]  # the larger of 13 and 14 images
+    assert (bench.tried, bench.said, known["trials"]) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "tried"),
+    [
+        (DIVISORS, 96, [4, 6, 8, 12, 16, 24]),
+        (tuple(range(1, 1001)), 1000, [4, 6, 8, 12, 16, 24]),
+        ((1, 2, 3, 4, 6, 8, 12, 16), 16, [4, 6, 8]),  # 12 and 16 would have one image
+        ((5, 10, 50), 100, [5, 10]),  # 50 is too many
+        ((1, 2, 3), 6, [3]),  # fewer than wanted: the most
+        ((1, 13), 13, [1]),  # 13 of one image are many more than wanted
+        ((200, 400), 800, [200]),
+    ],
+)
+def test_candidates_are_a_handful(counts, rows, tried):
+    bench = Bench()
+    bench.find(pipe(*counts, rows=rows))
+    assert bench.probed == [-(-rows // m) for m in tried]
+    assert len(bench.tried) <= FINALISTS + 5
+    assert bool(bench.said) == (len(tried) > 1)
+
+
+def test_the_fastest_trial_wins_whatever_was_predicted():
+    for wanted in (8, 12, 24):
+        bench = Bench(overhead=2.5, seconds=lambda plan, wanted=wanted: abs(plan.microbatches - wanted) + 1)
+        plan, known = bench.find(pipe(*DIVISORS))
+        tried = {trial["microbatches"] for trial in known["trials"]}
+        assert plan.microbatches == min(tried, key=lambda m: abs(m - wanted))
+        assert len(tried) == FINALISTS
+
+
+@pytest.mark.parametrize(("overhead", "finalists"), [(0.0, [24, 16, 12]), (1e3, [4, 6, 8]), (1.0, [8, 12, 6])])
+def test_only_what_is_predicted_to_be_fast_is_tried(overhead, finalists):
+    """Without an overhead more micro-batches are faster, with a large one fewer."""
+    bench = Bench(overhead=overhead)
+    bench.find(pipe(*DIVISORS), "pipeline.cuts=['2']")
+    assert [plan.microbatches for plan in bench.tried[:FINALISTS]] == finalists
+    assert {plan.microbatches for plan in bench.tried} == set(finalists)
+
+
+@pytest.mark.parametrize(
+    ("busy", "seconds", "cut"),
+    [
+        ((1, 2), {"2": 5, "3": 4, "4": 6}, "3"),  # the second stage gives a block to the first
+        ((2, 1), {"2": 5, "1": 4, "0": 6}, "1"),
+        ((1, 2), {"2": 5, "3": 6, "1": 1}, "2"),  # it did not help; nobody asks for the other way
+        ((1, 2), {"2": 5, "3": 4, "4": 3}, "4"),  # two steps at most
+    ],
+)
+def test_the_busiest_stage_gives_a_block_away(busy, seconds, cut):
+    bench = Bench(seconds=lambda plan: seconds[plan.cuts[0]], busy=busy)
+    plan, known = bench.find(pipe(*DIVISORS))
+    assert plan.cuts == (cut,)
+    first, second = known["stage_seconds"]
+    assert sum(first) / (sum(first) + sum(second)) == pytest.approx((int(cut) + 1) / 6)  # of the cut that was taken
+
+
+def test_a_stage_in_the_middle_gives_to_both_sides_and_keeps_a_block():
+    bench = Bench(busy=(1, 2, 1))
+    bench.find(Pipe(3, 3, ("1f1b",), 96, DIVISORS))
+    assert {plan.cuts for plan in bench.tried} == {("1", "3"), ("2", "3"), ("1", "2")}
+    bench = Bench("111181", busy=(1, 2, 1))
+    bench.find(Pipe(3, 3, ("1f1b",), 96, DIVISORS))
+    assert {plan.cuts for plan in bench.tried} == {("3", "4")}  # one block cannot be parted
+
+
+def test_cuts_by_name_stay():
+    bench = Bench(busy=(1, 2), seconds=lambda plan: 1.0 if plan.cuts == ("1",) else 0.5)
+    plan, _ = bench.find(pipe(*DIVISORS), "pipeline.cuts=['1']")
+    assert plan.cuts == ("1",)
+
+
+@pytest.mark.parametrize("faster", ["1f1b", "interleaved1f1b"])
+def test_another_order_where_it_is_faster(faster):
+    bench = Bench(seconds=lambda plan: 1.0 if plan.schedule == faster else 2.0)
+    plan, known = bench.find(pipe(*DIVISORS, schedules=("1f1b", "interleaved1f1b")))
+    assert plan.schedule == faster == known["plan"]["schedule"]
+    assert {found.schedule for found in bench.tried} == {"1f1b", "interleaved1f1b"}
+
+
+def test_a_lucky_first_time_is_tried_again():
+    times = {12: [1.0, 1.0], 16: [1.1, 0.9], 24: [2.0, 0.1]}
+    bench = Bench(seconds=lambda plan: times[plan.microbatches].pop(0))
+    plan, known = bench.find(pipe(*DIVISORS), "pipeline.cuts=['2']")
+    assert plan.microbatches == 16  # the two best once more, the third not
+    assert {trial["microbatches"]: trial["seconds"] for trial in known["trials"]} == {12: 1.0, 16: 0.9, 24: 2.0}
+
+
+def test_what_is_known_survives_its_file():
+    plan, known = Bench(busy=(1, 2)).find(pipe(*DIVISORS))
+    again = json.loads(json.dumps(known))
+    assert recall(again, known["key"]) == recall(known, known["key"]) == plan
+    assert json.loads(json.dumps(again)) == again
+    assert set(known) == {"key", "plan", "predicted", "stage_seconds", "trials"}
+
+
+def test_a_plan_is_for_one_pipe_only():
+    _, known = Bench().find(pipe(*DIVISORS))
+    recipe = load(None, "mode=pipeline")
+    key = key_of(TRACED, recipe, pipe(*DIVISORS))
+    assert recall(known, key) is not None
+    assert recall({}, key) is None
+    shorter = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))))
+    words = ["mode=split", "model.name=mlp", "precision=bf16", "pipeline.cuts=['1']", "pipeline.microbatches=4"]
+    words += ["pipeline.split_size=4", "pipeline.recompute=true"]
+    others = [key_of(TRACED, load(None, "mode=pipeline", word), pipe(*DIVISORS)) for word in words[1:]]
+    others += [key_of(TRACED, load(None, words[0]), pipe(*DIVISORS)), key_of(shorter, recipe, pipe(*DIVISORS))]
+    pipes = [pipe(4, 8), pipe(*DIVISORS, stages=4), pipe(*DIVISORS, rows=192), pipe(*DIVISORS, schedules=("gpipe",))]
+    others += [key_of(TRACED, recipe, other) for other in (*pipes, Pipe(2, 1, ("1f1b",), 96, DIVISORS))]
+    assert all(recall(known, other) is None for other in others)
+    assert len({key, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "seconds", "bubble"),
+    [
+        ("1f1b", [(1, 2), (1, 2)], 2, 9, 1 / 3),
+        ("gpipe", [(1, 2), (1, 2)], 2, 9, 1 / 3),
+        ("streams", [(2, 2), (1, 1)], 2, 8, 1 / 4),
+        ("1f1b", [(2, 2), (1, 1)], 2, 8, 1 / 4),  # the slow stage works without a gap
+        ("gpipe", [(2, 2), (1, 1)], 2, 10, 2 / 5),  # the slow stage waits for both forward passes of the fast one
+        ("1f1b", [(1, 1), (2, 2)], 2, 10, 2 / 5),
+        ("split", [(1, 2), (2, 4)], 1, 9, 1 / 2),  # one after the other
+        ("1f1b", [(1, 2)], 3, 9, 0),
+    ],
+)
+def test_predictions_by_hand(schedule, stages, microbatches, seconds, bubble):
+    asked = Pipe(len(stages), len(stages), (schedule,), 96, (microbatches,))
+    assert predict(asked, microbatches, stages) == pytest.approx((seconds, bubble))
+
+
+def test_predictions_with_several_stages_a_worker():
+    """4 stages of (1, 2) on 2 workers: 4 micro-batches and half a one of 6 seconds each."""
+    asked = Pipe(4, 2, ("interleaved1f1b",), 96, (4,))
+    assert predict(asked, 4, [(1, 2)] * 4) == pytest.approx((27, 1 / 9))
+    assert predict(asked, 4, [(1, 2)] * 3 + [(2, 2)]) == pytest.approx((36, 1 / 9))  # the slowest decides
+
+
+def test_what_was_predicted_is_told_of_the_plan_that_was_taken():
+    bench = Bench(busy=(1, 2), seconds=lambda plan: {"2": 2.0, "3": 1.0, "4": 3.0}[plan.cuts[0]])
+    plan, known = bench.find(pipe(*DIVISORS))
+    seconds, bubble = predict(pipe(*DIVISORS), plan.microbatches, known["stage_seconds"])
+    assert known["predicted"] == {"step_seconds": seconds, "bubble": bubble}
+    assert [sum(pair) * plan.microbatches / 96 for pair in known["stage_seconds"]] == pytest.approx([4, 2])

@@ -95,7 +95,8 @@ def test_hogwild_is_for_one_node() -> None:
         ("schedule=streams microbatches=7", 1, ""),  # uneven micro-batches are fine
         ("split_size=500", 1, ""),
         ("microbatches=129", 1, "pipeline.microbatches=129 of 128 images: at most 128 can be"),
-        ("schedule=streams virtual_stages=2", 1, "needs several processes: leave pipeline.virtual_stages out, or type"),
+        ("schedule=streams virtual_stages=2", 1, "1 stage a device, not 2: leave pipeline.virtual_stages out, or type nproc=2"),
+        ("schedule=streams virtual_stages=2", 4, "or type nproc=4 pipeline.schedule=loopedbfs"),
         ("schedule=streams", 2, "runs in 1 process, not 2: type python -m trainer ... without torchrun"),
         *((f"schedule={name}", 1, f"{name} runs in 2 processes or more") for name in SCHEDULES if name != "streams"),
         ("schedule=1f1b stages=4", 1, "torchrun --nproc_per_node=4 -m trainer ... or nproc=4"),

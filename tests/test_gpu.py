@@ -42,3 +42,31 @@ def test_killed_and_resumed_is_byte_equal_with_deterministic_kernels(tmp_path):
 def test_more_ranks_than_gpus_names_the_right_count():
     done = trainer("recipe=digits", "nproc=2", env=GPU)
     assert done.returncode == 2 and "nproc=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ["mode=dp", "devices=[cuda:0,cuda:0]"],
+        ["mode=split", "devices=[cuda:0,cuda:0]"],
+        ["mode=pipeline", "devices=[cuda:0,cuda:0]", "pipeline.microbatches=4"],
+        ["mode=pipeline", "devices=[cuda:0,cuda:0,cuda:0]", "pipeline.split_size=20", "precision=bf16"],
+        ["mode=pipeline", "devices=[cuda:0,cuda:0]", "pipeline.microbatches=auto", "pipeline.timeline=true"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_modes_of_one_process_on_one_card(mode, tmp_path):
+    extra = [word for word in mode if word.startswith("precision")]
+    ok(*SAME, *extra, f"output={tmp_path / 'single'}", env=GPU)
+    words = [word for word in SAME if not word.startswith("mode=")]
+    ok(*words, *mode, f"output={tmp_path / 'run'}", env=GPU)
+    tolerance = 2e-2 if extra else 1e-3
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "single"), rel=tolerance)
+    assert len(result(tmp_path / "run")["devices"]) >= 2
+
+
+def test_four_workers_of_local_sgd_on_one_card(tmp_path):
+    done = ok("recipe=digits_local_sgd", "nproc=4", "devices=[cuda:0]", *QUIET, f"output={tmp_path / 'run'}", env=GPU)
+    found = result(tmp_path / "run")
+    assert found["world_size"] == 4 and found["val_top1"] > 0.95, done.stdout
+    assert found["throughput"]["per_device"] == pytest.approx(found["throughput"]["samples_per_sec"])

@@ -111,17 +111,17 @@ def check_options(recipe: Recipe) -> None:
 
 
 def _check_pipeline(recipe: Recipe, processes: int) -> None:
-    schedule, wanted = schedule_of(recipe, processes), recipe.pipeline.stages
-    if processes > 1 and schedule == STREAMS:
-        raise RecipeError(
-            f"pipeline.schedule=streams runs in 1 process, not {processes}: type python -m trainer ... without "
-            "torchrun and nproc=, or pipeline.schedule=1f1b"
-        )
+    schedule, wanted, virtual = schedule_of(recipe, processes), recipe.pipeline.stages, recipe.pipeline.virtual_stages
     if schedule == STREAMS:
-        if recipe.pipeline.virtual_stages not in (None, 1):
+        if virtual not in (None, 1):
             raise RecipeError(
-                f"pipeline.virtual_stages={recipe.pipeline.virtual_stages} needs several processes: "
-                f"leave pipeline.virtual_stages out, or type nproc={wanted or 2} pipeline.schedule=loopedbfs"
+                f"pipeline.schedule=streams has 1 stage a device, not {virtual}: leave pipeline.virtual_stages out, "
+                f"or type nproc={wanted or max(2, processes)} pipeline.schedule=loopedbfs"
+            )
+        if processes > 1:
+            raise RecipeError(
+                f"pipeline.schedule=streams runs in 1 process, not {processes}: type python -m trainer ... without "
+                "torchrun and nproc=, or pipeline.schedule=1f1b"
             )
         return
     if processes == 1:
@@ -136,7 +136,6 @@ def _check_pipeline(recipe: Recipe, processes: int) -> None:
             f"pipeline.stages={wanted} runs in a multiple of {wanted} processes, not {processes}: "
             f"type torchrun --nproc_per_node={near.split()[0]} -m trainer ... (or nproc=), {near} would do"
         )
-    virtual = recipe.pipeline.virtual_stages
     if schedule in V_SHAPED and virtual not in (None, 2):
         raise RecipeError(
             f"pipeline.schedule={schedule} has 2 stages a rank, not {virtual}: leave pipeline.virtual_stages out"

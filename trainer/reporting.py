@@ -25,7 +25,7 @@ def banner(run: Run) -> str:
     names = world.devices
     devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
     parts = run.strategy.shard().count
-    part = "replica" if parts < size else "device" if world.count() == size else "worker"
+    part = "worker" if recipe.every_sample else "replica" if parts < size else "device"
     options = [recipe.precision, *(word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word))]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
     local = recipe.batch_size // parts

@@ -95,8 +95,7 @@ def test_hogwild_is_for_one_node() -> None:
         ("schedule=streams microbatches=7", 1, ""),  # uneven micro-batches are fine
         ("split_size=500", 1, ""),
         ("microbatches=129", 1, "pipeline.microbatches=129 of 128 images: at most 128 can be"),
-        ("schedule=streams virtual_stages=2", 1, "1 stage a device, not 2: leave pipeline.virtual_stages out, or type nproc=2"),
-        ("schedule=streams virtual_stages=2", 4, "or type nproc=4 pipeline.schedule=loopedbfs"),
+        ("schedule=streams virtual_stages=2", 1, "1 stage a device, not 2: leave pipeline.virtual_stages out"),
         ("schedule=streams", 2, "runs in 1 process, not 2: type python -m trainer ... without torchrun"),
         *((f"schedule={name}", 1, f"{name} runs in 2 processes or more") for name in SCHEDULES if name != "streams"),
         ("schedule=1f1b stages=4", 1, "torchrun --nproc_per_node=4 -m trainer ... or nproc=4"),
@@ -114,7 +113,7 @@ def test_hogwild_is_for_one_node() -> None:
         ("schedule=zbv virtual_stages=3", 2, "zbv has 2 stages a rank, not 3: leave pipeline.virtual_stages out"),
         ("schedule=dualpipev virtual_stages=1", 2, "dualpipev has 2 stages a rank, not 1"),
         ("schedule=gpipe virtual_stages=1", 2, ""),
-        ("schedule=gpipe virtual_stages=2", 2, "use pipeline.schedule=interleaved1f1b, loopedbfs or"),
+        ("schedule=gpipe virtual_stages=2", 2, "or use pipeline.schedule=interleaved1f1b, loopedbfs or"),
         ("virtual_stages=2", 2, "pipeline.schedule=1f1b has 1 stage a rank, not 2"),
         # micro-batches
         ("microbatches=8", 2, ""),
@@ -144,9 +143,6 @@ def advice(text: str) -> list[dict[str, Any]]:
     tried = re.search(r"try ([\w.]+)=([\d, or]+)$", text)
     if tried:
         return [{tried[1]: int(number)} for number in re.findall(r"\d+", tried[2])]
-    both = re.search(r"type nproc=(\d+) pipeline.schedule=(\w+)", text)
-    if both:
-        return [{"pipeline.virtual_stages": None}, {"nproc": int(both[1]), "pipeline.schedule": both[2]}]
     ways: list[dict[str, Any]] = [{"nproc": int(n)} for n in re.findall(r"(?:nproc_per_node|nproc)=(\d+)", text)]
     ways += [{"nproc": int(n)} for n in re.findall(r"\b(\d+)(?= or \d+ would do| would do)", text)]
     ways += [{"nproc": 1}] if "without torchrun" in text else []
@@ -166,8 +162,7 @@ def follow(words: dict[str, Any], processes: int, taken: frozenset[str] = frozen
         if taken & way.keys():
             return f"again {way}: {text}"
         nproc = way.get("nproc", processes)
-        changed = {key: value for key, value in way.items() if key != "nproc"}
-        found = follow({**words, **changed}, nproc, taken | way.keys())
+        found = follow({**words, **way}, nproc, taken | way.keys())
         if found:
             return f"{found} after {way} of '{text}'"
     return ""
@@ -175,9 +170,9 @@ def follow(words: dict[str, Any], processes: int, taken: frozenset[str] = frozen
 
 def unflatten(words: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {"mode": "pipeline"}
-    for key, value in words.items():
+    for key in words.keys() - {"nproc"}:
         section, _, last = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[last] = value
+        (tree.setdefault(section, {}) if section else tree)[last] = words[key]
     return tree
 
 

@@ -112,12 +112,17 @@ def check_options(recipe: Recipe) -> None:
 
 def _check_pipeline(recipe: Recipe, processes: int) -> None:
     schedule, wanted, virtual = schedule_of(recipe, processes), recipe.pipeline.stages, recipe.pipeline.virtual_stages
+    if schedule in V_SHAPED and virtual not in (None, 2):
+        raise RecipeError(
+            f"pipeline.schedule={schedule} has 2 stages a rank, not {virtual}: leave pipeline.virtual_stages out"
+        )
+    if schedule not in VIRTUAL and virtual not in (None, 1):
+        raise RecipeError(
+            f"pipeline.schedule={schedule} has 1 stage a {'device' if schedule == STREAMS else 'rank'}, not {virtual}: "
+            "leave pipeline.virtual_stages out, or use pipeline.schedule=interleaved1f1b, loopedbfs or "
+            "interleavedzerobubble"
+        )
     if schedule == STREAMS:
-        if virtual not in (None, 1):
-            raise RecipeError(
-                f"pipeline.schedule=streams has 1 stage a device, not {virtual}: leave pipeline.virtual_stages out, "
-                f"or type nproc={wanted or max(2, processes)} pipeline.schedule=loopedbfs"
-            )
         if processes > 1:
             raise RecipeError(
                 f"pipeline.schedule=streams runs in 1 process, not {processes}: type python -m trainer ... without "
@@ -126,24 +131,16 @@ def _check_pipeline(recipe: Recipe, processes: int) -> None:
         return
     if processes == 1:
         need = wanted or 2
+        alone = "" if (virtual or 1) > 1 else "; one process: pipeline.schedule=streams"
         raise RecipeError(
             f"pipeline.schedule={schedule} runs in {need} processes or more, one a stage: type "
-            f"torchrun --nproc_per_node={need} -m trainer ... or nproc={need}; one process: pipeline.schedule=streams"
+            f"torchrun --nproc_per_node={need} -m trainer ... or nproc={need}{alone}"
         )
     if wanted is not None and processes % wanted:
         near = neighbours(processes, wanted)
         raise RecipeError(
             f"pipeline.stages={wanted} runs in a multiple of {wanted} processes, not {processes}: "
             f"type torchrun --nproc_per_node={near.split()[0]} -m trainer ... (or nproc=), {near} would do"
-        )
-    if schedule in V_SHAPED and virtual not in (None, 2):
-        raise RecipeError(
-            f"pipeline.schedule={schedule} has 2 stages a rank, not {virtual}: leave pipeline.virtual_stages out"
-        )
-    if schedule not in VIRTUAL and virtual not in (None, 1):
-        raise RecipeError(
-            f"pipeline.schedule={schedule} has 1 stage a rank, not {virtual}: "
-            "use pipeline.schedule=interleaved1f1b, loopedbfs or interleavedzerobubble"
         )
 
 

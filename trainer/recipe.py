@@ -45,14 +45,19 @@ def _devices(value: Any) -> Any:
     return value
 
 
-def _auto_or(kind: type, wanted: str) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        good = isinstance(value, kind) and not isinstance(value, bool) and bool(value)
-        if value != "auto" and (not good or (isinstance(value, int) and value < 1)):
-            raise ValueError(f"must be auto or {wanted}")
-        return value
+def _count(value: Any) -> Any:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError("must be auto or a number, as in 8")
+    return value
 
-    return check
+
+def _cuts(value: Any) -> Any:
+    if value == "auto":
+        return value
+    names = [str(name) if type(name) is int else name for name in value] if isinstance(value, list) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("must be auto or a list of names, as in [layer2.3] or ['0.3']")
+    return names
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -130,9 +135,9 @@ class PipelineRecipe(_Section):
     schedule: Schedule | None = None  # null: streams in one process, 1f1b in several
     stages: Annotated[int, Field(ge=2, le=1024)] | None = None  # null: as many as there are devices or processes
     virtual_stages: Annotated[int, Field(ge=1, le=64)] | None = None  # a rank; null: 2 where the schedule has them
-    microbatches: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or(int, "a number, as in 8"))] = "auto"
+    microbatches: Annotated[Literal["auto"] | int, BeforeValidator(_count)] = "auto"
     split_size: Positive | None = None  # images of a micro-batch, instead of microbatches
-    cuts: Annotated[Literal["auto"] | list[str], BeforeValidator(_auto_or(list, "a list, as in [layer2.3]"))] = "auto"
+    cuts: Annotated[Literal["auto"] | list[str], BeforeValidator(_cuts)] = "auto"
     deferred_batch_norm: bool = True  # running statistics once a mini-batch, as without micro-batches
     recompute: bool = False  # activations in the backward pass, for memory
     timeline: bool = False  # each stage's forward and backward spans as a trace and as a picture
@@ -261,9 +266,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word`, or None when none is."""
     options = list(choices)
-    found = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    if not found:  # a key without its section, or a section's key on the wrong level
-        found = [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]
+    # A key without its section, or a section's key on the wrong level.
+    alike = [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    found = alike + close if "." not in word else close + alike
     return found[0] if found else None
 
 
@@ -444,16 +450,20 @@ def _explain(error: ValidationError) -> str:
     defaults = flatten(Recipe().to_dict())
     if kind == "extra_forbidden":
         given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
-        guess = nearest(key, defaults.keys() | Recipe.model_fields.keys())
+        section = key.rpartition(".")[0]
+        within = [name for name in defaults if section and name.startswith(f"{section}.")]
+        guess = nearest(key, within or [*defaults, *Recipe.model_fields])
         guess = guess or next(filter(None, (nearest(name, defaults) for name in given)), None)
         hint = f"did you mean {guess}?" if guess else "python -m trainer recipes digits prints them all"
         return f"{key} is not a key; {hint}"
     value = first["input"]
     found = f"{key}={_shown(value)}"
+    if isinstance(value, Mapping) and value and key in defaults:
+        return f"{key} has no keys of its own, as {key}.{next(iter(value))} would be"
     if kind == "literal_error":
         choices = [word for word in re.findall(r"\w+", first["ctx"]["expected"]) if word != "or"]
         choices += ["null"] if key in defaults and defaults[key] is None else []
-        guess = nearest(str(value), choices)
+        guess = nearest(str(value).lower(), choices)
         return f"{found} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         inner = next((name for name in defaults if name.startswith(f"{key}.")), "optimizer.lr")
@@ -461,8 +471,6 @@ def _explain(error: ValidationError) -> str:
     if kind == "value_error":
         message = first["msg"].removeprefix("Value error, ")
         return f"{found} {message}" if message.startswith("must") else f"{key}: {message}"
-    if isinstance(value, Mapping) and value and key in defaults:
-        return f"{key} has no keys of its own, as {key}.{next(iter(value))} would be"
     limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in first.get("ctx", {}).items()}
     message = KINDS[kind].format(**limits) if kind in KINDS else first["msg"]
     if key in defaults and defaults[key] is None:

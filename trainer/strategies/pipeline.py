@@ -7,6 +7,7 @@ because not all of them can evaluate.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,9 @@ class Wire(nn.Module):
         out = self._run(self.stage, received)
         if not self._last and out.dim() == 4:
             out = out.permute(0, 2, 3, 1)
-        return out.contiguous()
+        out = out.contiguous()
+        # Schedules with a backward pass in two parts detach what was sent in place, which a view does not allow.
+        return out.clone() if out._is_view() else out
 
 
 class ProcessPipeline(Staged):
@@ -92,8 +95,9 @@ class ProcessPipeline(Staged):
         with lost_peers():
             # Every rank makes every group, in one order.
             every, size = range(self.world.size), self.ranks
-            pipes: list[Any] = [dist.new_group([n for n in every if n // size == r]) for r in range(self.replicas)]
-            copies: list[Any] = [dist.new_group([n for n in every if n % size == p]) for p in range(size)]
+            limit = datetime.timedelta(seconds=self.recipe.timeout)  # torch would wait for 30 minutes
+            pipes: Any = [dist.new_group([n for n in every if n // size == r], limit) for r in range(self.replicas)]
+            copies: Any = [dist.new_group([n for n in every if n % size == p], limit) for p in range(size)]
             self.pipe_group, self.copies_group = pipes[self.replica], copies[self.place]
             super().setup(model, shape)
         self._predict()

@@ -258,6 +258,8 @@ def _try_shape(model: nn.Module, name: str, num_classes: int, channels: int, ima
     except NotImplementedError:
         return  # an operator that cannot run on shapes alone; training will tell
     except (RuntimeError, ValueError, AssertionError) as error:
+        if "meta tensors" in str(error):  # it looks at values, which shapes do not have
+            return
         reason = " ".join(str(error).split())[:160]
         larger = f"try data.image_size={max(64, 2 * image_size)}" if image_size < 224 else "see its documentation"
         raise RecipeError(

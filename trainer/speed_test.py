@@ -24,7 +24,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     rows = recipe.batch_size // world.size
     try:
         per_image = activation_bytes(model, (2, data.channels, data.image_size, data.image_size)) / 2
-    except NotImplementedError:
+    except (NotImplementedError, RuntimeError):
         per_image = 0.0  # not to be known from shapes alone: as the recipe says
     per_image *= 0.5 if recipe.precision != "fp32" else 1.0
     weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())  # weights, gradients, momentum, buckets

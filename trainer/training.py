@@ -143,7 +143,7 @@ def utilisation_base(model: nn.Module, data: Datasets, world: World) -> tuple[fl
         return None, 0
     try:
         return peak, forward_flops(model, (1, data.channels, data.image_size, data.image_size))
-    except NotImplementedError:
+    except (NotImplementedError, RuntimeError):  # an operator, or a look at values, that shapes alone do not have
         return None, 0
 
 

@@ -57,14 +57,14 @@ def find_plan(
     recipe: Recipe,
     pipe: Pipe,
     probe: Callable[[int], list[BlockCost]],
-    trial: Callable[[Plan], Trial] | None,
+    trial: Callable[[Plan], Trial],
     say: Callable[[str], None],
 ) -> tuple[Plan, dict[str, Any]]:
     """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest.
 
     Args:
         probe: times every block at so many images a micro-batch.
-        trial: runs a plan; None where there is nothing to choose by running.
+        trial: runs a plan.
 
     Returns:
         The plan, and what is known of it: its key, predicted bubble, and the trials.
@@ -78,7 +78,7 @@ def find_plan(
     stage_seconds = {plan: _stage_costs(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
     predictions = {plan: predict(pipe, plan.microbatches, stage_seconds[plan]) for plan in plans}
     best, trials = plans[0], dict[Plan, Trial]()
-    if len(plans) > 1 and trial is not None:
+    if len(plans) > 1:
         best, trials = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
     seconds, bubble = predictions.get(best) or predict(
         pipe, best.microbatches, _stage_costs(traced, best.cuts, costs[best.microbatches])

@@ -70,14 +70,11 @@ WAYS = {
     "1f1b recomputed": processes("1f1b", 2, 1, "pipeline.recompute=true"),
     "three stages a rank": processes("interleaved1f1b", 2, 1, "pipeline.virtual_stages=3", virtual=3),
 }
-DIAGONAL = {  # what the fast tests run; ddp is in test_training.py, the other schedules in the tests below
-    ("dp 2", "resnet18"),
-    ("split 4", "vit_tiny"),
+DIAGONAL = {  # what the fast tests run; ddp is in test_training.py, dp, split and other schedules in the tests below
     ("streams uneven", "cnn_gn"),
     ("gpipe 2x2", "cnn_gn"),
     ("dualpipev 2", "cnn_gn"),
     ("three stages a rank", "cnn_gn"),
-    ("loopedbfs 2", "resnet18"),
 }
 
 

@@ -32,7 +32,9 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ddp_has_the_losses_of_single(reference, ranks, tmp_path):
+def test_ddp_has_the_losses_of_single(reference, ranks, tmp_path, full):
+    if ranks == 4 and not full:
+        pytest.skip("two ranks in the fast tests: --all")
     ok(*SAME, "mode=ddp", f"nproc={ranks}", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
     assert len(losses(reference)) == 20
@@ -42,8 +44,10 @@ def test_ddp_has_the_losses_of_single(reference, ranks, tmp_path):
     assert ours["val_loss"] == pytest.approx(single["val_loss"], rel=1e-4)
 
 
-def test_everything_at_once_over_two_ranks(tmp_path):
+def test_everything_at_once_over_two_ranks(tmp_path, full):
     """Accumulation, clipping, mixup, smoothing, averaging: the same numbers on one process and two."""
+    if not full:
+        pytest.skip("test_modes.py tries each option in each mode: --all")
     words = [
         *SAME,
         "model.name=vit_tiny",
@@ -72,7 +76,9 @@ def test_sync_bn_sees_the_global_batch(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_stays_near(reference, precision, tmp_path):
+def test_lower_precision_stays_near(reference, precision, tmp_path, full):
+    if not full:
+        pytest.skip("test_modes.py tries each option in each mode: --all")
     ok(*SAME, "mode=single", "model.name=cnn_gn", f"precision={precision}", f"output={tmp_path / 'run'}")
     found = losses(tmp_path / "run")
     assert found == pytest.approx(losses(reference), rel=2e-2) and found != losses(reference)
@@ -309,7 +315,9 @@ def logged(folder):
     return seen
 
 
-def test_resume_under_another_mode(tmp_path):
+def test_resume_under_another_mode(tmp_path, full):
+    if not full:
+        pytest.skip("test_resume_modes.py goes round all modes: --all")
     words = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "epochs=2", "optimizer.lr=0.001", *QUIET]
     ok(*words, "mode=single", f"output={tmp_path / 'whole'}")
     stopped = trainer(

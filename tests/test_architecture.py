@@ -9,17 +9,20 @@ import trainer
 
 ROOMS = [
     {"errors", "faults"},
-    {"recipe"},
+    {"recipe", "words"},
     {"checks"},
     {"world", "topology", "interrupts", "devices"},
     {"data", "checkpoint", "metrics", "randomness", "run_folder", "graphs", "partition", "balance"},
+    {"plots", "pool"},
     {"models", "tracking", "launching"},
     {"strategies"},
-    {"evaluation", "optimization", "timeline"},
+    {"evaluation", "optimization", "timeline", "verdict"},
     {"run"},
     {"reporting", "resuming", "speed_test"},
     {"meeting"},
     {"training"},
+    {"planning", "inference"},
+    {"comparison"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}

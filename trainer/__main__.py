@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from trainer import checks, launching, recipe, world
 from trainer.errors import RecipeError, TrainerError, explain
 from trainer.interrupts import leave_now
+from trainer.words import split
 
 USAGE = """\
 usage: python -m trainer [train] recipe=NAME [key=value ...]    train
@@ -76,7 +77,7 @@ def run(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     """Train here, or in ranks that torch's launcher starts."""
-    own, rest = split(words)
+    own, rest = split(words, LAUNCH_WORDS)
     if "checkpoint" in own:
         raise RecipeError("checkpoint= belongs to evaluate; to continue a run type output=runs/x resume=auto")
     chosen = recipe.load(own.get("recipe"), *rest)
@@ -95,7 +96,7 @@ def train(words: Sequence[str]) -> int:
 
 def evaluate(words: Sequence[str]) -> int:
     """Evaluate a trained run in this process, as the rank that the environment says."""
-    own, rest = split(words)
+    own, rest = split(words, LAUNCH_WORDS)
     if "checkpoint" not in own:
         raise RecipeError("evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x")
     for key, instead in (("recipe", "the run folder has its own"), ("nproc", "start several ranks with torchrun")):
@@ -116,27 +117,6 @@ def recipes(words: Sequence[str]) -> int:
     chosen, rest = words[0].removeprefix("recipe="), words[1:]
     _show(recipe.load(chosen, *rest).to_yaml())
     return 0
-
-
-def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The words that say how to run, by name, and those that belong to the recipe.
-
-    Raises:
-        RecipeError: one of the former is given twice, or empty.
-    """
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in LAUNCH_WORDS:
-            rest.append(word)
-        elif key in own:
-            raise RecipeError(f"{key} is given twice, as '{key}={own[key]}' and as '{word}': keep one")
-        elif not value:
-            raise RecipeError(f"{key}= is empty: write a value or leave it out")
-        else:
-            own[key] = value
-    return own, rest
 
 
 def _show(text: str) -> None:

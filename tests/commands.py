@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.warm import Warm
 
 PROJECT = Path(__file__).parent.parent
 QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
@@ -23,11 +27,26 @@ def environment(**changes):
 
 
 def trainer(*words, env=None, timeout=180, cwd=None, python=()):
-    """Run `python -m trainer words...`; returns the finished process."""
-    command = [sys.executable, *python, "-m", "trainer", *map(str, words)]
-    return subprocess.run(
-        command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True
-    )
+    """Run `python -m trainer words...`; returns the finished process.
+
+    With a plain environment it is forked from a process that has imported torch already (see `tests.warm`).
+    """
+    words = [*map(str, words)]
+    command = [sys.executable, *python, "-m", "trainer", *words]
+    if env or python:
+        return subprocess.run(
+            command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True
+        )
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        code = _warm().run(words, environment(), str(cwd or os.getcwd()), out.fileno(), err.fileno(), timeout)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
+
+
+@functools.cache
+def _warm():
+    return Warm(environment())
 
 
 def ok(*words, **options):

@@ -18,7 +18,7 @@ ROOMS = [
     {"strategies"},
     {"evaluation", "optimization", "timeline", "verdict"},
     {"run"},
-    {"reporting", "resuming", "speed_test"},
+    {"reporting", "resuming", "speed_test", "diagnosis"},
     {"meeting"},
     {"training"},
     {"planning", "inference"},

@@ -306,3 +306,8 @@ def test_names_are_checked_without_importing_what_holds_them() -> None:
     assert "small ones: mlp, cnn" in line(check_model_name, "zzz")
     check_dataset_name("mnist")
     assert "did you mean data.name=cifar10?" in line(check_dataset_name, "cifar1O")
+
+
+def test_training_uses_one_kind_of_device() -> None:
+    assert "mixes cpu and cuda" in line(check_options, recipe("devices=[cuda:0,cpu]"))
+    assert not line(check_options, recipe("devices=[cuda:0,cuda:1]"))

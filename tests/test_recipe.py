@@ -147,7 +147,6 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         ("devices=[]", "devices=[] must be auto or a list, as in devices=[cuda:0]"),
         # keys that are right alone
         ("pipeline={split_size: 4, microbatches: 8}", "say the same twice: keep one"),
-        ("devices=[cuda:0,cpu]", "mixes cpu and cuda"),
         ("accumulate=3", "batch_size=128 does not divide into accumulate=3 equal parts; try batch_size=126 or 129"),
         ("schedule.min_lr=3", "schedule.min_lr=3.0 is above optimizer.lr=0.1"),
         ("augment.crop_scale=[1.0,0.1]", "the wrong way round; try [0.1,1.0]"),

@@ -97,6 +97,8 @@ def check_options(recipe: Recipe) -> None:
     Raises:
         RecipeError: with the reason.
     """
+    if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
+        raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
     on = {"sync_bn": recipe.sync_bn, "compile": recipe.compile}
     for option, value in on.items():
         reason = REFUSED.get((option, recipe.mode)) if value else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
@@ -44,7 +45,34 @@ def _named_devices(recipe: Recipe, cuda: int) -> list[str]:
     """The recipe's devices, or those there are."""
     if recipe.devices == "auto":
         return [f"cuda:{index}" for index in range(cuda)] if cuda and recipe.mode != "hogwild" else ["cpu"]
-    names = ["cuda:0" if name == "cuda" else name for name in recipe.devices]
+    return present(recipe.devices, cuda)
+
+
+def prediction_devices(
+    devices: Sequence[str] | Literal["auto"], cuda: int, cores: int, local_rank: int = 0, local_size: int = 1
+) -> list[str]:
+    """The devices of a rank's prediction workers, one each: its part of those that are named, or of every GPU.
+
+    Without a GPU, `auto` is a CPU worker for each of the rank's cores, eight at most.
+
+    Raises:
+        RecipeError: devices that are not here, or fewer than ranks.
+    """
+    if devices == "auto" and not cuda:
+        return ["cpu"] * max(1, min(8, cores // local_size))
+    names = [f"cuda:{index}" for index in range(cuda)] if devices == "auto" else present(devices, cuda)
+    if len(names) < local_size:
+        raise RecipeError(f"{local_size} processes for {len(names)} devices: start {len(names)}, or list {local_size}")
+    return names[local_rank::local_size]
+
+
+def present(devices: Sequence[str], cuda: int) -> list[str]:
+    """The devices under their full names.
+
+    Raises:
+        RecipeError: one is not here.
+    """
+    names = ["cuda:0" if name == "cuda" else name for name in devices]
     absent = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= cuda]
     if absent:
         have = f"cuda:0 to cuda:{cuda - 1}" if cuda > 1 else "cuda:0" if cuda else "no CUDA device"

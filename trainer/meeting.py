@@ -39,6 +39,7 @@ class Meeting:
         loss = math.fsum(torch.stack(run.unlogged).tolist()) if log else 0.0
         bad = float(run.updater.is_bad())
         steps, seconds, waited = run.timer.stop()
+        begun = time.perf_counter()
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
             self.timed = (self.timed[0] + steps, self.timed[1] + seconds, self.timed[2] + waited)
         loss, bad, stop, late = self.exchange(step, seconds / max(1, steps), loss, bad)
@@ -50,6 +51,7 @@ class Meeting:
         if log:
             self._log(loss, lr, norm)
         run.tracker.progress(step, run.position.epoch)
+        run.ledger.add("logging", time.perf_counter() - begun)
         if stop is not None:
             leave(run, stop)
         return late

@@ -8,7 +8,8 @@ import resource
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -59,11 +60,20 @@ class Sums:
         return torch.stack([self.loss, self.correct1, self.correct5, self.count]).cpu()
 
 
+def synchronise(devices: Sequence[torch.device]) -> None:
+    """Wait until the devices have done what they were given."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
 class StepTimer:
     """Times of steps, and of waiting for data within them, cut into windows that end at synchronised moments.
 
     On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock.
     """
+
+    MARKED = 8  # on CUDA the optimizer's part is looked at in one step of so many: an event costs some microseconds
 
     def __init__(self, devices: Sequence[torch.device], warmup: int) -> None:
         """`devices` are those that this process drives; a window ends when all have done their work."""
@@ -74,14 +84,19 @@ class StepTimer:
         self.early = array("d")  # the same for warm-up steps after the first, used by runs with nothing else
         self.waits = [0.0, 0.0]  # seconds waited for data in measured, and early, steps
         self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
+        self.updates = [0.0, 0]  # seconds of the optimizer's part, and steps in which it was looked at
         self._events: list[torch.cuda.Event] = []
-        self._pending: list[tuple[float, float]] = []  # (time of the step's end, seconds it waited for data)
+        self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
+        self._mark = 0.0
+        # Of each step its end's time, the seconds it waited for data, and those of its optimizer's part.
+        self._pending: list[tuple[float, float, float]] = []
         self.start()
 
     def start(self) -> None:
         """A window begins here: what lies before (evaluation, saving) is nobody's step."""
         self._pending.clear()
         if self.cuda:
+            self._marks.clear()
             self._events = [self._event()]
         self._begun = time.perf_counter()
 
@@ -90,11 +105,19 @@ class StepTimer:
         event.record()
         return event
 
+    def update(self) -> None:
+        """What the step does from here on is the optimizer's part."""
+        if not self.cuda:
+            self._mark = time.perf_counter()
+        elif len(self._pending) % self.MARKED == 0:
+            self._marks.append((len(self._pending), self._event()))
+
     def step(self, waited: float) -> None:
         """A step has been issued, after waiting so long for its data."""
         if self.cuda:
             self._events.append(self._event())
-        self._pending.append((time.perf_counter(), waited))
+        now = time.perf_counter()
+        self._pending.append((now, waited, now - self._mark))
 
     def stop(self) -> tuple[int, float, float]:
         """Close the window after a synchronisation: its steps, its seconds, its seconds waiting for data."""
@@ -102,15 +125,15 @@ class StepTimer:
             self.start()
             return 0, 0.0, 0.0
         if self.cuda:
-            for device in self.devices:
-                torch.cuda.synchronize(device)
+            synchronise(self.devices)
             durations = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
         else:
-            ends = [self._begun, *(end for end, _ in self._pending)]
+            ends = [self._begun, *(end for end, _, _ in self._pending)]
             durations = [b - a for a, b in pairwise(ends)]
         seconds = time.perf_counter() - self._begun
-        waits = [wait for _, wait in self._pending]
+        waits = [wait for _, wait, _ in self._pending]
         first = self.seen
+        self._note_updates()
         self.seen += len(durations)
         for number, (duration, wait) in enumerate(zip(durations, waits, strict=True), first):
             if number >= self.warmup:
@@ -123,6 +146,20 @@ class StepTimer:
             self.windows.append((len(durations), seconds))
         self.start()
         return len(durations), seconds, sum(waits)
+
+    def _note_updates(self) -> None:
+        """Only a process's very first update, which sets things up, is nobody's."""
+        if self.cuda:
+            found = [mark.elapsed_time(self._events[n + 1]) / 1e3 for n, mark in self._marks]
+        else:
+            found = [update for _, _, update in self._pending]
+        found = found[self.seen == 0 :]
+        self.updates[0] += sum(found)
+        self.updates[1] += len(found)
+
+    def update_seconds(self) -> float:
+        """Mean seconds of the optimizer's part of a step."""
+        return self.updates[0] / max(1, self.updates[1])
 
     def summary(self, batch_size: float) -> dict[str, Any]:
         """Throughput and step times over all measured windows; a run too short for its warm-up uses its later steps."""
@@ -151,6 +188,67 @@ class StepTimer:
             "data_wait_fraction": self.waits[int(short)] / total,
             "short": short,
         }
+
+
+class Stopwatch:
+    """Seconds of all the blocks that it was held over; nothing waits for a device before `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._total = 0.0
+        self._begin: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self._begin = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        end = self._now()
+        if not self.cuda:
+            self._total += end - self._begin
+            return
+        self._spans.append((self._begin, end))
+        while len(self._spans) > 64 and self._spans[0][1].query():
+            self._fold()
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _fold(self) -> None:
+        begin, end = self._spans.pop(0)
+        self._total += begin.elapsed_time(end) / 1e3
+
+    def seconds(self) -> float:
+        while self._spans:
+            self._spans[0][1].synchronize()
+            self._fold()
+        return self._total
+
+
+class Ledger:
+    """Seconds of a run outside the parts that every step has, by name."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self.seconds: dict[str, float] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """What happens in this block, with the devices idle before and after it."""
+        synchronise(self.devices)
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            synchronise(self.devices)
+            self.add(name, time.perf_counter() - begun)
 
 
 def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:

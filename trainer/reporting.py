@@ -16,6 +16,7 @@ from trainer.run import Run
 from trainer.tracking import without_nan
 
 SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
+KEPT_KEYS = (*SPEED_KEYS, "verdict")  # of a run that is continued with nothing left to train
 
 
 def banner(run: Run) -> str:
@@ -112,7 +113,8 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
     )
     if run.speed_only:
         memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in run.memory.items())
-        return f"measured on synthetic images: {rate}; peak memory {memory}\n  result   {folder}/result.json"
+        text = f"measured on synthetic images: {rate}; peak memory {memory}"
+        return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
     held_out = f"top-1 {result['val_top1']:.2%} on {result['data']['val_samples']:,} held-out images"
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
@@ -121,10 +123,15 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
     if pipeline and pipeline["bubble_measured"] is not None:
         text += f"\n  bubble   {pipeline['bubble_measured']:.1%} measured, {pipeline['bubble_predicted']:.1%} predicted"
         text += f": {folder}/timeline.png" if run.recipe.pipeline.timeline else ", pipeline.timeline=true draws it"
+    text += _verdict_line(result)
     text += f"\n  weights  {folder}/last.safetensors"
     if run.recipe.logging.tensorboard:
         text += f"\n  watch    {os.environ.get('TRAINER_TENSORBOARD', 'python -m tensorboard.main')} --logdir {folder}"
     return text
+
+
+def _verdict_line(result: dict[str, Any]) -> str:
+    return f"\n  verdict  {result['verdict']['sentence']}" if result["verdict"] else ""
 
 
 def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.checkpoint import Position
 from trainer.data import Datasets, Loader
 from trainer.interrupts import Interrupts
-from trainer.metrics import StepTimer
+from trainer.metrics import Ledger, StepTimer
 from trainer.optimization import MovingAverage, Updater
 from trainer.recipe import Recipe
 from trainer.strategies import Strategy
@@ -65,6 +65,7 @@ class Run:
     shift: int = 0  # steps that were counted beyond those of this mode's epochs, in another mode
 
     def __post_init__(self) -> None:
+        self.ledger = Ledger(self.world.drives)
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()
 
     def weights(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import faults, launching, reporting, resuming, strategies, timeline
+from trainer import diagnosis, faults, launching, reporting, resuming, strategies, timeline
 from trainer.checkpoint import Position, State
 from trainer.data import Datasets, Loader, open_datasets, steps_per_epoch
 from trainer.errors import Interrupted, Preempted, RecipeError, explain
@@ -152,6 +152,7 @@ def utilisation_base(model: nn.Module, data: Datasets, world: World) -> tuple[fl
 
 def loop(run: Run) -> None:
     """Train epoch by epoch until the steps are done."""
+    run.ledger.add("start-up", time.perf_counter() - run.begun)
     for epoch in range(run.position.epoch, run.recipe.epochs):
         if run.position.step >= run.total_steps and run.position.step_in_epoch == 0:
             break
@@ -189,6 +190,7 @@ def train_epoch(run: Run, epoch: int) -> None:
             loss = part if loss is None else loss + part
         assert loss is not None
         strategy.reduce_gradients()
+        run.timer.update()
         norm = run.updater.step(loss, strategy, want_norm=log)
         run.optimizer.zero_grad()
         strategy.after_step(step)
@@ -203,13 +205,15 @@ def train_epoch(run: Run, epoch: int) -> None:
             run.total_steps = step
             return
         if save:
-            resuming.save(run)
+            with run.ledger.span("saving"):
+                resuming.save(run)
 
 
 def end_epoch(run: Run, epoch: int) -> None:
     """Evaluate, log, save."""
     history, tracker, step = run.history, run.tracker, run.position.step
-    run.strategy.after_epoch(run.average.tensors() if run.average is not None else {})
+    with run.ledger.span("averaging"):
+        run.strategy.after_epoch(run.average.tensors() if run.average is not None else {})
     if history.epoch_steps:
         history.losses.append(history.epoch_loss / history.epoch_steps)
         history.epoch_loss, history.epoch_steps = 0.0, 0
@@ -223,7 +227,8 @@ def end_epoch(run: Run, epoch: int) -> None:
     if run.speed_only:
         run.position = Position(step, epoch + 1, 0)
         return
-    history.validation = measure(run)
+    with run.ledger.span("evaluation"):
+        history.validation = measure(run)
     note_skipped(run)
     improved = history.best_top1 is None or history.validation["val_top1"] > history.best_top1
     if improved:
@@ -232,11 +237,12 @@ def end_epoch(run: Run, epoch: int) -> None:
     tracker.say(reporting.epoch_line(run, epoch))
     run.position = Position(step, epoch + 1, 0)
     save = run.recipe.save
-    if improved:
-        resuming.write_weights(run, "best")
-    if finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step))):
-        resuming.save(run)
-        resuming.write_weights(run, "last")
+    with run.ledger.span("saving"):
+        if improved:
+            resuming.write_weights(run, "best")
+        if finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step))):
+            resuming.save(run)
+            resuming.write_weights(run, "last")
     tracker.result(reporting.result(run, "running"))
 
 
@@ -279,12 +285,15 @@ def note_memory(run: Run) -> None:
 def finish(run: Run) -> dict[str, Any]:
     """A run that ended well: the last result, the last line, the group dissolved."""
     note_memory(run)
-    result: dict[str, Any] = reporting.result(run, "completed")
+    found = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
+    result: dict[str, Any] = reporting.result(run, "completed") | {"verdict": found.to_dict() if found else None}
     if run.timer.seen == 0:  # continued with no step left to train: what was measured stands
         previous = run.tracker.previous_result()
-        result |= {key: previous[key] for key in reporting.SPEED_KEYS if key in previous}
+        result |= {key: previous[key] for key in reporting.KEPT_KEYS if key in previous}
     result = run.world.share(result)
     run.tracker.result(result)
+    if found is not None:
+        run.tracker.text("verdict", found.to_markdown())
     run.tracker.say(reporting.last_line(run, result))
     run.tracker.close()
     run.loader.close()

@@ -7,7 +7,7 @@ only what is here. A mode overrides what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,13 @@ from trainer.strategies.orders import Span
 from trainer.world import World
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Communication(NamedTuple):
+    """What communication adds to a step: seconds that nothing hides, or at most so many; None where not measured."""
+
+    seconds: float | None
+    at_most: bool = False
 
 
 class Strategy:
@@ -149,6 +156,16 @@ class Strategy:
     def timeline(self) -> list[list[Span]]:
         """On rank 0: when which stage worked in the last few steps that `figures` looked at. Collective."""
         return []
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        """What communication adds to a step. Collective; called after the last step, and leaves no trace.
+
+        Args:
+            steps: trained by this process.
+            step_seconds: of one.
+            budget: seconds that a measurement may take.
+        """
+        return Communication(0.0)
 
     def close(self) -> None:
         """Let go of what `setup` took."""

@@ -5,6 +5,8 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
@@ -12,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.balance import undisturbed
 from trainer.data import Batch, Shard
 from trainer.errors import RecipeError
-from trainer.strategies.base import Strategy
+from trainer.metrics import synchronise
+from trainer.strategies.base import Communication, Strategy
 from trainer.strategies.sync_batchnorm import convert_sync_batchnorm
 from trainer.world import lost_peers
+
+PAIRS = 8  # passes with and without communication, at most, to find what it costs
 
 
 class DistributedDataParallel(Strategy):
@@ -27,6 +33,7 @@ class DistributedDataParallel(Strategy):
 
     def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
+        self.shape = tuple(shape)
         if self.world.size == 1:
             super().setup(model, shape)
             return
@@ -88,3 +95,53 @@ class DistributedDataParallel(Strategy):
                 dist.broadcast(buffer, src=0)
                 if name in averages:
                     dist.broadcast(averages[name], src=0)
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as
+        many bytes, of which some may be hidden."""
+        if self.wrapped is None:
+            return Communication(0.0)
+        each = 2 * step_seconds / self.recipe.accumulate
+        pairs, budget = self.world.share((min(PAIRS, int(budget / each) - 1), budget))
+        with undisturbed([self.module], self.device):
+            found = self._exposed(pairs) if pairs > 0 else self._exchange(budget)
+        self.module.zero_grad()
+        return found
+
+    def _exposed(self, pairs: int) -> Communication:
+        rows = self.shape[0]
+        batch = Batch(
+            torch.zeros(self.shape, device=self.device), torch.zeros(rows, dtype=torch.int64, device=self.device), rows
+        )
+        self.train()
+        wrapped, times = self.wrapped, {True: [0.0], False: [0.0]}
+        for n in range(2 * (1 + pairs)):
+            together = n % 2 == 0
+            self.wrapped = wrapped if together else None
+            self.world.barrier()
+            begun = time.perf_counter()
+            self.forward_backward(batch, 1.0)
+            synchronise([self.device])
+            times[together].append(time.perf_counter() - begun)
+            self.module.zero_grad()
+        self.wrapped = wrapped
+        with_ddp, without = (statistics.median(times[key][2:]) for key in (True, False))  # the first are to warm up
+        return Communication(self._mean(max(0.0, with_ddp - without)))
+
+    def _exchange(self, budget: float) -> Communication:
+        size = sum(p.numel() * p.element_size() for p in self._parameters) // 4
+        sent = torch.zeros(size, device=self.device)
+        seconds = 0.0
+        for _ in range(2):  # the first connects and allocates
+            if seconds > budget / 2:
+                break
+            self.world.barrier()
+            begun = time.perf_counter()
+            self.world.sum_(sent)
+            synchronise([self.device])
+            seconds = self._mean(time.perf_counter() - begun)
+        return Communication(seconds, at_most=True)
+
+    def _mean(self, seconds: float) -> float:
+        """Over the ranks."""
+        return self.world.sum_(torch.tensor(seconds, device=self.device)).item() / self.world.size

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from trainer.data import Batch, Shard
 from trainer.data.order import own_span
-from trainer.strategies.base import Strategy
+from trainer.metrics import Stopwatch
+from trainer.recipe import Recipe
+from trainer.strategies.base import Communication, Strategy
+from trainer.world import World
 
 BUCKET = 2**24  # elements, about: what travels in one all-reduce, so that its copy stays small beside the model
 
@@ -27,6 +30,10 @@ class LocalSGD(Strategy):
 
     private = ("model", "optimizer", "ema", "scaler")
 
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        super().__init__(recipe, world)
+        self.averaging = Stopwatch(self.device)
+
     def shard(self) -> Shard:
         return Shard(self.world.rank, self.world.size, every_sample=True)
 
@@ -39,7 +46,8 @@ class LocalSGD(Strategy):
         every = self.recipe.local_sgd.every
         if every is not None and step % every == 0:
             weights = self._weights()
-            self._average(weights, weights)
+            with self.averaging:
+                self._average(weights, weights)
 
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
         tensors = [*self._weights(), *averages.values()]
@@ -51,6 +59,9 @@ class LocalSGD(Strategy):
         copies = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in named.items()}
         self._average(list(named.values()), list(copies.values()), exact=True)
         return copies
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        return Communication(self.averaging.seconds() / max(1, steps))
 
     def notes(self) -> dict[str, str]:
         every = self.recipe.local_sgd.every

@@ -18,9 +18,11 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainer.checks import V_SHAPED, microbatch_counts, ranks_per_pipeline, schedule_of, virtual_stages
 from trainer.data import Batch, Shard
+from trainer.metrics import Stopwatch
 from trainer.partition import Traced
 from trainer.recipe import Recipe
 from trainer.strategies import orders
+from trainer.strategies.base import Communication
 from trainer.strategies.orders import Task
 from trainer.strategies.stages import Staged
 from trainer.strategies.tuning import Pipe, Plan
@@ -85,6 +87,7 @@ class ProcessPipeline(Staged):
         self.holders = ranks_of_stages(self.schedule_name, self.ranks, self.virtual)
         self.own = [stage for stage, rank in enumerate(self.holders) if rank == self.place]
         self.last = len(self.holders) - 1
+        self.averaging = Stopwatch(self.device)
         self._weight = 1.0
         self._losses: list[Tensor] = []
 
@@ -219,13 +222,17 @@ class ProcessPipeline(Staged):
         if self.replicas == 1:
             return
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        with lost_peers():
+        with self.averaging, lost_peers():
             for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
                 same = [gradient for gradient in gradients if gradient.dtype == dtype]
                 flat = torch.cat([gradient.reshape(-1) for gradient in same])
                 dist.all_reduce(flat, group=self.copies_group)
                 for gradient, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
                     gradient.copy_(part.view(gradient.shape))
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        """Between replicas; between stages it is part of the bubble."""
+        return Communication(self.averaging.seconds() / max(1, steps))
 
     def grad_norm(self) -> Tensor:
         square = super().grad_norm().square().to(self.device)

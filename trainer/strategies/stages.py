@@ -38,6 +38,7 @@ class Staged(Strategy):
         self._norms: list[DeferredBatchNorm] = []
         self._bubbles: list[float] = []
         self._recent: list[list[Span]] = []
+        self._busy: list[float] = []
 
     def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
         self._names = [name for name, _ in model.named_parameters()]
@@ -177,6 +178,7 @@ class Staged(Strategy):
         own = max(span.end for span in spans) - min(span.begin for span in spans)
         length = self.world.max_(torch.tensor(own)).item()
         busy = self.busy(spans)
+        self._busy = busy
         bubble = 1 - sum(busy) / (self.pipe.workers * length)
         self._bubbles.append(bubble)
         values = {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
@@ -214,6 +216,7 @@ class Staged(Strategy):
                 "bubble_ideal": orders.ideal_bubble(self.pipe.workers, self.plan.microbatches, virtual),
                 "bubble_predicted": self.known["predicted"]["bubble"],
                 "bubble_measured": measured,  # of a few steps in each logged window, over all workers
+                "stage_seconds": self._busy,  # of work in a step, the last that was looked at
                 "trials": self.known["trials"],
             }
         }

@@ -1,0 +1,51 @@
+"""Gathering what a finished run's verdict is made of: the timers' figures, and a probe that leaves no trace."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from trainer.data import ImageSet
+from trainer.data.loaders import worker_count
+from trainer.run import Run
+from trainer.verdict import Measured, Setting, Verdict, judge
+from trainer.world import cores
+
+BUDGET = 0.01  # of the run's seconds
+
+
+def diagnose(run: Run) -> Verdict | None:
+    """What bounds this run's step; None where no step was measured. Collective; the same on every rank."""
+    world, timer = run.world, run.timer
+    spent = time.perf_counter() - run.begun
+    speed = timer.summary(run.loader.samples_per_step)
+    if world.share(speed["step_time_s"] is None):
+        return None
+    step = speed["step_time_s"]["mean"]
+    begun = time.perf_counter()
+    communication = run.strategy.communication(timer.seen, step, BUDGET * spent)
+    probe = time.perf_counter() - begun
+    # A rank that waits for images keeps all waiting; in the optimizer's part some wait for the last stage.
+    mine = torch.tensor([speed["data_wait_fraction"] * step, -timer.update_seconds()], dtype=torch.float64)
+    data, update = world.max_(mine).tolist()
+    facts = run.strategy.facts().get("pipeline") or {}
+    ledger = run.ledger.seconds
+    measured = Measured(
+        step=step,
+        data=data,
+        optimizer=-update,
+        logging=ledger.get("logging", 0.0) / timer.seen,
+        communication=communication.seconds,
+        at_most=communication.at_most,
+        bubble=facts.get("bubble_measured") or 0.0,
+        busy=facts.get("stage_seconds") or (),
+    )
+    apart = {name: ledger.get(name, 0.0) for name in ("start-up", "evaluation", "averaging", "saving")}
+    seconds = {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
+    in_memory = isinstance(run.datasets.train, ImageSet)
+    local = world.place.local_size
+    workers = None if in_memory else worker_count(run.recipe, local)
+    setting = Setting(world.size, max(1, cores() // local), workers, world.device.type == "cuda")
+    verdict: Verdict = world.share(judge(measured, seconds, run.recipe, setting, probe))
+    return verdict

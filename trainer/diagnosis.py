@@ -6,8 +6,6 @@ import time
 
 import torch
 
-from trainer.data import ImageSet
-from trainer.data.loaders import worker_count
 from trainer.run import Run
 from trainer.verdict import Measured, Setting, Verdict, judge
 from trainer.world import cores
@@ -43,9 +41,7 @@ def diagnose(run: Run) -> Verdict | None:
     )
     apart = {name: ledger.get(name, 0.0) for name in ("start-up", "evaluation", "averaging", "saving")}
     seconds = {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
-    in_memory = isinstance(run.datasets.train, ImageSet)
-    local = world.place.local_size
-    workers = None if in_memory else worker_count(run.recipe, local)
-    setting = Setting(world.size, max(1, cores() // local), workers, world.device.type == "cuda")
+    share = max(1, cores() // run.loader.readers)
+    setting = Setting(world.size, share, run.loader.workers, world.device.type == "cuda")
     verdict: Verdict = world.share(judge(measured, seconds, run.recipe, setting, probe))
     return verdict

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer import diagnosis, faults, launching, reporting, resuming, strategies, timeline
 from trainer.checkpoint import Position, State
-from trainer.data import Datasets, Loader, open_datasets, steps_per_epoch
+from trainer.data import Datasets, Loader, Shard, open_datasets, steps_per_epoch
 from trainer.errors import Interrupted, Preempted, RecipeError, explain
 from trainer.evaluation import evaluate
 from trainer.interrupts import LONGEST, Interrupts
@@ -103,7 +103,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
         world=world,
         tracker=tracker,
         strategy=strategy,
-        loader=Loader(data, recipe, shard, world.device, world.place.local_size),
+        loader=Loader(data, recipe, shard, world.device, local_readers(world, shard)),
         optimizer=optimizer,
         updater=updater,
         average=None,
@@ -125,6 +125,11 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     this.tracker.start(this.position, this.total_steps)
     this.tracker.text("mode", reporting.mode_lines(this))
     return this
+
+
+def local_readers(world: World, shard: Shard) -> int:
+    """Ranks of this machine that read images: of a pipeline's, one a replica."""
+    return max(1, world.place.local_size * shard.count // world.size)
 
 
 def build_model(recipe: Recipe, data: Datasets, state: State | None) -> nn.Module:

@@ -61,11 +61,11 @@ def _filling(samples: int, recipe: Recipe, count: int) -> str:
     return f"use fewer than {count} processes"
 
 
-def worker_count(recipe: Recipe, local_size: int) -> int:
-    """Loader workers of one rank, where images are read as they are needed."""
+def worker_count(recipe: Recipe, readers: int) -> int:
+    """Loader workers of one rank, where images are read as they are needed and `readers` ranks share the machine."""
     if recipe.data.workers is not None:
         return recipe.data.workers
-    return max(1, min(8, cores() // local_size))
+    return max(1, min(8, cores() // readers))
 
 
 class Loader:
@@ -78,12 +78,14 @@ class Loader:
     Attributes:
         steps_per_epoch: optimizer steps.
         samples_per_step: training images of all shards together in one step, on average.
+        readers: ranks of this machine that read images.
+        workers: processes that read training images for this rank; None where they lie in memory.
     """
 
     def __init__(
-        self, datasets: Datasets, recipe: Recipe, shard: Shard, device: torch.device, local_size: int = 1
+        self, datasets: Datasets, recipe: Recipe, shard: Shard, device: torch.device, readers: int = 1
     ) -> None:
-        """`local_size` is the number of ranks on this machine, which share its cores and memory.
+        """`readers` is the number of ranks on this machine that read, and share its cores and memory.
 
         Raises:
             RecipeError: too few training images (see `steps_per_epoch`).
@@ -97,7 +99,8 @@ class Loader:
         self._mixes = recipe.augment.together > 1
         classes = recipe.model.num_classes or len(datasets.classes)
         self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, classes, recipe.channels_last, device)
-        workers = worker_count(recipe, local_size)
+        workers = worker_count(recipe, readers)
+        self.readers, self.workers = readers, None if isinstance(datasets.train, ImageSet) else workers
         skip = recipe.data.on_error == "skip"
 
         def reads(part: ImageSet | PhotoSource) -> bool:
@@ -108,7 +111,7 @@ class Loader:
         photos = sum(reads(part) for part in (datasets.train, datasets.val))
         if workers and photos:
             batch_bytes = self._rows * (datasets.image_size**2 * datasets.channels + 8)
-            check_shared_memory(photos * local_size * slots(workers) * batch_bytes)
+            check_shared_memory(photos * readers * slots(workers) * batch_bytes)
 
         def feed(part: ImageSet | PhotoSource, augment: AugmentRecipe) -> Feed:
             if not shard.inputs and not shard.targets:

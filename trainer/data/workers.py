@@ -141,22 +141,24 @@ class PhotoFeed:
         if self._loader is not None and self._continued(keys[0]):
             return
         self.close()
-        self._loader = DataLoader(
-            self._reader,  # type: ignore[arg-type]  # a list of samples is all it is asked for
-            batch_sampler=self._keys,  # type: ignore[arg-type]
-            num_workers=self.workers,
-            collate_fn=_as_it_is,
-            timeout=min(POLL, self.patience),
-            worker_init_fn=_begin,
-            multiprocessing_context=_fork_server(),
-            generator=torch.Generator(),  # else it draws from the global one
-            prefetch_factor=PREFETCH,
-            persistent_workers=True,
-        )
         others = set(multiprocessing.active_children())
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what it warns of becomes an error below
+                warnings.simplefilter(
+                    "ignore"
+                )  # that so many workers were asked for; what else it warns of fails below
+                self._loader = DataLoader(
+                    self._reader,  # type: ignore[arg-type]  # a list of samples is all it is asked for
+                    batch_sampler=self._keys,  # type: ignore[arg-type]
+                    num_workers=self.workers,
+                    collate_fn=_as_it_is,
+                    timeout=min(POLL, self.patience),
+                    worker_init_fn=_begin,
+                    multiprocessing_context=_fork_server(),
+                    generator=torch.Generator(),  # else it draws from the global one
+                    prefetch_factor=PREFETCH,
+                    persistent_workers=True,
+                )
                 self._batches = iter(self._loader)
         except (TypeError, AttributeError, ImportError) as error:
             raise RecipeError(

@@ -58,6 +58,12 @@ class FolderInUseError(TrainerError):
     code = 8
 
 
+class PredictionError(TrainerError, RuntimeError):
+    """Some items could not be predicted, or the workers that predict ended (exit 9)."""
+
+    code = 9
+
+
 class DiskFullError(TrainerError, OSError):
     """The disk is full; what was saved before is intact (exit 28)."""
 

@@ -1,0 +1,314 @@
+"""What the pools of the tests run. Apart from the tests, so that a worker need not import pytest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.pool import current_device
+
+
+def square(item):
+    return item * item
+
+
+def same(item):
+    return item
+
+
+def sleepy_square(item):
+    time.sleep(((item * 7919) % 11) / 1000)
+    return item * item
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def slow_first(item):
+    if item == 0:
+        time.sleep(0.5)
+    return item
+
+
+def who(_=None, pause=0.0):
+    time.sleep(pause)
+    return os.getpid()
+
+
+def where(_=None):
+    return str(current_device()), current_device() == torch.device(str(current_device()))
+
+
+def threads(_=None):
+    return torch.get_num_threads()
+
+
+def fail(item):
+    raise ValueError(f"no {item}")
+
+
+def fail_at_three(item):
+    if item == 3:
+        raise ValueError("no threes")
+    return item
+
+
+def sparse(item):
+    return torch.eye(3).to_sparse()
+
+
+def unpicklable(item):
+    return lambda: item
+
+
+def doubled(tensor):
+    return tensor.mul_(2)
+
+
+def ones(shape):
+    return torch.ones(shape)
+
+
+def kill_myself(item):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mark_and_die_once(folder):
+    """Kills its worker the first time."""
+    mark = Path(folder, "mark")
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "done"
+
+
+class Seven:
+    def setup(self, device):
+        self.seven = torch.tensor(7, device=device)
+
+    def __call__(self, item):
+        return item + int(self.seven)
+
+
+class Classifier:
+    """A model that was sent: its outputs for batches, and whether its weights are shared."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def setup(self, device):
+        self.model = self.model.to(device).eval()
+
+    @torch.inference_mode()
+    def batch(self, items):
+        return self.model(torch.stack(items).to(current_device()))
+
+
+class Numbers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+class Poisoned(Classifier):
+    """Refuses batches with a NaN, and takes a while."""
+
+    def batch(self, items):
+        if any(item.isnan().any() for item in items):
+            raise ValueError("poisoned")
+        time.sleep(0.002)
+        return super().batch(items)
+
+
+class Hanging(Poisoned):
+    """Sleeps for ever, the first time that it meets an item of infinities."""
+
+    def __init__(self, model, folder):
+        super().__init__(model)
+        self.folder = folder
+
+    def batch(self, items):
+        for item in items:
+            mark = Path(self.folder, f"hung-{item[1].item():.0f}")
+            if item[0].isinf() and not mark.exists():
+                mark.touch()
+                time.sleep(1000)
+        return super().batch([item.nan_to_num(nan=float("nan"), posinf=1.0) for item in items])
+
+
+class Sizes:
+    """How many items came together."""
+
+    def batch(self, items):
+        return [len(items)] * len(items)
+
+
+class TooFew:
+    def batch(self, items):
+        return items[1:]
+
+
+class Slow:
+    """The first to come is slow."""
+
+    def __init__(self, folder, seconds):
+        self.folder, self.seconds = folder, seconds
+
+    def setup(self, device):
+        try:
+            Path(self.folder, "slow").mkdir()
+        except FileExistsError:
+            self.seconds = 0.0
+
+    def __call__(self, item):
+        time.sleep(self.seconds)
+        return item * item
+
+
+def mathematics(item):
+    """What starts threads of OpenMP and of BLAS."""
+    images, square = torch.ones(4, 8, 32, 32), np.ones((300, 300))
+    total = torch.einsum("bchw,bchw->b", images, images).sum() + (torch.ones(300, 300) @ torch.ones(300, 300)).sum()
+    return float(total + torch.conv2d(images, torch.ones(8, 8, 3, 3)).sum() + np.dot(square, square).sum() + item)
+
+
+def variable(name):
+    return os.environ.get(name)
+
+
+def draw(_):
+    time.sleep(0.05)
+    return float(np.random.rand())
+
+
+class Whole:
+    def batch(self, items):
+        return {"sum": sum(items)}
+
+
+class OutOfMemory:
+    """Takes two items at most."""
+
+    def batch(self, items):
+        if len(items) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return [len(items)] * len(items)
+
+
+class BrokenSetup:
+    def setup(self, device):
+        raise FileNotFoundError("no weights here")
+
+    def __call__(self, item):
+        return item
+
+
+class DeadSetup:
+    def setup(self, device):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def __call__(self, item):
+        return item
+
+
+class Counting:
+    """Keeps items and state; tells how many setups there were."""
+
+    setups = 0
+    lock = threading.Lock()
+
+    def setup(self, device):
+        with Counting.lock:
+            Counting.setups += 1
+
+    def __call__(self, item):
+        return Counting.setups
+
+
+class Changing:
+    """Writes to its arguments."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __call__(self, item):
+        self.weights += 1
+        return self.weights.sum().item()
+
+
+class Outer:
+    class Nested:
+        def __call__(self, item):
+            return item + 1
+
+
+class Picky(Exception):
+    """Cannot be made anew from its arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def picky():
+    raise Picky(1, 2)
+
+
+def native(_=None):
+    return threading.get_native_id()
+
+
+def on_device(shape):
+    return {"a": torch.ones(shape, device=current_device())}
+
+
+class Sums:
+    def batch(self, items):
+        return torch.stack(items).sum(1)
+
+
+class Logged:
+    """Fails at 5, and writes down what it is called with."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def batch(self, items):
+        with open(self.log, "a") as file:
+            print(*items, file=file)
+        if 5 in items:
+            raise ValueError("no fives")
+        return items
+
+
+class Trap:
+    """Pickles, and unpickles in one process only."""
+
+    def __init__(self, pid):
+        self.pid = pid
+        if pid != os.getpid():
+            raise RuntimeError("not here")
+
+    def __reduce__(self):
+        return Trap, (self.pid,)
+
+
+def treacherous(item):
+    return Trap(os.getpid())
+
+
+def kill_at_three(item):
+    if item == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item

@@ -1,0 +1,238 @@
+"""The policy of batches, played with simulated devices: no clock, no process."""
+
+import heapq
+
+import pytest
+
+from trainer.pool.batching import BYTES, LONGEST, SHORTEST, Batching, Pace
+
+
+def device(overhead, per_item, best=1 << 30):
+    """Seconds of a batch: linear, and twice as much an item beyond what fits."""
+    return lambda count: overhead + per_item * (min(count, best) + 2 * max(0, count - best))
+
+
+TICK = 0.02
+FAST = device(0.002, 0.0005)  # 64: 34 ms
+SLOW = device(0.0, 0.1)
+SLOWEST = device(0.0, 3.0)
+
+
+def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
+    """Run the policy over a stream as the engine does.
+
+    Returns:
+        Seconds until all are done; items done first by each device; how long the oldest item was ever waited for.
+    """
+    policy = Batching(kinds, batch_size)
+    queues = [[] for _ in costs]  # (first, count, began or None)
+    done, counts, events = set(), [0] * len(costs), []
+    now, read, oldest, since, longest = 0.0, 0, 0, 0.0, 0.0
+    pending = []
+
+    def begin(worker):
+        first, count, _ = queues[worker][0]
+        queues[worker][0] = (first, count, now)
+        heapq.heappush(events, (now + costs[worker](count), worker))
+
+    def give(worker, first, count):
+        queues[worker].append((first, count, None))
+        if len(queues[worker]) == 1:
+            begin(worker)
+
+    while oldest < items:
+        order = sorted(range(len(costs)), key=lambda worker: -policy.paces[worker].rate)
+        fed = True
+        while fed:
+            fed = False
+            while read < items and read - oldest < policy.window:
+                pending.append(read)
+                read += 1
+            for level in range(depth):
+                for worker in order:
+                    while len(queues[worker]) == level:
+                        held = {other: sum(b[1] for b in queues[other]) for other in range(len(costs))}
+                        size = policy.size(worker)
+                        enough = pending and (not batch_size or len(pending) >= size or read == items)
+                        count = policy.take(worker, held, len(pending)) if enough else 0
+                        if count:
+                            give(worker, pending[0], count)
+                            del pending[:count]
+                            fed = True
+                            continue
+                        again = [
+                            batch[:2]
+                            for other in range(len(costs))
+                            for batch in queues[other]
+                            if other != worker
+                            and not level
+                            and batch[0] not in done
+                            and all(batch[0] != mine[0] for mine in queues[worker])
+                            and policy.again(worker, other, batch[1], now - batch[2] if batch[2] is not None else 0.0)
+                        ]
+                        if not again:
+                            break
+                        give(worker, *again[0])
+                        fed = True
+        if not events:
+            raise AssertionError(f"all devices are idle, and {items - oldest} items wait")
+        if events[0][0] > now + TICK:  # the engine looks again
+            now += TICK
+            continue
+        now, worker = heapq.heappop(events)
+        first, count, began = queues[worker].pop(0)
+        policy.observe(worker, count, now - began)
+        if queues[worker]:
+            begin(worker)
+        if first not in done:
+            counts[worker] += count
+        done.update(range(first, first + count))
+        before = oldest
+        while oldest in done:
+            oldest += 1
+        if oldest > before:
+            since = now
+        longest = max(longest, now - since)
+    return now, counts, longest
+
+
+@pytest.mark.parametrize("batch_size", [None, 8, 64])
+@pytest.mark.parametrize("items", [1, 2, 5, 50, 500, 5000])
+@pytest.mark.parametrize("second", [FAST, device(0.004, 0.001), SLOW, SLOWEST], ids=["same", "half", "slow", "slowest"])
+def test_a_second_device_never_slows_down(second, items, batch_size):
+    """`cuda:0,cpu` is done no later than `cuda:0` alone, whatever the second's speed and however few items there are:
+    but for the one batch that the first does again."""
+    alone, _, _ = play([FAST], ["cuda"], items, batch_size)
+    both, counts, longest = play([FAST, second], ["cuda", "cpu"], items, batch_size)
+    batch = FAST(batch_size or 256)
+    assert both <= 1.02 * alone + 2 * batch
+    assert sum(counts) == items
+    assert longest <= 6 * batch + 0.3, "no slow device holds the others up"
+
+
+@pytest.mark.parametrize("batch_size", [None, 32])
+def test_equal_devices_share_equally(batch_size):
+    for count in (2, 3, 4):
+        alone, _, _ = play([FAST], ["cpu"], 20_000, batch_size)
+        together, counts, _ = play([FAST] * count, ["cpu"] * count, 20_000, batch_size)
+        assert together <= 1.05 * alone / count
+        assert max(counts) <= 1.1 * min(counts)
+
+
+@pytest.mark.parametrize(("cost", "share"), [(device(0.004, 0.001), 0.333), (device(0.02, 0.005), 0.091)])
+def test_a_slower_device_helps_with_what_it_can(cost, share):
+    alone, _, _ = play([FAST], ["cuda"], 20_000)
+    both, counts, _ = play([FAST, cost], ["cuda", "cpu"], 20_000)
+    assert counts[1] / 20_000 == pytest.approx(share, rel=0.25)
+    assert both <= alone * (1 - 0.7 * share)
+
+
+def test_a_hopeless_device_is_left_alone():
+    _, counts, _ = play([FAST, SLOWEST], ["cuda", "cpu"], 20_000)
+    assert counts[1] <= 1
+
+
+def paced(cost, batches=60):
+    pace = Pace()
+    for _ in range(batches):
+        pace.observe(pace.size, cost(pace.size))
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("cost", "least", "most"),
+    [
+        (device(0.0, 1.0), 1, 1),  # an item takes too long for two
+        (device(0.0, 0.01), 1, 2),  # no gain from more, and long enough
+        (device(0.0001, 1e-6), 2048, 8192),  # tiny: as many as take some milliseconds
+        (device(0.004, 0.0005), 64, 256),  # while the overhead shows
+        (device(0.004, 0.0005, best=32), 32, 32),  # beyond 32 it gets slower
+    ],
+)
+def test_batches_grow_to_what_pays(cost, least, most):
+    pace = paced(cost)
+    assert least <= pace.size <= most
+    assert cost(pace.size) <= LONGEST or pace.size == 1
+    best = max(count / cost(count) for count in (1 << k for k in range(14)) if cost(count) <= LONGEST or count == 1)
+    assert pace.size / cost(pace.size) >= 0.75 * best or cost(pace.size) >= SHORTEST
+
+
+def test_batches_follow_the_speed():
+    pace = paced(device(0.002, 0.0005))
+    grown = pace.size
+    for _ in range(20):
+        pace.observe(pace.size, 0.05 * pace.size)
+    assert 0.05 * pace.size <= 2 * LONGEST and pace.size < grown
+    for _ in range(60):
+        pace.observe(pace.size, 0.002 + 0.0005 * pace.size)
+    assert pace.size >= grown / 2
+    assert pace.rate == pytest.approx(pace.size / (0.002 + 0.0005 * pace.size), rel=0.05)
+
+
+def test_one_slow_batch_does_not_decide():
+    """The first batch of a size is often slow for being the first."""
+    pace, seen = Pace(), set()
+    for _ in range(60):
+        slow = 1.5 if pace.size not in seen else 1
+        seen.add(pace.size)
+        pace.observe(pace.size, slow * (0.004 + 0.0005 * pace.size))
+    assert pace.size >= 64
+
+
+def test_batches_are_bounded_by_memory():
+    pace = Pace()
+    for _ in range(40):
+        pace.observe(pace.size, 1e-6, size=pace.size * (BYTES // 10))
+    assert pace.size == 8
+    pace.observe(1, 1e-6, size=2 * BYTES)
+    assert pace.size == 1
+    pace = paced(device(0.002, 0.0005))
+    pace.shrink(pace.size)
+    shrunk = pace.size
+    for _ in range(40):
+        pace.observe(pace.size, 0.002 + 0.0005 * pace.size)
+    assert pace.size == shrunk, "what did not fit is not tried again"
+
+
+def test_who_takes_what_at_the_end():
+    policy = Batching(["cuda", "cpu"], None)
+    for worker, rate in enumerate([1000.0, 10.0]):
+        policy.paces[worker].size, policy.paces[worker].rate = 128, rate
+    for pending, held, fast, slow in [
+        (10_000, {0: 128, 1: 0}, 128, 100),
+        (300, {0: 128, 1: 0}, 128, 4),
+        (100, {0: 128, 1: 0}, 97, 2),
+        (50, {0: 0, 1: 0}, 49, 0),
+        (1, {0: 0, 1: 0}, 1, 0),
+        (1, {0: 99, 1: 0}, 1, 1),
+        (1, {0: 98, 1: 0}, 1, 0),
+        (500, {0: 256, 1: 8}, 128, 0),
+    ]:
+        assert policy.take(0, held, pending) == fast, (pending, held)
+        assert policy.take(1, held, pending) == slow, (pending, held)
+
+
+def test_what_is_done_again():
+    policy = Batching(["cuda", "cpu", "cuda"], None)
+    assert not policy.again(0, 1, 4, 100.0), "nothing is known of the idle one"
+    policy.paces[0].rate = policy.paces[2].rate = 1000.0
+    assert not policy.again(0, 1, 4, 0.005)
+    assert policy.again(0, 1, 4, 0.009), "never measured, and the fast one had done it twice"
+    policy.paces[1].rate = 10.0
+    assert policy.again(0, 1, 4, 0.0)
+    assert not policy.again(0, 1, 4, 0.395), "it is about to be done"
+    assert policy.again(0, 1, 4, 0.5), "it is late"
+    assert not policy.again(0, 2, 4, 100.0), "of the same kind: never twice"
+    assert policy.expected(1, 4) == 0.4
+    policy.paces[2].rate = 0.0
+    assert policy.expected(2, 4) == 0.004, "as the other of its kind"
+    policy.paces[1].rate = 500.0
+    assert not policy.again(0, 1, 4, 0.0), "not much slower"
+
+
+def test_fixed_batches_do_not_change():
+    policy = Batching(["cpu"], 32)
+    policy.observe(0, 32, 100.0, 1 << 40)
+    assert policy.size(0) == 32 and policy.take(0, {0: 0}, 1000) == 32 and policy.take(0, {0: 0}, 7) == 7
+    assert policy.window >= 64
+    assert policy.expected(0, 32) == pytest.approx(100.0)

@@ -1,0 +1,196 @@
+"""What travels between processes: taken apart, laid out in a slot, and made anew."""
+
+import os
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import SetupError
+from trainer.pool.transport import ALIGNMENT, SMALLEST, Message, Place, Slot, fetch, pack, pack_rows, store
+
+
+@pytest.fixture
+def slot():
+    slot = Slot()
+    yield slot
+    slot.close()
+
+
+@dataclass
+class Point:
+    x: torch.Tensor
+    y: int
+
+
+def there_and_back(value, slot, own, take=pack, start=0):
+    place = store(take(value), slot, start)
+    return fetch(slot.reach(place.end), place, own).open()
+
+
+def equal(one, two):
+    if isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, two.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False)
+        return
+    assert type(one) is type(two)
+    if isinstance(one, np.ndarray):
+        np.testing.assert_array_equal(one, two)
+        assert one.dtype == two.dtype and one.shape == two.shape
+    elif isinstance(one, dict):
+        assert one.keys() == two.keys()
+        for key in one:
+            equal(one[key], two[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(two)
+        for left, right in zip(one, two, strict=True):
+            equal(left, right)
+    elif isinstance(one, Point):
+        equal((one.x, one.y), (two.x, two.y))
+    else:
+        assert one == two
+
+
+TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
+VALUES = {
+    **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in [*TYPES, torch.complex64]},
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "nan": torch.tensor([float("nan"), float("inf")]),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "expanded": torch.ones(1).expand(4),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "gradient": torch.ones(3, requires_grad=True) * 2,
+    "array": np.arange(12).reshape(3, 4),
+    "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    "slice": np.arange(12)[::3],
+    "no_dimension": np.array(3),
+    "strings": np.array(["a", "bc"]),
+    "objects": np.array([1, "a", None], dtype=object),
+    "structured": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    "number": 3,
+    "none": None,
+    "text": "ä" * 100_000,
+    "bytes": b"x" * 1_000_000,
+    "nested": {"a": [torch.ones(2), (np.zeros(3), {"b": torch.zeros(1, dtype=torch.int8)})], "c": "d"},
+    "object": Point(torch.ones(3), 2),
+    "tuple": (1, 2.5, "three"),
+}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "view"])
+@pytest.mark.parametrize("name", VALUES)
+def test_round_trip(name, own, slot):
+    value = VALUES[name]
+    equal(there_and_back(value, slot, own), value)
+    equal(there_and_back([value, value], slot, own, pack_rows, start=ALIGNMENT * 3), [value, value])
+
+
+def test_rows_of_all_kinds_come_back_as_lists(slot):
+    for own in (True, False):
+        whole = torch.arange(12.0).reshape(4, 3)
+        equal(there_and_back(whole, slot, own, pack_rows), list(whole))
+        equal(there_and_back(whole.t(), slot, own, pack_rows), list(whole.t()))
+        equal(there_and_back(whole.numpy(), slot, own, pack_rows), list(whole.numpy()))
+        equal(there_and_back(tuple(whole), slot, own, pack_rows), list(whole))
+        for mixed in (
+            [torch.ones(2), torch.ones(3)],
+            [torch.ones(2), torch.ones(2, dtype=torch.int64)],
+            [torch.ones(1), 1],
+        ):
+            equal(there_and_back(mixed, slot, own, pack_rows), mixed)
+        mixed = [np.ones(2), np.ones(2, np.int32)]
+        equal(there_and_back(mixed, slot, own, pack_rows), mixed)
+        equal(there_and_back([], slot, own, pack_rows), [])
+        equal(there_and_back(torch.arange(3), slot, own, pack_rows), [torch.tensor(i) for i in range(3)])
+
+
+@pytest.mark.parametrize("shape", [(10,), (3, 40, 40), (3, 200, 200)], ids=["tiny", "small", "big"])
+def test_many_rows_are_one_block(shape, slot):
+    """Whichever way they are copied, which depends on their size."""
+    rows = [torch.randn(shape) for _ in range(70)]
+    parcel = pack_rows(rows)
+    assert parcel.rows == 70 and len(parcel.buffers) == 1
+    equal(there_and_back(rows, slot, True, pack_rows), rows)
+
+
+def test_what_is_owned_survives_the_slot(slot):
+    value = {"a": torch.arange(5), "b": [np.arange(5)]}
+    mine = there_and_back(value, slot, own=True)
+    views = there_and_back(value, slot, own=False)
+    rows = there_and_back([torch.ones(2)] * 3, slot, own=True, take=pack_rows)
+    slot.memory[:] = bytes(len(slot.memory))
+    equal(mine, value)
+    equal(rows, [torch.ones(2)] * 3)
+    assert views["a"].tolist() == [0] * 5, "a view sees what is written to the slot"
+    rows[0].zero_()
+    mine["a"].add_(1), mine["b"][0].fill(0)
+    assert rows[1].tolist() == [1, 1], "each result has memory of its own"
+    assert len({row.untyped_storage().data_ptr() for row in rows}) == 3
+    assert rows[0].untyped_storage().nbytes() == 8, "keeping one keeps one"
+
+
+def test_a_slot_grows_in_both_processes(slot):
+    """The other process's map follows; what looks at the old one stays valid."""
+    theirs = Slot(os.dup(slot.descriptor))
+    small = there_and_back(torch.ones(10), slot, own=False)
+    big = torch.arange(SMALLEST)
+    place = store(pack(big), slot, start=SMALLEST // 2)
+    assert len(slot.memory) > SMALLEST and len(theirs.memory) == SMALLEST
+    equal(fetch(theirs.reach(place.end), place, own=True).open(), big)
+    assert small.tolist() == [1] * 10
+    theirs.close()
+
+
+def test_private_changes_stay_private(slot):
+    place = store(pack(torch.zeros(4)), slot)
+    mine = fetch(slot.private(), place, own=False).open()
+    mine += 1
+    assert fetch(slot.memory, place, own=True).open().tolist() == [0] * 4
+
+
+def test_a_model_travels_with_its_ties(slot):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    copy = there_and_back(model, slot, own=True)
+    equal(dict(copy.state_dict()), dict(model.state_dict()))
+    assert copy[2].weight is copy[0].weight and copy[0].weight.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_is_refused():
+    for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
+        for value in (tensor, [tensor, tensor], {"a": tensor}):
+            with pytest.raises(TypeError, match=r"to_dense\(\)"):
+                pack_rows([value])
+            with pytest.raises(TypeError, match=r"to_dense\(\)"):
+                pack(value)
+
+
+def test_what_does_not_pickle_says_so():
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pack(lambda: 1)
+
+
+def test_messages():
+    message = Message(Place(1, 2, 3, 4, 5), 6, 7, 8, 1 << 50)
+    assert Message.from_bytes(message.to_bytes()) == message
+
+
+def test_nothing_has_a_name_and_all_is_given_back():
+    before = set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    slot = Slot()
+    there_and_back(torch.ones(SMALLEST), slot, own=True)
+    assert set(os.listdir("/dev/shm")) == before[1]
+    slot.close()
+    del slot
+    assert set(os.listdir("/proc/self/fd")) == before[0]
+
+
+def test_only_linux_has_it(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(SetupError, match="flavour='thread'"):
+        Slot()

@@ -1,0 +1,7 @@
+"""Work over any list of devices: ordered, streaming, losing nothing. `DevicePool` is the whole of it."""
+
+from trainer.pool.failures import ItemError
+from trainer.pool.pool import DevicePool
+from trainer.pool.worker import current_device
+
+__all__ = ["DevicePool", "ItemError", "current_device"]

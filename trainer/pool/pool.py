@@ -1,0 +1,313 @@
+"""`DevicePool`: workers on a list of devices, for streams of items and for jobs."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing import process, util  # util's own exit handler comes after ours, for ours is registered later
+from typing import Any, Literal
+
+import torch
+
+from trainer.errors import RecipeError, SetupError
+from trainer.pool.batching import Batching
+from trainer.pool.engine import Engine, Seat
+from trainer.pool.failures import ItemError
+from trainer.pool.handles import ProcessHandle, ThreadHandle
+from trainer.pool.transport import pack
+from trainer.pool.worker import Caller, Definition
+
+ITEM_TIMEOUT = 60.0  # seconds
+
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class DevicePool:
+    """Workers on devices that do a stream of items in order, as fast as all devices together can.
+
+        with DevicePool(["cuda:0", "cuda:1", "cpu"], Classifier, arguments=(model,)) as pool:
+            for label in pool.map(photos):
+                ...
+
+    A worker is a class, made in the worker process as `worker(*arguments)`, with
+
+        setup(device)   optional; called once, with the `torch.device`
+        __call__(item)  one result, or
+        batch(items)    a list of results, or a tensor or array of shape (len(items), ...)
+
+    or a plain function of an item. It may be called again for an item whose worker was lost. Items given to a worker
+    are views of shared memory that hold during the call: clone what is kept. Gradients do not travel, sparse tensors
+    are refused, results are on the CPU and own their memory.
+
+    Args:
+        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times.
+        worker: the class or function. It must pickle: defined at the top of a module.
+        arguments: of the class. Their tensors are in memory once for all processes (a process that writes to them
+            gets its own copy of those pages).
+        batch_size: items of every batch, in the order of the stream, so that results do not depend on the devices or
+            their number; None lets each device's batches grow to what it handles best, and follow its speed.
+        assign: "free" gives work to whichever worker is free, "round_robin" in turn: item i (with a `batch_size`,
+            batch i) and job i to worker i % len(devices).
+        flavour: "process", or "thread" for work that releases the GIL. Threads cannot be killed.
+        start_method: "forkserver" (each start takes a tenth of a second) or "spawn".
+        item_timeout: seconds an item may take until its worker counts as hung and is replaced; None: for ever. A batch
+            may take that long and four times what it usually takes. Jobs may take as long as they like.
+        retries: how often an item is tried. A failed batch is done again item by item; one whose worker died is done
+            again as it is, and item by item, once, when so many workers have died of it.
+        on_error: what `map` does about an item that failed every time: "raise" its `ItemError`, or "skip" it, which
+            yields the `ItemError` in the result's place.
+
+    Raises:
+        RecipeError: arguments that cannot mean anything, or a worker that does not pickle: before anything starts.
+        SetupError: a device that this machine lacks.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device],
+        worker: Callable[..., Any],
+        *,
+        arguments: tuple[Any, ...] = (),
+        batch_size: int | None = None,
+        assign: Literal["free", "round_robin"] = "free",
+        flavour: Literal["process", "thread"] = "process",
+        start_method: Literal["forkserver", "spawn"] = "forkserver",
+        item_timeout: float | None = ITEM_TIMEOUT,
+        retries: int = 3,
+        on_error: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        found = check_devices(devices)
+        check_worker(worker, arguments)
+        _one_of("assign", assign, "free", "round_robin")
+        _one_of("flavour", flavour, "process", "thread")
+        _one_of("on_error", on_error, "raise", "skip")
+        if min(batch_size or 1, retries, 1 if item_timeout is None else item_timeout) <= 0 or batch_size == 0:
+            raise RecipeError("batch_size, retries and item_timeout of a DevicePool must be positive")
+        self._skip = on_error == "skip"
+        self._processes = flavour == "process"
+        start: Callable[[Seat, Callable[[], None]], ProcessHandle | ThreadHandle]
+        if self._processes:
+            start = _process_starter(start_method, worker, arguments, len(found))
+        elif item_timeout not in (None, ITEM_TIMEOUT):
+            raise RecipeError("a thread cannot be stopped: leave item_timeout out, or use flavour='process'")
+        else:
+            start = partial(_start_thread, partial(Caller, worker, arguments))
+        batching = Batching([device.type for device in found], batch_size)
+        names = [str(device) for device in found]
+        timeout = item_timeout if self._processes else None
+        self._engine = Engine(start, names, batching, assign == "round_robin", timeout, retries)
+        _open.add(self._engine)
+        self._finalizer = weakref.finalize(self, _close, self._engine, os.getpid())
+
+    def map(self, items: Iterable[Any], *, ordered: bool = True) -> Iterator[Any]:
+        """A stream of results, one for each item, while a bounded number of items is on the way.
+
+        The iterable is read in the caller's thread, as results are taken; it may be endless. An iterator that is left
+        unfinished does no harm.
+
+        Args:
+            items: tensors, arrays, nested dicts, lists and tuples of them, whatever pickles.
+            ordered: in the items' order; else as they come.
+
+        Raises:
+            ItemError: with on_error="raise", in place of the failed item's result.
+            PredictionError: a worker's setup failed, or the pool was closed.
+        """
+        source = iter(items)
+        self._engine.check()
+        return self._results(source, ordered)
+
+    def _results(self, source: Iterator[Any], ordered: bool) -> Iterator[Any]:
+        stream = self._engine.add_stream(ordered)
+        taken = given = 0
+        try:
+            while True:
+                chunk = stream.get()
+                if chunk is None:
+                    if stream.ended and given == taken:
+                        return
+                    if stream.ended or taken - given >= stream.window:
+                        stream.wait()
+                        continue
+                    try:
+                        stream.put(taken, next(source))
+                        taken += 1
+                    except StopIteration:
+                        stream.end()
+                elif not isinstance(chunk, ItemError):
+                    given += len(chunk)
+                    yield from chunk
+                elif self._skip:
+                    given += 1
+                    yield chunk
+                else:
+                    raise chunk
+        finally:
+            self._engine.close_stream(stream)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run one job on a worker, whose CUDA device is current meanwhile; `current_device()` tells it.
+
+        An exception reaches the Future with the worker's traceback as a note. A job whose worker is lost is done again.
+
+        Raises:
+            RecipeError: the job does not pickle.
+        """
+        call: Any = (function, args, kwargs)
+        if self._processes:
+            check_importable(function)
+            try:
+                call = pack(call)
+            except Exception as error:
+                raise _unpicklable(function, error) from error
+        return self._engine.add_job(call)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """One dict a worker: device, worker (its index), items (done), items_per_sec (while it works), queue (items it
+        holds), batch_size (at present), replaced (how often)."""
+        return list(self._engine.figures())
+
+    def close(self) -> None:
+        """End all workers, within seconds; what is not done is dropped, and its iterators and Futures get an error."""
+        self._finalizer()
+
+    def __enter__(self) -> DevicePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# --- how workers start ------------------------------------------------------------------------------------------------
+
+
+def _process_starter(
+    method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int
+) -> Callable[[Seat, Callable[[], None]], ProcessHandle]:
+    if method == "fork":
+        raise RecipeError(
+            "start_method='fork' copies locks held by threads that the copy lacks (OpenMP's, CUDA's), "
+            "and hangs: use 'forkserver' or 'spawn'"
+        )
+    _one_of("start_method", method, "forkserver", "spawn")
+    me = process.current_process()
+    if getattr(me, "_inheriting", False):
+        raise RecipeError(
+            "a worker imports this script, which makes a DevicePool: put that under if __name__ == '__main__':"
+        )
+    if me.daemon:
+        raise RecipeError("a daemonic process may not start workers: use flavour='thread', or daemon=False for it")
+    check_importable(worker)
+    try:
+        definition = Definition.of(worker, arguments)
+    except SetupError:
+        raise
+    except Exception as error:
+        raise _unpicklable(worker, error) from error
+    context = multiprocessing.get_context(method)
+    server: Any = multiprocessing.forkserver._forkserver if method == "forkserver" else None
+    if server and server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything
+        context.set_forkserver_preload(["torch", "trainer.pool.preload"])
+    threads = threads_each(count)
+
+    def start(seat: Seat, wake: Callable[[], None]) -> ProcessHandle:
+        return ProcessHandle(context, definition, seat.device, threads, f"DevicePool-{seat.index}")
+
+    return start
+
+
+def _start_thread(make: Callable[[torch.device], Caller], seat: Seat, wake: Callable[[], None]) -> ThreadHandle:
+    return ThreadHandle(make, seat.device, f"DevicePool-{seat.index}", wake)
+
+
+def threads_each(workers: int) -> int:
+    """Threads of a worker: OMP_NUM_THREADS where the user set it, else the cores of this process shared out."""
+    wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(wish) if wish.isdigit() and int(wish) else max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
+    """Devices by name, each checked.
+
+    Raises:
+        RecipeError: a name that means nothing, or no name.
+        SetupError: this machine lacks it.
+    """
+    if isinstance(devices, str | torch.device) or not devices:
+        raise RecipeError(f"devices={devices!r} of a DevicePool: give a list, as ['cuda:0', 'cpu'], one worker each")
+    found = []
+    for name in devices:
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise RecipeError(f"device {name!r}: {str(error).splitlines()[0]}: use 'cpu' or 'cuda:0'") from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise SetupError(f"device {name} is not here: this machine has {torch.cuda.device_count()} CUDA devices")
+        found.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
+    return found
+
+
+def check_worker(worker: Any, arguments: Sequence[Any]) -> None:
+    """Raises RecipeError unless it is something that a pool can call."""
+    name = getattr(worker, "__qualname__", repr(worker))
+    if isinstance(worker, type):
+        if not any(method in vars(base) for base in worker.__mro__ for method in ("__call__", "batch")):
+            raise RecipeError(f"worker {name} has neither __call__(self, item) nor batch(self, items): give it one")
+    elif not callable(worker) and not hasattr(worker, "batch"):
+        raise RecipeError(f"worker {name} is no class and no function: it cannot be called for an item")
+    elif arguments:
+        raise RecipeError(f"arguments are for a worker class, and {name} is none: use functools.partial")
+
+
+def check_importable(function: Any) -> None:
+    """Raises RecipeError for what another process cannot find: it was typed into an interpreter."""
+    main: Any = sys.modules["__main__"]
+    if getattr(main, "__file__", "") == "<stdin>":
+        del main.__file__  # multiprocessing would look for a file of that name
+    here = getattr(function, "__module__", None) == "__main__" and not isinstance(function, partial)
+    if here and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
+        name = getattr(function, "__qualname__", repr(function))
+        raise RecipeError(f"{name} is defined in an interactive session, where workers cannot find it: {MOVE}")
+
+
+def _unpicklable(function: Any, error: Exception) -> RecipeError:
+    name = getattr(function, "__qualname__", repr(function))
+    text = " ".join(str(error).split())
+    if isinstance(error, pickle.PicklingError | AttributeError | TypeError) and ".to_dense()" not in text:
+        text += f": {MOVE}"
+    return RecipeError(f"{name} cannot be sent to another process: {text}")
+
+
+MOVE = "move what does not pickle to the top of a module, undecorate it, or use flavour='thread'"
+
+
+def _one_of(name: str, value: object, *allowed: str) -> None:
+    if value not in allowed:
+        raise RecipeError(f"{name}={value!r} of a DevicePool: use {' or '.join(map(repr, allowed))}")
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def _close(engine: Engine, pid: int) -> None:
+    if os.getpid() == pid:  # a forked copy of this process has no workers
+        engine.close()
+
+
+@atexit.register
+def _close_all(pid: int = os.getpid()) -> None:
+    for engine in list(_open):
+        _close(engine, pid)
+
+
+assert util  # imported for the order of exit handlers

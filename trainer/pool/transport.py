@@ -1,0 +1,292 @@
+"""Values in shared memory: tensors, arrays, and whatever pickles, laid out in slots that two processes map.
+
+A value is taken apart by pickle's protocol 5 (PEP 574): a small body, and the bytes of its tensors and arrays beside
+it. Only where they lie in the slot goes over the pipe, so nothing is copied through it and no size is too big.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import pickle
+import struct
+import weakref
+from collections.abc import Sequence
+from multiprocessing import reduction
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.errors import SetupError
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+SMALLEST = 1 << 16  # bytes of a slot at first
+LITTLE = (
+    1 << 15
+)  # elements that torch copies in one thread; for more it starts threads, which the parent lacks cores for
+
+
+class Slot:
+    """Memory without a name that two processes share and that grows: gone with them, however they end.
+
+    At any time one of the two owns it, by the messages that they exchange: it alone writes.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            if not hasattr(os, "memfd_create"):
+                raise SetupError("worker processes share memory in a way that only Linux has: use flavour='thread'")
+            descriptor = os.memfd_create("trainer-pool", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, SMALLEST)
+        self.descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
+        self.memory = mmap.mmap(descriptor, 0)
+
+    def reach(self, size: int) -> mmap.mmap:
+        """Its memory, of at least `size` bytes. What looks at the memory as it was before goes on to see the same."""
+        if len(self.memory) < size:
+            if os.fstat(self.descriptor).st_size < size:
+                os.ftruncate(self.descriptor, 1 << (size - 1).bit_length())
+            self.memory = mmap.mmap(self.descriptor, 0)
+        return self.memory
+
+    def private(self) -> mmap.mmap:
+        """The same bytes; what this process writes stays its own, page by page."""
+        return mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE)
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self.descriptor),)
+
+
+def _received(descriptor: Any) -> Slot:
+    return Slot(descriptor.detach())
+
+
+class Place(NamedTuple):
+    """Where a value lies in a slot."""
+
+    start: int = 0
+    end: int = 0
+    body: int = 0  # bytes
+    buffers: int = 0
+    rows: int = 0  # not 0: the one buffer holds so many results of the same shape
+
+
+class Message(NamedTuple):
+    """All that goes over a worker's pipe, 9 integers. Its first fields are a `Place`'s."""
+
+    place: Place
+    kind: int
+    slot: int
+    failures: int = 0
+    nanoseconds: int = 0
+
+    def to_bytes(self) -> bytes:
+        return _FORMAT.pack(*self.place, *self[1:])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        numbers = _FORMAT.unpack(data)
+        return cls(Place(*numbers[:5]), *numbers[5:])
+
+
+_FORMAT = struct.Struct("9q")
+
+
+class Parcel:
+    """A value taken apart: `open` makes it anew."""
+
+    def __init__(self, body: bytes, buffers: Sequence[Any], rows: int = 0) -> None:
+        self.body, self.buffers, self.rows = body, buffers, rows
+
+    def open(self) -> Any:
+        if not self.rows:
+            return pickle.loads(self.body, buffers=self.buffers)
+        kind, shape = pickle.loads(self.body)
+        if isinstance(kind, torch.dtype):
+            if len(self.buffers) == self.rows:
+                return [_tensor(buffer, kind, shape) for buffer in self.buffers]
+            return list(_tensor(self.buffers[0], kind, (self.rows, *shape)).unbind())
+        if len(self.buffers) == self.rows:
+            return [np.frombuffer(buffer, kind).reshape(shape) for buffer in self.buffers]
+        return list(np.frombuffer(self.buffers[0], kind).reshape(self.rows, *shape))
+
+
+# --- taking apart -----------------------------------------------------------------------------------------------------
+
+
+def pack(value: Any) -> Parcel:
+    """Take a value apart. Tensors lose their gradient and come back contiguous, and on the CPU.
+
+    Raises:
+        TypeError: a sparse tensor.
+        Exception: whatever pickle raises where something cannot be pickled.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    for device in pickler.devices:
+        torch.cuda.current_stream(device).synchronize()
+    return Parcel(file.getvalue(), [buffer.raw() for buffer in pickler.buffers])
+
+
+def pack_rows(values: Any) -> Parcel:
+    """Take a sequence apart, to come back as a list: as one block where all are tensors, or arrays, of one shape.
+
+    Args:
+        values: a list or tuple, or a tensor or array of shape (N, ...).
+    """
+    rows = _Rows.of(values)
+    if rows is None:
+        return pack(list(values))
+    return Parcel(pickle.dumps((rows.kind, rows.shape)), [rows], rows.count)
+
+
+def store(parcel: Parcel, slot: Slot, start: int = 0) -> Place:
+    """Write a parcel at `start`: the sizes of its buffers, its body, its buffers."""
+    sizes = [buffer.nbytes for buffer in parcel.buffers]
+    begin = start + 8 * len(sizes)
+    offsets, end = [], begin + len(parcel.body)
+    for size in sizes:
+        offsets.append(aligned(end))
+        end = offsets[-1] + size
+    memory = slot.reach(end)
+    struct.pack_into(f"{len(sizes)}q", memory, start, *sizes)
+    memory[begin : begin + len(parcel.body)] = parcel.body
+    for offset, size, buffer in zip(offsets, sizes, parcel.buffers, strict=True):
+        if isinstance(buffer, _Rows):
+            buffer.write(memory, offset)
+        elif size:
+            memory[offset : offset + size] = buffer
+    return Place(start, end, len(parcel.body), len(sizes), parcel.rows)
+
+
+def fetch(memory: mmap.mmap, place: Place, own: bool) -> Parcel:
+    """Read a parcel. With `own` its tensors and arrays have memory of their own, each; else they are the slot's."""
+    view = memoryview(memory)
+    sizes = struct.unpack_from(f"{place.buffers}q", memory, place.start)
+    end = place.start + 8 * place.buffers + place.body
+    body = memory[end - place.body : end]
+    buffers: list[Any] = []
+    for size in sizes:
+        offset = aligned(end)
+        end = offset + size
+        if own and place.rows:
+            row = size // place.rows
+            buffers = [bytearray(view[at : at + row]) for at in range(offset, end, row)]
+        else:
+            buffers.append(bytearray(view[offset:end]) if own else view[offset:end])
+    return Parcel(body, buffers, place.rows)
+
+
+def aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the bytes of tensors and arrays out of the body."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self.buffers: list[pickle.PickleBuffer] = []
+        self.devices: set[torch.device] = set()
+        super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        _refuse_sparse(value)
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            return NotImplemented  # torch knows how
+        if value.device.type == "cuda":
+            self.devices.add(value.device)
+        return _tensor, (pickle.PickleBuffer(_bytes(_on_host(value)).data), value.dtype, tuple(value.shape))
+
+
+class _Rows:
+    """N tensors or arrays of one shape and type, to be written as one block."""
+
+    def __init__(self, values: Any, kind: torch.dtype | np.dtype[Any], shape: tuple[int, ...], size: int) -> None:
+        self.values, self.kind, self.shape, self.count = values, kind, shape, len(values)
+        self.nbytes = self.count * math.prod(shape) * size
+
+    @classmethod
+    def of(cls, values: Any) -> _Rows | None:
+        """None where they are not of one shape and type, or have no bytes."""
+        first = values[0] if len(values) else None
+        if isinstance(first, Tensor):
+            shape, dtype, device = first.shape, first.dtype, first.device
+            if type(first) is not Tensor or first.layout is not torch.strided or first.is_quantized or first.is_meta:
+                return None
+            if not (
+                isinstance(values, Tensor)
+                or all(
+                    type(row) is Tensor
+                    and row.shape == shape
+                    and row.dtype is dtype
+                    and row.device == device
+                    and row.layout is torch.strided
+                    for row in values
+                )
+            ):
+                return None
+            if device.type != "cpu":
+                values = _on_host(values if isinstance(values, Tensor) else torch.stack(list(values)))
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+            rows = cls(values, dtype, tuple(shape), first.element_size())
+        elif type(first) is np.ndarray and first.ndim and not first.dtype.hasobject:
+            kind = first.dtype
+            if not all(type(row) is np.ndarray and row.shape == first.shape and row.dtype == kind for row in values):
+                return None
+            rows = cls(values, kind, first.shape, first.itemsize)
+        else:
+            return None
+        return rows if rows.nbytes else None
+
+    def write(self, memory: mmap.mmap, offset: int) -> None:
+        row = math.prod(self.shape)
+        if isinstance(self.values, Tensor):
+            memory[offset : offset + self.nbytes] = _bytes(self.values).data
+        elif isinstance(self.kind, torch.dtype) and row < LITTLE:
+            flat = torch.frombuffer(memory, dtype=self.kind, count=self.count * row, offset=offset)
+            whole, step = flat.view(self.count, *self.shape), LITTLE // row
+            with torch.no_grad():
+                for at in range(0, self.count, step):
+                    torch.stack(list(self.values[at : at + step]), out=whole[at : at + step])
+        else:
+            size = self.nbytes // self.count
+            for at, value in zip(range(offset, offset + self.nbytes, size), self.values, strict=True):
+                memory[at : at + size] = _bytes(value).data
+
+
+def _refuse_sparse(tensor: Tensor) -> None:
+    if tensor.layout not in (torch.strided, torch.jagged):
+        raise TypeError(f"a tensor of layout {tensor.layout} does not travel between processes: send its .to_dense()")
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """On the CPU; from a GPU through pinned memory, there once its stream is synchronised."""
+    if tensor.device.type != "cuda":
+        return tensor.detach().cpu()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
+
+
+def _bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Its bytes as a flat array, without a copy where it is contiguous."""
+    if isinstance(value, Tensor):
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+        return array
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """What a tensor's bytes make, as a view of them."""
+    if not math.prod(shape):
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))

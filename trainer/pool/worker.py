@@ -1,0 +1,238 @@
+"""What runs in a worker: the user's callable on one device, and the loop that serves the parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from multiprocessing import forkserver, parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.errors import RecipeError
+from trainer.pool.failures import Failure
+from trainer.pool.transport import Message, Parcel, Place, Slot, fetch, pack, pack_rows, store
+
+
+class Kind(IntEnum):
+    """What a message is about."""
+
+    READY = 0
+    BROKEN = 1  # the setup failed
+    BATCH = 2
+    JOB = 3
+
+
+class _Here(threading.local):
+    device: torch.device | None = None
+
+
+_here = _Here()
+
+
+def current_device() -> torch.device:
+    """The device of the worker that calls, in a `DevicePool`.
+
+    Raises:
+        RecipeError: called outside of a worker.
+    """
+    if _here.device is None:
+        raise RecipeError("current_device() is known within a DevicePool's worker only: call it in what the pool runs")
+    return _here.device
+
+
+def enter(device: torch.device) -> None:
+    """Make a device this thread's own: `current_device`, and CUDA's current device."""
+    _here.device = device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class Caller:
+    """The user's worker on a device: calls it for batches and for jobs, and turns exceptions into `Failure`s."""
+
+    def __init__(self, worker: Callable[..., Any], arguments: Sequence[Any], device: torch.device) -> None:
+        enter(device)
+        self.device = device
+        self.worker: Any = worker(*arguments) if isinstance(worker, type) else worker
+        if hasattr(self.worker, "setup"):
+            self.worker.setup(device)
+
+    def batch(self, items: Callable[[], Sequence[Any]]) -> Any:
+        """A result or a `Failure` for each item, or one `Failure` of the whole batch; `items` fetches them."""
+        enter(self.device)
+        try:
+            values = items()
+            if hasattr(self.worker, "batch"):
+                return _checked(self.worker.batch(values), len(values))
+        except BaseException as error:
+            return [Failure.of(error, whole=True)]
+        return [self._one(value) for value in values]
+
+    def _one(self, item: Any) -> Any:
+        try:
+            return self.worker(item)
+        except BaseException as error:
+            return Failure.of(error)
+
+    def job(self, call: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]) -> Any:
+        enter(self.device)
+        try:
+            function, arguments, keywords = call()
+            return function(*arguments, **keywords)
+        except BaseException as error:
+            return Failure.of(error)
+
+    def usable(self) -> bool:
+        """Whether the device still works after a failure: some CUDA errors stay for a process's life."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except Exception:
+            return False
+        return True
+
+
+def _checked(results: Any, count: int) -> Any:
+    kind = type(results).__name__
+    if isinstance(results, dict | str | bytes) or not hasattr(results, "__len__"):
+        raise TypeError(f"batch() gave a {kind}: return a list of {count} results, or a tensor of shape ({count}, ...)")
+    if isinstance(results, torch.Tensor) and not results.ndim:
+        raise TypeError(f"batch() gave a tensor without dimensions: return one of shape ({count}, ...)")
+    if len(results) != count:
+        raise ValueError(f"batch() gave {len(results)} results for {count} items: return one for each, in order")
+    return results
+
+
+# --- in a process -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The worker and its arguments, taken apart once and mapped by every process: weights are in memory once."""
+
+    slot: Slot
+    place: Place
+
+    @classmethod
+    def of(cls, worker: Callable[..., Any], arguments: Sequence[Any]) -> Definition:
+        slot = Slot()
+        return cls(slot, store(pack((worker, tuple(arguments))), slot))
+
+    def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What changes the arguments changes this process's copy of the pages that it writes to."""
+        opened: tuple[Callable[..., Any], tuple[Any, ...]] = fetch(self.slot.private(), self.place, own=False).open()
+        return opened
+
+
+def main(
+    connection: Connection,
+    slots: list[Slot],
+    definition: Definition,
+    device: str,
+    threads: int,
+    environment: dict[str, str],
+) -> None:
+    """A worker process, from its start to the parent's end of the pipe closing."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when it ends
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    die_with_parent()
+    for name in os.environ.keys() - environment.keys():  # the fork server's is as old as the server
+        del os.environ[name]
+    os.environ.update(environment)
+    np.random.seed()  # the server's state would be every worker's
+    torch.set_num_threads(threads)
+    try:
+        caller = Caller(*definition.open(), torch.device(device))
+    except BaseException as error:
+        _send(connection, Message(store(pack(Failure.of(error)), slots[0]), Kind.BROKEN, 0))
+        return
+    _Here.device = caller.device  # for threads that the worker starts
+    if _send(connection, Message(Place(), Kind.READY, 0)):
+        serve(connection, slots, caller)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process with its parent: the pool's, or the fork server, which ends with that."""
+    server: Any = forkserver._forkserver
+    alive = server._forkserver_alive_fd
+    if alive is not None:  # the server waits until all have closed it; one that hangs would keep it for ever
+        os.close(alive)
+        server._forkserver_alive_fd = server._forkserver_address = None
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
+    parent = parent_process()
+    if parent is None or not parent.is_alive():  # it died before we asked
+        os._exit(1)
+
+
+def serve(connection: Connection, slots: list[Slot], caller: Caller) -> None:
+    """Answer batches and jobs, in order."""
+    while True:
+        try:
+            message = Message.from_bytes(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        began = time.perf_counter_ns()
+        slot, job = slots[message.slot], message.kind == Kind.JOB
+        parcel = fetch(slot.reach(message.place.end), message.place, own=job)
+        answer, failures = _job(caller, parcel) if job else _batch(caller, parcel)
+        place = store(answer, slot, message.place.end)
+        done = message._replace(place=place, failures=failures, nanoseconds=time.perf_counter_ns() - began)
+        usable = not failures or caller.usable()
+        del parcel, answer
+        if not _send(connection, done) or not usable:
+            return
+
+
+def _send(connection: Connection, message: Message) -> bool:
+    """Whether the parent is still there to have it."""
+    try:
+        connection.send_bytes(message.to_bytes())
+    except OSError:
+        return False
+    return True
+
+
+def _batch(caller: Caller, parcel: Parcel) -> tuple[Parcel, int]:
+    results = caller.batch(parcel.open)
+    try:
+        if isinstance(results, list) and any(type(result) is Failure for result in results):
+            failures = sum(type(result) is Failure for result in results)
+            return pack(_packable(results)), failures
+        return pack_rows(results), 0
+    except Exception:
+        results = _packable(list(results))
+        return pack(results), sum(type(result) is Failure for result in results)
+
+
+def _packable(results: list[Any]) -> list[Any]:
+    """With a `Failure` for each result that cannot travel."""
+    checked = []
+    for result in results:
+        try:
+            pack(result)
+        except Exception as error:
+            result = Failure.of(error)
+        checked.append(result)
+    return checked
+
+
+def _job(caller: Caller, parcel: Parcel) -> tuple[Parcel, int]:
+    result = caller.job(parcel.open)
+    try:
+        return pack(result), int(type(result) is Failure)
+    except Exception as error:
+        return pack(Failure.of(error)), 1

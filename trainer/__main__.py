@@ -14,6 +14,9 @@ from trainer.words import split
 
 USAGE = """\
 usage: python -m trainer [train] recipe=NAME [key=value ...]    train
+       python -m trainer compare recipe=NAME modes=[single,ddp] [key=value ...]    which mode is fastest here
+       python -m trainer plan recipe=NAME [key=value ...]    memory, traffic and schedule without running anything
+       python -m trainer predict checkpoint=RUN data.root=FOLDER [key=value ...]    label every image
        python -m trainer evaluate checkpoint=RUN [key=value ...]    evaluate a trained run again
        python -m trainer recipes [NAME] [key=value ...]    list the recipes, or print one completely
 
@@ -30,7 +33,7 @@ examples:
   python -m trainer recipe=digits mode=single epochs=2 output=runs/first
   torchrun --nproc_per_node=4 -m trainer recipe=resnet50 data.root=/data/imagenet
 """
-COMMANDS = ("train", "evaluate", "recipes", "help")
+COMMANDS = ("train", "compare", "plan", "predict", "evaluate", "recipes", "help")
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
 
@@ -65,6 +68,18 @@ def run(words: Sequence[str]) -> int:
         return train(rest)
     if command == "evaluate":
         return evaluate(rest)
+    if command == "compare":
+        from trainer import comparison
+
+        return comparison.command(rest)
+    if command == "plan":
+        from trainer import planning
+
+        return planning.command(rest)
+    if command == "predict":
+        from trainer import inference
+
+        return inference.command(rest)
     if command == "recipes":
         return recipes(rest)
     if command == "help":

@@ -1,0 +1,288 @@
+"""Labelling images: every row there, in order, equal to the evaluation; through the real command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from tests.commands import QUIET, environment, ok, result, torchrun, trainer
+from trainer import predict
+from trainer.errors import RecipeError
+
+CPU = "devices=[cpu]"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run."""
+    folder = tmp_path_factory.mktemp("digits") / "run"
+    ok("recipe=digits_single", "epochs=3", *QUIET, f"output={folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty pictures in two class folders, and every kind of bad file."""
+    root = tmp_path_factory.mktemp("photos")
+    generator = np.random.default_rng(0)
+    for n in range(40):
+        (root / str(n % 2)).mkdir(exist_ok=True)
+        pixels = generator.integers(0, 255, (12 + n % 5, 14, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / str(n % 2) / f"{n:02}.png")
+    odd = root / "odd"
+    odd.mkdir()
+    whole = root / "odd" / "truncated.jpg"
+    Image.fromarray(generator.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(whole)
+    whole.write_bytes(whole.read_bytes()[:700])
+    (odd / "text.jpg").write_text("not a picture")
+    (odd / "empty.png").touch()
+    Image.fromarray(generator.integers(0, 255, (20, 20, 4), dtype=np.uint8), "CMYK").save(odd / "cmyk.jpg")
+    Image.fromarray(generator.integers(0, 65535, (20, 20), dtype=np.uint16)).save(odd / "deep.png")
+    (odd / "notes.md").write_text("no image")
+    return root
+
+
+def read(folder: Path) -> list[dict[str, str]]:
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def label(run: Path, output: Path, *words: object, **options: object):
+    return ok("predict", f"checkpoint={run}", f"output={output}", "logging.progress=false", *words, **options)
+
+
+def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
+    done = label(digits, tmp_path / "out", "devices=[cpu,cpu]")
+    rows = read(tmp_path / "out")
+    assert [row["path"] for row in rows] == [f"digits/val/{n}" for n in range(360)]
+    right = sum(row["class"] == row["label"] for row in rows) / 360
+    assert right == pytest.approx(result(digits)["val_top1"])
+    assert f"top-1    {right:.2%} of 360 images" in done.stdout
+    first = dict(part.split("=") for part in rows[0]["top5"].split(";"))
+    assert len(first) == 5 and rows[0]["class"] == next(iter(first))
+    assert float(rows[0]["probability"]) == float(first[rows[0]["class"]]) == max(map(float, first.values()))
+    assert not list((tmp_path / "out").glob("part-*"))
+    assert json.loads((tmp_path / "out" / "predict.json").read_text())["images"] == 360
+    tags = [path.name for path in (tmp_path / "out").iterdir()]
+    assert any(name.startswith("events.out") for name in tags)
+
+
+def test_the_training_part(digits, tmp_path):
+    label(digits, tmp_path / "out", CPU, "predict.split=train", "predict.format=jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert len(lines) == 1437 and lines[0]["path"] == "digits/train/0"
+    assert lines[0]["top5"][0] == [lines[0]["class"], lines[0]["probability"]]
+
+
+def test_workers_change_nothing_at_a_fixed_batch_size(digits, photos, tmp_path):
+    for name, devices in (("one", "[cpu]"), ("three", "[cpu,cpu,cpu]")):
+        label(digits, tmp_path / name, f"data.root={photos}", f"devices={devices}", "predict.batch_size=8")
+    one, three = ((tmp_path / name / "predictions.csv").read_bytes() for name in ("one", "three"))
+    assert one == three
+    label(digits, tmp_path / "free", f"data.root={photos}", "devices=[cpu,cpu]")
+    for row, other in zip(read(tmp_path / "one"), read(tmp_path / "free"), strict=True):
+        assert (row["path"], row["class"], row["error"]) == (other["path"], other["class"], other["error"])
+        if row["class"]:
+            assert float(row["probability"]) == pytest.approx(float(other["probability"]), abs=1e-5)
+
+
+def test_bad_images_are_rows_with_reasons(digits, photos, tmp_path):
+    done = label(digits, tmp_path / "out", f"data.root={photos}", CPU)
+    rows = read(tmp_path / "out")
+    names = [os.path.relpath(row["path"], photos) for row in rows]
+    assert names == [
+        *(f"0/{n:02}.png" for n in range(0, 40, 2)),
+        *(f"1/{n:02}.png" for n in range(1, 40, 2)),
+        *(f"odd/{name}" for name in ("cmyk.jpg", "deep.png", "empty.png", "text.jpg", "truncated.jpg")),
+    ]
+    bad = {os.path.basename(row["path"]): row["error"] for row in rows if row["error"]}
+    assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "the file is empty"
+    assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
+    assert {row["label"] for row in rows} == {"0", "1", ""}
+    assert "3 could not be read" in done.stdout and "of 40 images whose class is known" in done.stdout
+
+
+def test_lists_single_files_and_stdin(digits, photos, tmp_path):
+    chosen = [photos / "1" / "03.png", photos / "nowhere.png", photos / "0" / "02.png"]
+    (tmp_path / "list.txt").write_text("".join(f"{path}\n" for path in chosen))
+    label(digits, tmp_path / "list", f"data.root={tmp_path / 'list.txt'}", CPU)
+    rows = read(tmp_path / "list")
+    assert [row["path"] for row in rows] == list(map(str, chosen))
+    assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
+    label(digits, tmp_path / "one", f"data.root={chosen[0]}", CPU)
+    assert read(tmp_path / "one") == rows[:1]
+    command = [sys.executable, "-m", "trainer", "predict", f"checkpoint={digits}", "data.root=-", CPU]
+    subprocess.run(
+        [*command, f"output={tmp_path / 'stdin'}"],
+        input=(tmp_path / "list.txt").read_bytes(),
+        env=environment(),
+        check=True,
+        capture_output=True,
+    )
+    assert read(tmp_path / "stdin") == rows
+
+
+def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
+    """SIGKILL in the middle: the rows that are there stay, the rest follows, and all are as without a stop."""
+    paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 60
+    (tmp_path / "list.txt").write_text("\n".join(paths))
+    words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", CPU, "predict.batch_size=16"]
+    label(digits, tmp_path / "whole", *words[2:])
+    part = tmp_path / "out" / "part-0000"
+    command = [sys.executable, "-m", "trainer", *words, f"output={tmp_path / 'out'}"]
+    child = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    while not part.exists() or part.stat().st_size < 4000:
+        assert child.poll() is None, "it was over before it could be stopped"
+        time.sleep(0.002)
+    child.kill()
+    child.wait()
+    torn = part.read_bytes()
+    part.write_bytes(torn[:-3])
+    again = label(digits, tmp_path / "out", *words[2:])
+    assert "that were labelled before" in again.stdout
+    whole, mended = ((tmp_path / name / "predictions.csv").read_bytes() for name in ("whole", "out"))
+    assert mended == whole and len(whole.splitlines()) == 1 + len(paths)
+    assert "complete already" in label(digits, tmp_path / "out", *words[2:]).stdout
+
+
+def test_a_checkpoint_of_the_run(digits, photos, tmp_path):
+    """Its classes and preparation are those that the run folder tells."""
+    saved = next((digits / "checkpoints").iterdir())
+    for name, checkpoint in (("saved", saved), ("last", digits / "last.safetensors")):
+        label(checkpoint, tmp_path / name, f"data.root={photos / '0'}", CPU)
+    assert read(tmp_path / "saved") == read(tmp_path / "last")
+
+
+def test_another_commands_folder_is_refused(digits, photos, tmp_path):
+    label(digits, tmp_path / "out", CPU)
+    words = ["predict", f"checkpoint={digits}", f"output={tmp_path / 'out'}", CPU]
+    other = trainer(*words, f"data.root={photos}")
+    assert other.returncode == 8 and "choose another output=" in other.stderr
+    run = trainer(*words[:2], f"output={digits}", CPU)
+    assert run.returncode == 8 and "holds a training run" in run.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_clean(digits, photos, tmp_path, number, code):
+    paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 2000
+    (tmp_path / "list.txt").write_text("\n".join(paths))
+    words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", f"output={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "trainer", *words, "devices=[cpu,cpu]", "predict.batch_size=4"]
+    child = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    part = tmp_path / "out" / "part-0000"
+    while not part.exists() or part.stat().st_size == 0:
+        assert child.poll() is None
+        time.sleep(0.01)
+    begun = time.monotonic()
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=20)
+    assert child.returncode == code and time.monotonic() - begun < 10
+    assert errors.count("\n") == 1 and f"output={tmp_path / 'out'} go on from here" in errors, errors
+
+
+def test_ranks_label_a_part_each(digits, photos, tmp_path):
+    with torchrun(
+        "predict", f"checkpoint={digits}", f"data.root={photos}", f"output={tmp_path / 'two'}", "devices=[cpu,cpu]",
+        "predict.batch_size=1", arguments=["--standalone", "--nproc_per_node=2"],
+    ) as run:  # fmt: skip
+        out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, out
+    label(digits, tmp_path / "one", f"data.root={photos}", CPU, "predict.batch_size=1")
+    assert read(tmp_path / "two") == read(tmp_path / "one")
+    assert not list((tmp_path / "two").glob("part-*"))
+
+
+def test_published_weights(tmp_path, photos):
+    """Torchvision's own file, where it would be downloaded to; with its own transforms and class names."""
+    import torchvision
+
+    weights = torchvision.models.ResNet18_Weights.DEFAULT
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18()
+    hub = tmp_path / "hub" / "checkpoints"
+    hub.mkdir(parents=True)
+    torch.save(model.state_dict(), hub / weights.url.rpartition("/")[2])
+    words = ["model.name=resnet18", "model.weights=DEFAULT", f"data.root={photos / '0'}", CPU, "logging.progress=false"]
+    ok("predict", *words, f"output={tmp_path / 'out'}", env={"TORCH_HOME": str(tmp_path)})
+    rows = read(tmp_path / "out")
+    image = torch.from_numpy(np.array(Image.open(photos / "0" / "00.png"))).permute(2, 0, 1)
+    with torch.inference_mode():
+        best = model.eval()(weights.transforms()(image)[None]).softmax(1)[0]
+    assert len(rows) == 20 and rows[0]["class"] == weights.meta["categories"][int(best.argmax())]
+    assert float(rows[0]["probability"]) == pytest.approx(float(best.max()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["checkpoint=nowhere"], 4, "nowhere"),
+        ([], 2, "predict needs a model and images"),
+        (["model.name=resnet50", "model.weights=NEW", "data.root=."], 2, "IMAGENET1K_V1"),
+        (["model.name=resnet05", "model.weights=DEFAULT", "data.root=."], 2, "did you mean resnet50"),
+        (["checkpoint=RUN", "data.root=nowhere"], 3, "No such file"),
+        (["checkpoint=RUN", "data.root=EMPTY"], 3, "holds no images"),
+        (["checkpoint=RUN", "devices=[cuda:0]"], 2, "devices=[cpu]"),
+        (["checkpoint=RUN", "devices=[gpu]"], 2, "is not a device"),
+        (["checkpoint=RUN", "predict.batch_size=0"], 2, "predict.batch_size=0 must be 1 or more"),
+        (["checkpoint=RUN", "predict.batchsize=4"], 2, "did you mean predict.batch_size"),
+        (["checkpoint=RUN", "recipe=digits"], 2, "has its own"),
+        (["checkpoint=RUN", "nproc=2"], 2, "torchrun"),
+    ],
+)
+def test_bad_words(digits, tmp_path, words, code, says):
+    (tmp_path / "empty").mkdir()
+    places = {"checkpoint=RUN": f"checkpoint={digits}", "data.root=EMPTY": f"data.root={tmp_path / 'empty'}"}
+    done = trainer("predict", *(places.get(word, word) for word in words), f"output={tmp_path / 'out'}")
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    assert says in done.stderr
+
+
+class Scaled(nn.Module):
+    """Two outputs in a dictionary."""
+
+    def forward(self, x):
+        return {"twice": 2 * x, "sums": (x.sum(1),)}
+
+
+def test_a_model_over_devices_gives_what_one_gives():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    inputs = torch.randn(100, 6)
+    with torch.inference_mode():
+        expected = model.eval()(inputs)
+    model.train()
+    found = predict(model, inputs, devices=["cpu", "cpu"])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.stack(list(predict(model, iter(inputs), devices=["cpu", "cpu"]))), expected)
+    assert model.training and predict(model, inputs[:0], devices=["cpu"]) == []
+    parts = predict(Scaled(), inputs[:3], devices=["cpu"])
+    assert torch.equal(parts[1]["twice"], 2 * inputs[1]) and torch.equal(parts[2]["sums"][0], inputs[2].sum())
+
+
+def test_an_endless_stream_is_labelled_as_it_comes():
+    def endless():
+        n = 0.0
+        while True:
+            yield torch.tensor([n])
+            n += 1
+
+    stream = predict(nn.Identity(), endless(), devices=["cpu", "cpu"])
+    assert [next(stream).item() for _ in range(500)] == list(range(500))
+    stream.close()
+
+
+def test_devices_that_are_not_here():
+    with pytest.raises(RecipeError, match="is not here"):
+        predict(nn.Identity(), torch.zeros(2, 2), devices=["cuda:7"])

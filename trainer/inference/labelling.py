@@ -1,0 +1,125 @@
+"""What a prediction worker does: decode, make ready as in evaluation, classify. Lives in the pool's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import Datasets, PhotoSource
+from trainer.data.augment import Finish
+from trainer.data.images import read_image, reason, with_channels
+from trainer.data.photos import for_evaluation
+from trainer.recipe import Recipe
+from trainer.strategies.base import AUTOCAST
+
+TOP = 5
+
+
+class Labels(NamedTuple):
+    """The most probable classes of an image, at most five, with their probabilities; or why there are none."""
+
+    classes: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """From a decoded image to a model's input, as in evaluation: resize, crop, normalise.
+
+    Attributes:
+        published: torchvision's own transforms, for weights that it publishes; None for weights of ours.
+    """
+
+    image_size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    published: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def of(cls, data: Datasets) -> Preparation:
+        return cls(data.image_size, data.channels, data.mean, data.std)
+
+
+class Labeller:
+    """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, or an index into `source`."""
+
+    def __init__(self, model: nn.Module, preparation: Preparation, recipe: Recipe, source: PhotoSource | None) -> None:
+        self.model, self.preparation, self.recipe, self.source = model, preparation, recipe, source
+
+    def setup(self, device: torch.device) -> None:
+        recipe, how = self.recipe, self.preparation
+        if device.type == "cpu" and (recipe.threads or recipe.predict.batch_size):
+            # Kernels add up in another order on another number of threads, and a fixed batch promises the same bytes.
+            torch.set_num_threads(recipe.threads or 1)
+        layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+        self.device = device
+        self.model = self.model.to(device, memory_format=layout).eval()  # type: ignore[call-overload]
+        if recipe.compile:
+            self.model.compile()
+        self._finish = Finish(how.mean, how.std, how.image_size, 1, recipe.channels_last, device)
+
+    def batch(self, items: Sequence[Any]) -> list[Labels]:
+        """The labels of each item; one that cannot be read has its reason instead."""
+        found: list[Labels | None] = []
+        images = []
+        for item in items:
+            try:
+                images.append(self._prepared(item))
+                found.append(None)
+            except Exception as error:  # decoders raise anything at all
+                found.append(Labels((), (), reason(error)))
+        good = iter(self._classified(images) if images else ())
+        return [labels if labels is not None else next(good) for labels in found]
+
+    def _prepared(self, item: Any) -> Tensor:
+        how = self.preparation
+        if isinstance(item, int):
+            assert self.source is not None
+            item = self.source.read(item, how.channels)[0]
+        image = read_image(item, how.channels) if isinstance(item, str) else with_channels(item, how.channels)
+        if how.published is not None:
+            return how.published(image)
+        if not isinstance(item, str) and image.shape[-2:] == (how.image_size, how.image_size):
+            return image  # of a set in memory, which is ready
+        return for_evaluation(image, how.image_size)
+
+    def _classified(self, images: list[Tensor]) -> list[Labels]:
+        batch = torch.stack(images)
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()
+        batch = batch.to(self.device, non_blocking=True)
+        with torch.inference_mode():
+            if self.preparation.published is None:
+                batch = self._finish.inputs(batch.permute(0, 2, 3, 1).contiguous())
+            elif self.recipe.channels_last:
+                batch = batch.contiguous(memory_format=torch.channels_last)
+            precision = AUTOCAST.get(self.recipe.precision)
+            with torch.autocast(self.device.type, precision, enabled=precision is not None):
+                outputs = self.model(batch)
+            top = outputs.float().softmax(1).topk(min(TOP, outputs.shape[1]))
+        rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return [Labels(tuple(classes), tuple(probabilities)) for classes, probabilities in rows]
+
+
+class Forward:
+    """A worker that is a model: items are inputs without the batch dimension, results the model's outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def setup(self, device: torch.device) -> None:
+        self.device = device
+        self.model = self.model.to(device).eval()
+
+    def batch(self, items: Sequence[Tensor]) -> Any:
+        with torch.inference_mode():
+            outputs = self.model(torch.stack(list(items)).to(self.device))
+        if isinstance(outputs, Tensor):
+            return outputs
+        return [torch.utils._pytree.tree_map(lambda part, row=row: part[row], outputs) for row in range(len(items))]

@@ -1,0 +1,225 @@
+"""predictions.csv or .jsonl: written in order, continued after a stop, complete under its name or not there.
+
+While a rank works, its rows are in part-<rank>; at the end rank 0 puts the parts together.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import FolderInUseError, SetupError
+from trainer.inference.labelling import Labels
+from trainer.inference.sources import Item
+from trainer.run_folder import write_atomically
+from trainer.world import World, lost_peers, place
+
+COLUMNS = ("path", "class", "probability", "top5", "label", "error")
+SYNC_SECONDS = 1.0
+BLOCK = 2**24  # bytes of a part that travel at once
+GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
+
+
+class Rows:
+    """One rank's rows, and what they add up to.
+
+    Attributes:
+        done: rows that an earlier, stopped command has written.
+        counts: rows in all, unreadable images, rows given up, labelled ones, and those whose class is right.
+    """
+
+    def __init__(self, folder: Path, rank: int, kind: str, classes: Sequence[str], settings: Mapping[str, Any]) -> None:
+        """Begin, or continue what the same settings have begun.
+
+        Raises:
+            FolderInUseError: the folder holds predictions of other settings.
+        """
+        self.path, self.kind, self.classes = folder / f"part-{rank:04}", kind, classes
+        self.counts = {"images": 0, "unreadable": 0, "failed": 0, "labelled": 0, "right": 0}
+        note = folder / f"part-{rank:04}.json"
+        if note.exists():
+            compare(folder, json.loads(note.read_text()), settings)
+        else:
+            write_atomically(note, json.dumps(dict(settings)) + "\n")
+        self._keep_whole_rows(settings.get("batch_size") or 1)
+        self.done = self.counts["images"]
+        self._file = self.path.open("a", encoding="utf-8", errors="surrogateescape", newline="")
+        self._synced = time.monotonic()
+
+    def _keep_whole_rows(self, multiple: int) -> None:
+        """Cut off what a stop has torn, and rows of a batch that was not complete: batches stay the same ones."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            ends = [0]
+            for line in file:
+                if line.endswith(b"\n"):
+                    ends.append(ends[-1] + len(line))
+            rows = (len(ends) - 1) // multiple * multiple
+            file.truncate(ends[rows])
+        for row in self.read():
+            self._count(row)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The rows that are there."""
+        with self.path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+            if self.kind == "jsonl":
+                yield from map(json.loads, file)
+            else:
+                yield from csv.DictReader(file, COLUMNS)
+
+    def write(self, item: Item, found: Labels | None, error: str = "") -> None:
+        """The next row; without `found`, of an item that was given up because of `error`."""
+        row: dict[str, Any] = dict.fromkeys(COLUMNS)
+        row |= {"path": item.path, "label": None if item.label is None else self.classes[item.label]}
+        if found is not None and found.error:
+            row["error"] = found.error
+        elif found is not None:
+            best = [
+                [self.classes[n], float(f"{p:.6g}")] for n, p in zip(found.classes, found.probabilities, strict=True)
+            ]
+            row |= {"class": best[0][0], "probability": best[0][1], "top5": best}
+        if found is None:
+            row["error"] = GAVE_UP + error
+        self._count(row)
+        self._file.write(self._line(row))
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            self.sync()
+
+    def _line(self, row: dict[str, Any]) -> str:
+        if self.kind == "jsonl":
+            return json.dumps(row, ensure_ascii=True) + "\n"
+        if row["top5"]:
+            row = {**row, "top5": ";".join(f"{name}={probability:g}" for name, probability in row["top5"])}
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(
+            # A row is a line, whatever a path holds.
+            [" ".join(value.splitlines()) if isinstance(value, str) else value for value in row.values()]
+        )
+        return text.getvalue()
+
+    def _count(self, row: Mapping[str, Any]) -> None:
+        self.counts["images"] += 1
+        if row["error"]:
+            self.counts["failed" if row["error"].startswith(GAVE_UP) else "unreadable"] += 1
+        if row["label"] and row["class"]:
+            self.counts["labelled"] += 1
+            self.counts["right"] += row["label"] == row["class"]
+
+    def sync(self) -> None:
+        """What was written survives whatever happens now."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+
+
+def header(kind: str) -> str:
+    """The first line of a file that puts parts together."""
+    return ",".join(COLUMNS) + "\n" if kind == "csv" else ""
+
+
+def claim(folder: Path) -> None:
+    """Make the folder, and hold it as long as this process lives; the ranks of a job share it.
+
+    Raises:
+        FolderInUseError: another command writes there.
+        SetupError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / f".lock-{place().rank:04}", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise FolderInUseError(f"{folder} is in use by another command; choose another output=") from None
+    if (folder / "recipe.yaml").exists() or (folder / "result.json").exists():
+        raise FolderInUseError(f"{folder} holds a training run; choose another output=")
+
+
+def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether all rows are there already.
+
+    Raises:
+        FolderInUseError: they are, of other settings.
+    """
+    try:
+        before = json.loads((folder / "predict.json").read_text())["settings"]
+    except (OSError, ValueError, KeyError):
+        return False
+    compare(folder, before, settings)
+    return final.exists()
+
+
+def compare(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Hold settings against those of an earlier command in the folder.
+
+    Raises:
+        FolderInUseError: they differ.
+    """
+    for key, value in settings.items():
+        if before.get(key) != value:
+            raise FolderInUseError(
+                f"{folder} holds predictions with {key}={before.get(key)}, now it is {value}: "
+                "put it back or choose another output="
+            )
+
+
+def put_together(world: World, folder: Path, final: Path) -> None:
+    """Every rank's part in one file on rank 0, in the order of the ranks, complete or not there at all."""
+    part = folder / f"part-{world.rank:04}"
+    if not world.is_main:
+        _send(part)
+    else:
+        draft = final.with_name(f".{final.name}.draft")
+        with draft.open("wb") as whole:
+            whole.write(header(final.suffix[1:]).encode())
+            with part.open("rb") as own:
+                shutil.copyfileobj(own, whole)
+            for rank in range(1, world.size):
+                _receive(rank, whole)
+            whole.flush()
+            os.fsync(whole.fileno())
+        draft.rename(final)
+    world.barrier()
+    for name in (part, part.with_suffix(".json")):
+        name.unlink(missing_ok=True)
+
+
+def _send(part: Path) -> None:
+    """Nodes need not share a disk, so parts travel between ranks."""
+    import torch.distributed as dist
+
+    left = torch.tensor(part.stat().st_size)
+    dist.send(left, 0)
+    with part.open("rb") as file, lost_peers():
+        while block := file.read(BLOCK):
+            dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), 0)
+
+
+def _receive(rank: int, whole: Any) -> None:
+    import torch.distributed as dist
+
+    left = torch.tensor(0)
+    with lost_peers():
+        dist.recv(left, rank)
+        for start in range(0, int(left), BLOCK):
+            block = torch.empty(min(BLOCK, int(left) - start), dtype=torch.uint8)
+            dist.recv(block, rank)
+            whole.write(block.numpy())

@@ -1,0 +1,126 @@
+"""What is to be labelled: a folder, a list of files, paths on stdin, or a split of a data set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.data import Datasets, ImageSet, PhotoSource
+from trainer.data.folders import readable_suffixes
+from trainer.data.order import own_span
+from trainer.errors import FolderInUseError, RecipeError, SetupError
+
+
+class Item(NamedTuple):
+    """One image: its name in the results, what a worker gets, and its class where that is known."""
+
+    path: str
+    payload: Any
+    label: int | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A stream of images.
+
+    Attributes:
+        name: in words.
+        count: images, where that is known before they come.
+        source: what payloads that are indices point into.
+    """
+
+    name: str
+    count: int | None
+    items: Iterator[Item]
+    source: PhotoSource | None = None
+
+
+def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> Inputs:
+    """The images of a folder (recursively, in alphabetical order), of a list of paths, or of stdin where `root` is -.
+
+    An image that lies in a folder named like a class has that label. Of several ranks each takes a contiguous part.
+
+    Raises:
+        SetupError: nothing there.
+        RecipeError: stdin for several ranks.
+    """
+    if root == "-":
+        if size > 1:
+            raise RecipeError("data.root=- reads stdin, which several ranks cannot share: give a file with the paths")
+        return Inputs("paths from stdin", None, _labelled(_lines(sys.stdin), classes))
+    path = Path(root).expanduser()
+    try:
+        if path.is_dir():
+            paths = list(_below(str(path), readable_suffixes()))
+        elif path.suffix.lower() in readable_suffixes():
+            paths = [str(path)] if path.is_file() else []
+        else:
+            with path.open(encoding="utf-8", errors="surrogateescape") as file:
+                paths = list(_lines(file))
+    except OSError as error:
+        raise SetupError(
+            f"data.root={root} cannot be read ({error.strerror}); give a folder, a file of paths, or -"
+        ) from None
+    if not paths:
+        raise SetupError(
+            f"data.root={root} holds no images; give a folder (any kind Pillow reads), a file of paths, or -"
+        )
+    start, stop = own_span(len(paths), rank, size)
+    return Inputs(root, stop - start, _labelled(paths[start:stop], classes))
+
+
+def split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
+    """The images of a data set's `train` or `val` part, in its own order, with their labels."""
+    part = data.train if name == "train" else data.val
+    start, stop = own_span(len(part), rank, size)
+    title = f"{data.name}/{name}"
+    if isinstance(part, ImageSet):
+        rows, images, labels = len(part.labels), part.images, part.labels.tolist()
+        items = (Item(f"{title}/{n}", images[n % rows], labels[n % rows]) for n in range(start, stop))
+        return Inputs(title, stop - start, items)
+    known = getattr(part, "labels", None)
+    photos = (Item(part.where(n), n, None if known is None else int(known[n])) for n in range(start, stop))
+    return Inputs(title, stop - start, photos, part)
+
+
+def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
+    """What is left of `inputs` after those that were labelled before.
+
+    Raises:
+        FolderInUseError: those were other images.
+    """
+    done = 0
+    for done, before in enumerate(paths, 1):
+        now = next(inputs.items, None)
+        if now is None or now.path != before:
+            found = "nothing" if now is None else now.path
+            raise FolderInUseError(
+                f"{folder} was begun with other images: number {done} was {before}, "
+                f"now it is {found}; choose another output="
+            )
+    left = None if inputs.count is None else inputs.count - done
+    return Inputs(inputs.name, left, inputs.items, inputs.source)
+
+
+def _lines(file: Any) -> Iterator[str]:
+    return (line for line in (line.rstrip("\r\n") for line in file) if line)
+
+
+def _labelled(paths: Any, classes: Sequence[str]) -> Iterator[Item]:
+    known = {name: index for index, name in enumerate(classes)}
+    return (Item(path, path, known.get(os.path.basename(os.path.dirname(path)))) for path in paths)
+
+
+def _below(folder: str, suffixes: frozenset[str]) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                yield from _below(entry.path, suffixes)
+            elif os.path.splitext(entry.name)[1].lower() in suffixes:
+                yield entry.path

@@ -1,0 +1,83 @@
+"""`python -m trainer plan`: what a run would take and how fast it would be, without running it.
+
+The model is built of shapes alone, so a plan for eight GPUs takes seconds on a laptop. Nothing is launched, save by
+`measured=here`, which computes for a few seconds. What is wrong with the words is said before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from trainer import checks, launching
+from trainer import recipe as recipes
+from trainer.planning import amounts
+from trainer.planning.layout import lay_out
+from trainer.recipe import Recipe
+from trainer.words import split
+
+OWN = ("nproc", "memory", "measured", "bandwidth")
+JSON = "--json"
+
+
+def command(words: Sequence[str]) -> int:
+    """Print the plan that the words ask for; its exit code."""
+    typed = [word for word in words if word != JSON]
+    own, rest = split(typed, ("recipe", "plugin", *OWN))
+    chosen = recipes.load(own.get("recipe"), *rest)
+    if "plugin" not in own:
+        checks.check_model_name(chosen.model.name)
+        checks.check_dataset_name(chosen.data.name)
+    options: dict[str, Any] = {key: own.get(key) for key in ("plugin", *OWN)}
+    again = [word for word in typed if word.partition("=")[0] not in OWN]
+    every = not any(word.startswith("mode=") for word in rest)
+    found = plan(chosen, **options, every=every, words=again)
+    if JSON in words:
+        print(json.dumps(found, indent=2))
+    else:
+        from trainer.planning import report
+
+        print(report.text(found))
+    return 0
+
+
+def plan(
+    recipe: Recipe,
+    nproc: int | str | None = None,
+    memory: int | str | None = None,
+    measured: str | None = None,
+    bandwidth: float | str | None = None,
+    plugin: str | None = None,
+    every: bool = False,
+    words: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What training the recipe would take.
+
+    Args:
+        recipe: with the mode to plan.
+        nproc: processes, as in training; without, as many as training would start here.
+        memory: of each device, in bytes or as in "24GiB"; without, that of this machine's.
+        measured: a run folder whose speed to predict from, or "here".
+        bandwidth: between devices, in bytes a second or as in "10GB/s"; without, as measured.
+        plugin: the user's own module, which registers models and data sets.
+        every: add a line for each mode on as many devices.
+        words: of the command line, for the commands to type.
+
+    Returns:
+        What `python -m trainer plan --json` prints: sizes in bytes, times in seconds, None for what is not known.
+
+    Raises:
+        RecipeError: training would refuse it on a machine that has all the devices; or an amount makes no sense.
+        SetupError: what is measured is not there, or training would miss it on every machine.
+    """
+    room = amounts.memory(memory) if isinstance(memory, str) else memory
+    speed = amounts.bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
+    layout = lay_out(recipe, nproc)
+    launching.load_plugin(plugin)
+    from trainer.planning.summary import summarise
+
+    return summarise(layout, nproc, room, measured, speed, plugin, every, words)
+
+
+__all__ = ["command", "plan"]

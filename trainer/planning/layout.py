@@ -1,0 +1,118 @@
+"""Who would compute what: the processes, devices and shares of a batch of a planned run, on whatever machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from trainer import checks, world
+from trainer.devices import assign_devices, numbered
+from trainer.errors import RecipeError
+from trainer.recipe import MODES, STREAMS, Recipe
+from trainer.topology import topology
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recipe on its processes and devices.
+
+    Attributes:
+        recipe: its mode is the planned one.
+        processes: ranks in all.
+        devices: that compute, in the order of ranks or of stages; cuda:0#1 is the second of several on one card.
+    """
+
+    recipe: Recipe
+    processes: int
+    devices: tuple[str, ...]
+
+    @property
+    def shards(self) -> int:
+        """Parts of the global batch, or of the data."""
+        return checks.shards(self.recipe, self.processes)
+
+    @property
+    def rows(self) -> int:
+        """Images of one forward and backward pass of a shard: a pipeline cuts these into micro-batches."""
+        return self.recipe.batch_size // (self.shards * self.recipe.accumulate)
+
+    @property
+    def kind(self) -> str:
+        """cpu or cuda."""
+        return self.devices[0].partition(":")[0]
+
+    @property
+    def staged(self) -> bool:
+        """Whether the model is in stages."""
+        return self.recipe.mode in ("split", "pipeline")
+
+    @property
+    def schedule(self) -> str:
+        return "split" if self.recipe.mode == "split" else checks.schedule_of(self.recipe, self.processes)
+
+    @property
+    def workers(self) -> int:
+        """Ranks or devices that hold one copy of a model in stages."""
+        return checks.ranks_per_pipeline(self.recipe, self.processes) if self.processes > 1 else len(self.devices)
+
+    @property
+    def virtual(self) -> int:
+        """Stages on each of them."""
+        return checks.virtual_stages(self.recipe, self.schedule)
+
+    @property
+    def microbatches(self) -> list[int]:
+        """The numbers of micro-batches that can be."""
+        return checks.microbatch_counts(self.recipe, self.processes) if self.recipe.mode == "pipeline" else [1]
+
+
+def lay_out(recipe: Recipe, nproc: str | int | None = None) -> Layout:
+    """The recipe on `nproc` processes, or on as many as training would start here.
+
+    Raises:
+        RecipeError: training would refuse it on a machine that has all devices.
+    """
+    word = None if nproc is None else str(nproc)
+    processes = topology(os.environ, word, recipe, world.cuda_count, world.cores()).size
+    checks.check_processes(recipe, processes)
+    assigned = assign_devices(recipe, processes, _pretended(recipe, processes))
+    names = assigned[0] if processes == 1 else [own[0] for own in assigned]
+    return Layout(recipe, processes, tuple(numbered(names)))
+
+
+def _pretended(recipe: Recipe, processes: int) -> int:
+    """GPUs that the planned machine has: those the recipe names, or where this one has some, one a process."""
+    if recipe.devices == "auto":
+        here = world.cuda_count()
+        return max(here, processes) if here else 0
+    if recipe.devices == ["cpu"] or set(recipe.devices) == {"cpu"}:
+        return 0
+    return 1 + max((int(name.partition(":")[2] or 0) for name in recipe.devices if name != "cpu"), default=0)
+
+
+def every_mode(recipe: Recipe, nproc: str | int | None = None) -> dict[str, Layout | RecipeError]:
+    """Each mode on the same number of devices, or why it cannot run like that."""
+    count = _devices_wanted(recipe, nproc)
+    kind = "cpu" if recipe.devices == "auto" and not world.cuda_count() else "cuda"
+    if recipe.devices != "auto":
+        kind = recipe.devices[0].partition(":")[0]
+    found: dict[str, Layout | RecipeError] = {}
+    for mode in MODES:
+        names = ["cpu"] * count if kind == "cpu" or mode == "hogwild" else [f"cuda:{n}" for n in range(count)]
+        one_process = mode in ("single", "dp", "split")
+        one_process |= mode == "pipeline" and recipe.pipeline.schedule == STREAMS
+        try:
+            chosen = recipe.replace(mode=mode, devices=names[:1] if mode == "single" else names)
+            found[mode] = lay_out(chosen, 1 if one_process else count)
+        except RecipeError as error:
+            found[mode] = error
+    return found
+
+
+def _devices_wanted(recipe: Recipe, nproc: str | int | None) -> int:
+    """As many as given, listed, or here; two at least, for one says nothing of most modes."""
+    if nproc is not None and str(nproc).isdigit():
+        return max(2, int(nproc))
+    if recipe.devices != "auto":
+        return max(2, len(recipe.devices))
+    return max(2, recipe.pipeline.stages or 0, world.cuda_count())

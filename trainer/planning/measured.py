@@ -1,0 +1,110 @@
+"""What was measured of a model's speed: by an earlier run, or here in a few seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer import checks
+from trainer import recipe as recipes
+from trainer.balance import BlockCost
+from trainer.errors import RecipeError, SetupError
+from trainer.planning.images import Images, describe
+from trainer.recipe import Recipe
+
+SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed depends on beside the image's size
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Speeds of one device.
+
+    Attributes:
+        image: seconds of an image's forward and backward pass.
+        rows: images of a pass in which that was measured.
+        optimizer: seconds of the optimizer's part of a step, of the whole model.
+        other: seconds of a step that are neither: waiting for images, logging.
+        blocks: seconds of each block between neighbouring cuts, by the images of a micro-batch.
+        bandwidth: bytes a second between two devices; None where it was not measured.
+        latency: seconds before the first byte.
+        exposed: seconds of communication in a step that nothing hid, and the ranks it was among.
+        plan: the cuts and number of micro-batches of the run that was measured, with seconds of each stage in a step.
+        assumptions: for people.
+    """
+
+    image: float
+    rows: int
+    optimizer: float = 0.0
+    other: float = 0.0
+    blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
+    bandwidth: float | None = None
+    latency: float = 0.0
+    exposed: tuple[float, int] | None = None
+    plan: Mapping[str, Any] | None = None
+    assumptions: tuple[str, ...] = ()
+
+
+def from_run(name: str, recipe: Recipe, images: Images) -> Measured:
+    """What a run folder's result.json tells.
+
+    Raises:
+        SetupError: there is no finished run.
+        RecipeError: it was of something else.
+    """
+    key, folder = f"measured={name}", Path(name).expanduser()
+    try:
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        was = recipes.load(str(folder))
+    except OSError:
+        raise SetupError(f"{key} is not a run folder: give one that holds a result.json, or measured=here") from None
+    except ValueError as error:
+        raise SetupError(f"{key}: its files cannot be read ({error})") from None
+    if not result.get("step_time_s"):
+        raise SetupError(f"{key} was too short to measure its speed: train 10 steps or more, or measured=here")
+    _check_same(key, was, recipe, images)
+    if was.mode == "dp" and not (result.get("data_parallel") or {}).get("pass_through"):
+        raise RecipeError(f"{key} is of mode=dp, which mixes computing with copying the model: measure mode=single")
+    processes = result["world_size"]
+    rows = result["batch_size"] // (checks.shards(was, processes) * result["accumulate"])
+    step = result["step_time_s"]["mean"]
+    shares = (result.get("verdict") or {}).get("step") or {"data": result["data_wait_fraction"] or 0.0}
+    apart = {name: step * shares.get(name, 0.0) for name in ("data", "logging", "optimizer", "communication")}
+    stages = result.get("pipeline") or {}
+    busy = stages.get("stage_seconds") or []
+    if was.mode == "pipeline" and sum(busy):
+        image = sum(busy) / rows
+        rows = stages["split_size"]
+    else:
+        image = (step - sum(apart.values())) / (rows * result["accumulate"])
+    found = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
+    found += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
+    return Measured(
+        image,
+        rows,
+        apart["optimizer"],
+        apart["data"] + apart["logging"],
+        exposed=(apart["communication"], processes) if was.mode == "ddp" and processes > 1 else None,
+        plan={key: stages[key] for key in ("cuts", "microbatches", "split_size", "stage_seconds")} if busy else None,
+        assumptions=(found, "images arrive and are logged as fast as there"),
+    )
+
+
+def _check_same(key: str, was: Recipe, recipe: Recipe, images: Images) -> None:
+    old, new = recipes.flatten(was.to_dict()), recipes.flatten(recipe.to_dict())
+    differ = [(name, old[name], new[name]) for name in SAME if old[name] != new[name]]
+    before = describe(was).size
+    differ += [("data.image_size", before, images.size)] if before != images.size else []
+    if differ:
+        name, there, here = differ[0]
+        raise RecipeError(
+            f"{key} ran with {name}={str(there).lower()} and this plan has {str(here).lower()}: "
+            "measure the same, or measured=here"
+        )
+
+
+def ring(ranks: int) -> float:
+    """How often each rank sends a tensor's bytes in a ring all-reduce (Patarasuk and Yuan, 2009)."""
+    return 2 * (ranks - 1) / ranks

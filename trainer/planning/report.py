@@ -1,0 +1,192 @@
+"""A plan for people: a compact page, like the banner of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+import trainer
+from trainer.planning.amounts import duration, operations, shown
+
+WIDTH = 108
+PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The page."""
+    lines = [f"trainer {trainer.__version__}: plan of {found['recipe']}"]
+    size, devices = found["world_size"], found["devices"]
+    facts = {
+        "mode": f"{found['mode']}, {size} process{'es' * (size > 1)} on {len(devices)} device"
+        + f"{'s' * (len(devices) > 1)}: {_devices(devices)}",
+        "model": _model(found["model"]),
+        "data": _data(found["data"]),
+        "batch": _batch(found["batch"]),
+        "steps": _steps(found["steps"], found["learning_rate"]),
+        "disk": _disk(found["disk"]),
+        "traffic": _traffic(found),
+    }
+    for key, value in facts.items():
+        lines += _field(key, value)
+    lines += ["", *_memory(found)]
+    if found["pipeline"]:
+        lines += ["", *_pipeline(found["pipeline"])]
+    if found["prediction"]:
+        lines += ["", *_prediction(found)]
+    if found["modes"]:
+        lines += ["", *_modes(found["modes"])]
+    if found["assumptions"]:
+        lines += ["", "  assumed"]
+        lines += [line for note in found["assumptions"] for line in _bullet(note)]
+    lines += ["", "  to train"]
+    lines += [f"    {command}" for command in found["commands"]]
+    return "\n".join(lines)
+
+
+def _field(key: str, value: str) -> list[str]:
+    first, *more = wrap(value, WIDTH) or [""]
+    return [f"  {key:<9}{first}", *(f"  {'':<9}{line}" for line in more)]
+
+
+def _bullet(note: str) -> list[str]:
+    first, *more = wrap(note, WIDTH)
+    return [f"    - {first}", *(f"      {line}" for line in more)]
+
+
+def _devices(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    flops = operations(model["forward_flops_per_image"])
+    return f"{model['name']}, {model['parameters']:,} parameters, {flops} forward an image, {model['precision']}"
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    shape = f"{data['classes']} classes, {data['channels']} x {data['image_size']} x {data['image_size']}"
+    if data["train_samples"] is None:
+        return f"{data['name']}: number of images unknown ({data['source']}); {shape}"
+    return f"{data['name']}: {data['train_samples']:,} training images, {data['val_samples']:,} held out; {shape}"
+
+
+def _batch(batch: Mapping[str, Any]) -> str:
+    line = f"{batch['global']} global"
+    if batch["shards"] > 1:
+        line += f" = {batch['shards']} x {batch['per_shard']}"
+    if batch["accumulate"] > 1:
+        line += f", in {batch['accumulate']} pieces of {batch['per_pass']}"
+    if batch["microbatch"] not in (None, batch["per_pass"]):
+        line += f", in micro-batches of {batch['microbatch']}"
+    return line + f"; {batch['per_device']:.4g} images a device"
+
+
+def _steps(steps: Mapping[str, Any], rate: Mapping[str, Any]) -> str:
+    count = "unknown"
+    if steps["per_epoch"] is not None:
+        count = f"{steps['per_epoch']:,} an epoch x {steps['epochs']} epochs, {steps['total']:,} in all"
+    line = f"{count}; lr {rate['highest']:g} {rate['schedule']}"
+    line += f", warm-up of {rate['warmup_epochs']:g} epochs" if rate["warmup_epochs"] else ""
+    return line + (f" (first {rate['first']:.3g}, last {rate['last']:.3g})" if rate["first"] is not None else "")
+
+
+def _disk(disk: Mapping[str, Any]) -> str:
+    return f"{shown(disk['checkpoint'])} a checkpoint, {shown(disk['folder'])} for the run folder at its fullest"
+
+
+def _traffic(found: Mapping[str, Any]) -> str:
+    traffic = found["communication"]
+    parts = []
+    if traffic["all_reduce_bytes_per_device"]:
+        what = "weights" if found["mode"] == "local_sgd" else "gradients"
+        parts.append(f"{shown(traffic['all_reduce_bytes_per_device'])} a step sent by each device to all-reduce {what}")
+    if traffic["epoch_bytes_per_device"]:
+        parts.append(f"{shown(traffic['epoch_bytes_per_device'])} an epoch sent by each device to average weights")
+    if traffic["crossing_bytes"]:
+        what = "copies and gradients" if found["mode"] == "dp" else "activations and their gradients"
+        parts.append(f"{shown(traffic['crossing_bytes'])} a step of {what} from device to device")
+    line = "; ".join(parts) or "none between devices"
+    return line + (f"; {duration(traffic['seconds'])} if nothing hides it" if parts and traffic["seconds"] else "")
+
+
+def _memory(found: Mapping[str, Any]) -> list[str]:
+    groups: dict[tuple[int, ...], list[str]] = {}  # devices that hold the same
+    for device in found["memory_per_device"]:
+        groups.setdefault(tuple(device[key] for key in PARTS), []).append(device["device"])
+    used = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
+    rows = [["memory", *(PARTS[n] for n in used)]]
+    rows += [[_devices(names), *(shown(sizes[n]) for n in used)] for sizes, names in groups.items()]
+    lines = _table(rows)
+    limit = found["memory_limit"]
+    if limit is None:
+        return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
+    share = f"{shown(found['peak'])} of {shown(limit['bytes'])} ({limit['source']})"
+    if found["fits"]:
+        return [*lines, f"  fits: {share}"]
+    lines.append(f"  DOES NOT FIT: {share}, of which {shown(limit['usable'])} can be used")
+    lines += [f"    {one['words']:<28} {shown(one['peak']):>10}  {one['note']}" for one in found["advice"]]
+    return lines if found["advice"] else [*lines, "    more devices or a smaller model: no words of ours help"]
+
+
+def _pipeline(pipe: Mapping[str, Any]) -> list[str]:
+    by = {
+        "flops": "balanced by FLOPs, nothing is measured",
+        "seconds": "balanced by measured seconds",
+        "recipe": "as given",
+    }
+    title = f"{len(pipe['stages'])} stages, {pipe['schedule']}"
+    title += f", {pipe['microbatches']} micro-batches" if pipe["microbatches"] > 1 else ""
+    lines = [f"  pipeline {title}; {by[pipe['balanced_by']]}"]
+    rows = [["stage", "device", "cut after", "parameters", "forward", "share", "sends"]]
+    for index, stage in enumerate(pipe["stages"]):
+        cut = pipe["cuts"][index] if index < len(pipe["cuts"]) else ""
+        sent = f"{shown(stage['sent_bytes'])}" if cut else ""
+        numbers = [f"{stage['parameters']:,}", operations(stage["forward_flops"]), f"{stage['flops_share']:.0%}", sent]
+        rows.append([str(index), stage["device"], cut, *numbers])
+    lines += _table(rows)
+    if not pipe["bubbles"]:
+        return lines
+    counts = sorted({row["microbatches"] for row in pipe["bubbles"]})
+    rows = [["ideal bubble", *(f"m={m}" for m in counts), "in flight at most"]]
+    for schedule in dict.fromkeys(row["schedule"] for row in pipe["bubbles"]):
+        own = {row["microbatches"]: row for row in pipe["bubbles"] if row["schedule"] == schedule}
+        cells = [f"{own[m]['bubble']:.1%}" if m in own else "-" for m in counts]
+        rows.append([schedule, *cells, str(max(row["in_flight"] for row in own.values()))])
+    return [*lines, *_table(rows)]
+
+
+def _prediction(found: Mapping[str, Any]) -> list[str]:
+    made = found["prediction"]
+    parts = {key: made[f"{key}_seconds"] for key in ("compute", "communication", "optimizer", "other")}
+    if made["bubble"] is not None:
+        parts = {"stages": parts.pop("compute"), **parts}
+    listed = ", ".join(f"{key} {duration(seconds)}" for key, seconds in parts.items() if seconds)
+    line = f"{found['predicted_samples_per_sec']:,.4g} images/s, {duration(made['step_seconds'])} a step: {listed}"
+    line += f"; bubble {made['bubble']:.1%}" if made["bubble"] is not None else ""
+    lines = _field("predicts", line)
+    if len(found["scaling"]) > 1:
+        rows = [["devices", "images/s", "a step", "efficiency"]]
+        for row in found["scaling"]:
+            numbers = [f"{row['samples_per_sec']:,.4g}", duration(row["step_seconds"]), f"{row['efficiency']:.0%}"]
+            rows.append([str(row["devices"]), *numbers])
+        lines += _table(rows)
+    return lines
+
+
+def _modes(modes: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [["mode", "processes", "devices", "activations", "peak a device", "fits"]]
+    errors = []
+    for row in modes:
+        if row["error"]:
+            errors.append(f"    {row['mode']}: {row['error']}")
+            continue
+        fits = {True: "yes", False: "no", None: "?"}[row["fits"]]
+        sizes = [shown(row["activations"]), shown(row["peak"])]
+        rows.append([row["mode"], str(row["world_size"]), str(row["devices"]), *sizes, fits])
+    return [*_table(rows), *errors]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns side by side, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]

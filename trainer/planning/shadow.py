@@ -1,0 +1,329 @@
+"""A model of shapes alone: what its passes allocate and compute, counted without allocating or computing anything.
+
+Fake tensors run the real operators' shape functions through autograd, as training would; a dispatch mode sees each
+storage come, and weak references see it go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.balance import BlockCost
+from trainer.errors import RecipeError
+from trainer.models import build
+from trainer.optimization import build_optimizer, optimizer_state
+from trainer.partition import Traced, trace
+from trainer.planning.images import Images
+from trainer.recipe import ModelRecipe, Recipe
+from trainer.strategies.base import AUTOCAST
+from trainer.strategies.pipeline import Wire
+
+
+class Pass(NamedTuple):
+    """Bytes of one forward and backward pass beyond weights, gradients, and its inputs.
+
+    Attributes:
+        saved: between forward and backward, outputs included.
+        forward: most at once in the forward pass.
+        peak: most at once over both.
+    """
+
+    saved: int
+    forward: int
+    peak: int
+
+
+class StagePass(NamedTuple):
+    """A stage's pass of one micro-batch, and what it exchanges."""
+
+    memory: Pass
+    received: int  # bytes of its inputs
+    sent: int  # bytes of its outputs
+    flops: int  # of the forward pass
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of storages that exist, and the most there were at once; those of `known` tensors do not count."""
+
+    def __init__(self, known: Sequence[Tensor], cpu: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._cpu = cpu
+        self._known = [tensor.untyped_storage() for tensor in known]  # held, or another could get its address
+        self._seen: dict[int, Any] = {storage._cdata: storage for storage in self._known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        if self._cpu and func is torch.ops.aten.convolution_backward.default:
+            self.peak = max(self.peak, self.live + _scratch(args[1], args[2], args[9]))
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def gone(_: Any) -> None:
+            self.live -= size
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.live += size
+
+
+def _scratch(inputs: Tensor, weight: Tensor, groups: int) -> int:
+    """What a convolution's backward pass allocates on a CPU for a moment, beyond its results.
+
+    oneDNN computes the weight's gradient in blocks of 16 x 16 channels a group (3 x 3 depthwise ones apart), in 16-bit
+    types with sums in fp32, and copies it to the weight's layout. Found by the profiler's memory events (AVX-512, torch
+    2.15); it matters for depthwise convolutions of few images.
+    """
+    outs, ins = weight.shape[0] // groups, weight.shape[1]
+    reordered = not (inputs.is_contiguous() and weight.is_contiguous())  # channels_last
+    special = outs == ins == 1 and tuple(weight.shape[2:]) == (3, 3)
+    blocked = 1.0
+    if groups > 1 and reordered and not special:
+        blocked = (-(-outs // 16) * 16) * (-(-ins // 16) * 16) / (outs * ins)
+    if weight.element_size() == 2:
+        return int(_size(weight) * max(3 * blocked - 1, blocked + reordered))
+    return int(_size(weight) * (blocked + reordered))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class Shadow:
+    """A recipe's model, its weights and gradients without values.
+
+    Args:
+        recipe: its model, optimizer, precision and memory format.
+        images: their shape and number of classes.
+        kind: of the devices, cpu or cuda. Without a GPU here the CPU's operators stand in for its own.
+    """
+
+    def __init__(self, recipe: Recipe, images: Images, kind: str) -> None:
+        self.recipe, self.images = recipe, images
+        self.device = torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
+        self._cpu = kind == "cpu"
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = self._build().train()
+        self._fit = cache(self._measure)
+
+    def _build(self) -> nn.Module:
+        """The model with fake parameters; published weights have its shapes and are not fetched.
+
+        Raises:
+            RecipeError, CheckpointError: as `models.build`.
+        """
+        wanted, images = self.recipe.model, self.images
+        if _published(wanted):
+            wanted = wanted.model_copy(update={"weights": None})
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        arguments = (wanted, images.classes, images.channels, images.size)
+        try:
+            with torch.device("meta"):
+                model = build(*arguments)
+        except (NotImplementedError, RuntimeError):  # it computes with values while it is made
+            model = build(*arguments)
+        model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
+        with self._fake:
+            fake: nn.Module = model._apply(
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
+            )
+        return fake
+
+    # Weights and what goes with them.
+
+    def resident(self, module: nn.Module) -> dict[str, int]:
+        """Bytes of a module's (the model's, or a stage's) parameters, gradients, optimizer state, average, buffers."""
+        parameters = dict(module.named_parameters())
+        weights = sum(map(_size, parameters.values()))
+        with self._fake:
+            optimizer = build_optimizer(parameters, self.recipe.optimizer)
+            state = sum(map(_size, optimizer_state(optimizer, parameters).values()))
+        saved = self.saved_buffers(module)
+        return {
+            "parameters": weights,
+            "gradients": sum(_size(p) for p in parameters.values() if p.requires_grad),
+            "optimizer": state,
+            "ema": weights + saved if self.recipe.ema is not None else 0,
+            "buffers": sum(map(_size, module.buffers())),
+        }
+
+    def saved_buffers(self, module: nn.Module) -> int:
+        """Bytes of the buffers that belong in a checkpoint."""
+        kept = module.state_dict(keep_vars=True).keys()
+        return sum(_size(buffer) for name, buffer in module.named_buffers() if name in kept)
+
+    @property
+    def size(self) -> int:
+        """Parameters."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def batch_bytes(self, rows: int) -> tuple[int, int]:
+        """Of a batch's images and targets on the device."""
+        shape = self.images
+        soft = 4 * shape.classes if self.recipe.augment.together > 1 else 8
+        return rows * shape.channels * shape.size**2 * 4, rows * soft
+
+    # Passes.
+
+    def whole(self, rows: int, gradients: bool) -> Pass:
+        """The whole model's pass on so many images.
+
+        Args:
+            gradients: they exist already, as under DDP or accumulation. Otherwise they count as they are made.
+        """
+        return self._fit(rows, gradients)
+
+    def _measure(self, rows: int, gradients: bool) -> Pass:
+        with self._fake, self._shapes_suffice():
+            whole = _Running(self.model, self.in_precision)
+            return self._pass(whole, self._images(rows), gradients, last=True)
+
+    def _pass(self, module: nn.Module, inputs: Tensor, gradients: bool, last: bool) -> Pass:
+        rows = len(inputs)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if gradients else None
+        grads = [p.grad for p in parameters if p.grad is not None]
+        with torch.device(self.device):
+            soft = self.recipe.augment.together > 1
+            targets = torch.zeros(rows, self.images.classes) if soft else torch.zeros(rows, dtype=torch.int64)
+        with Allocations([*module.parameters(), *module.buffers(), *grads, inputs, targets], self._cpu) as seen:
+            out = module(inputs)
+            if last:
+                out = cross_entropy(out.float(), targets, label_smoothing=self.recipe.loss.label_smoothing)
+            saved, forward = seen.live, seen.peak
+            seed = torch.empty_like(out)
+            torch.autograd.backward(out, seed)
+            peak = seen.peak
+        for leaf in (*parameters, inputs):
+            leaf.grad = None
+        return Pass(saved, forward, peak)
+
+    @contextmanager
+    def _shapes_suffice(self) -> Iterator[None]:
+        """
+        Raises:
+            RecipeError: the model looks at values, or has an operator without a shape function.
+        """
+        try:
+            yield
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:120] or type(error).__name__
+            raise RecipeError(
+                f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than shapes ({reason}), "
+                "so training may run and no plan tells how"
+            ) from error
+
+    def _images(self, rows: int) -> Tensor:
+        shape = self.images
+        images = torch.empty(rows, shape.channels, shape.size, shape.size, device=self.device)
+        return images.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else images
+
+    def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """A forward pass in the recipe's precision."""
+        autocast = AUTOCAST.get(self.recipe.precision)
+        with nullcontext() if autocast is None else torch.autocast(self.device.type, autocast):
+            out: Tensor = module(inputs)
+        return out
+
+    def forward_flops(self, rows: int) -> int:
+        """Of one forward pass."""
+        counter = FlopCounterMode(display=False)
+        with self._fake, self._shapes_suffice(), torch.no_grad(), counter:
+            self.model(self._images(rows))
+        return int(counter.get_total_flops())
+
+    # Stages.
+
+    @cached_property
+    def traced(self) -> Traced:
+        """
+        Raises:
+            RecipeError: the model cannot be cut.
+        """
+        return trace(self.model, self.recipe.model.name)
+
+    def blocks(self, rows: int) -> list[BlockCost]:
+        """Each block between neighbouring cuts: forward FLOPs, twice as many backward, and the bytes that go on."""
+        costs, modules = [], self.traced.stages(self.traced.cuts)
+        with self._fake, self._shapes_suffice(), torch.no_grad():
+            travelling = self._images(rows)
+            for block in modules:
+                counter = FlopCounterMode(display=False)
+                with counter:
+                    travelling = self.in_precision(block, travelling)
+                flops = float(counter.get_total_flops())
+                costs.append(BlockCost(flops, 2 * flops, _size(travelling)))
+        return [*costs[:-1], BlockCost(costs[-1].forward, costs[-1].backward, 0)]
+
+    def stages(self, cuts: Sequence[str], rows: int, wired: bool) -> list[StagePass]:
+        """Each stage's pass of a micro-batch, as the pipeline runs it.
+
+        Args:
+            wired: between processes, where what travels is contiguous.
+        """
+        modules, found = self.traced.stages(cuts), []
+        with self._fake, self._shapes_suffice():
+            travelling = self._images(rows)
+            for index, stage in enumerate(modules):
+                first, last = index == 0, index == len(modules) - 1
+                run: nn.Module = (
+                    Wire(stage, self._run_stage, first, last) if wired else _Running(stage, self._run_stage)
+                )
+                counter = FlopCounterMode(display=False)
+                with torch.no_grad(), counter:
+                    sent = run(travelling.detach())
+                memory = self._pass(run, travelling, gradients=True, last=last)
+                found.append(StagePass(memory, _size(travelling), _size(sent), int(counter.get_total_flops())))
+                travelling = torch.empty_like(sent).requires_grad_()
+        return found
+
+    def _run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
+        if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):
+            return self.in_precision(stage, inputs)
+        out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+
+def _published(model: ModelRecipe) -> bool:
+    """Whether torchvision has such weights; others are `models.build`'s to refuse."""
+    if model.weights is None:
+        return False
+    try:
+        return model.weights in torchvision.models.get_model_weights(model.name).__members__
+    except ValueError:
+        return False
+
+
+class _Running(nn.Module):
+    """A module that is run in a way of its own."""
+
+    def __init__(self, stage: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stage, self._run = stage, run
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self._run(self.stage, inputs)
+        return out

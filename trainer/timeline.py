@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer import plots
 from trainer.run_folder import write_atomically
 from trainer.strategies.orders import Span, idle_share
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#eeca3b"}
+COLOURS = dict(zip(NAMES, plots.COLOURS, strict=False))
 
 
 def write(folder: Path, steps: Sequence[Sequence[Span]]) -> None:
@@ -45,21 +46,20 @@ def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
 
 
 def picture(path: Path, spans: Sequence[Span]) -> None:
-    """One step: a row a stage, a bar a task with its micro-batch's number; what is white is idle."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """One step: a row a stage, a bar a task with its micro-batch's number; what is empty is idle."""
     from matplotlib.patches import Patch
 
     origin, length = min(span.begin for span in spans), max(span.end for span in spans)
     length -= origin
     workers = {span.task.stage: span.worker for span in spans}
     rows = sorted(workers, key=lambda stage: (workers[stage], stage))
-    figure = Figure(figsize=(12, 1.2 + 0.6 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = plots.canvas(12, 1.2 + 0.6 * len(rows))
+    axes.grid(False)
     for _, (kind, stage, microbatch), begin, end in spans:
         row, start, width = rows.index(stage), 1e3 * (begin - origin), 1e3 * (end - begin)
-        axes.broken_barh([(start, width)], (row - 0.4, 0.8), color=COLOURS[kind], edgecolor="white", linewidth=0.5)
+        axes.broken_barh(
+            [(start, width)], (row - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor=plots.INK, linewidth=0.5
+        )
         if end - begin > 0.015 * length:
             axes.text(start + width / 2, row, str(microbatch), ha="center", va="center", fontsize=8, color="white")
     axes.set_yticks(range(len(rows)), [f"worker {workers[stage]}, stage {stage}" for stage in rows])
@@ -67,8 +67,9 @@ def picture(path: Path, spans: Sequence[Span]) -> None:
     axes.set_xlim(0, 1e3 * length)
     axes.set_xlabel("ms")
     bubble = idle_share(spans, len(set(workers.values())))
-    axes.set_title(f"one training step; numbers are micro-batches; the workers are idle {bubble:.0%} of the time")
+    title = f"one training step; numbers are micro-batches; the workers are idle {bubble:.0%} of the time"
+    axes.set_title(title, color=plots.INK)
     kinds = [kind for kind in COLOURS if any(span.task.kind == kind for span in spans)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path, dpi=120)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, labelcolor=plots.INK)
+    plots.save(figure, path)

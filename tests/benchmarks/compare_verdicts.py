@@ -1,0 +1,126 @@
+"""How often `compare` is right: identical variants, and one that takes 10 % longer, on this machine.
+
+    python tests/benchmarks/compare_verdicts.py
+    python tests/benchmarks/compare_verdicts.py --comparisons 5 --through-the-command-line
+
+Each comparison runs three variants of one recipe, interleaved, 5 repeats each: A, A again, and A slowed by 10 %. Asked
+is what a comparison of the first two says (it should be "no difference shown") and what one of the first and the third
+does ("slower"); each is judged as a comparison of two. The slowed model looks at how long each of its steps takes and
+idles for a tenth of that, so that it is 10 % slower whatever the machine does meanwhile.
+
+Every run is a fresh process with the words that the command line would get. Unless told otherwise it is forked from a
+server that has torch loaded, which saves the 4 s of starting Python and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from trainer.comparison import compare, running
+from trainer.comparison.statistics import Difference, differences, mean_and_std, ratios
+
+PLUGIN = """
+import time
+from trainer import register_model
+from trainer.models import build
+from trainer.recipe import ModelRecipe
+
+@register_model("slowed")
+def slowed(num_classes, channels, image_size):
+    model = build(ModelRecipe(name="cnn"), num_classes, channels, image_size)
+    last = [None, 0.0]  # when the last forward pass began, and how long it idled
+
+    def idle(module, inputs):
+        now = time.perf_counter()
+        if module.training and last[0] is not None:
+            last[1] = {share} * (now - last[0] - last[1])
+        until = now + last[1]
+        last[0] = now
+        while module.training and time.perf_counter() < until:
+            pass
+
+    model.register_forward_pre_hook(idle)
+    return model
+"""
+MODES = ("single", "single", "single model.name=slowed")
+
+
+def forked(command: Sequence[str], log: Path) -> int:
+    """In place of `running.execute`: the same words in a fresh process that need not import torch again."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torchvision", "torch.utils.tensorboard", "trainer.training"])
+    child = context.Process(target=_child, args=(list(command[3:]), str(log)))
+    child.start()
+    child.join()
+    return child.exitcode or 0
+
+
+def _child(words: list[str], log: str) -> None:
+    from trainer import __main__ as command_line
+
+    with open(log, "w") as file, redirect_stdout(file), redirect_stderr(file):
+        code = command_line.answer(words)
+        file.flush()
+    os._exit(code)
+
+
+def comparison(options: argparse.Namespace, folder: Path) -> tuple[dict[int, float], ...]:
+    """The speeds of the three variants, by repeat."""
+    words = ["model.name=cnn", "threads=1", f"batch_size={options.batch}", "logging.tensorboard=false"]
+    with open(folder.with_suffix(".txt"), "w") as quiet, redirect_stdout(quiet):
+        report = compare(
+            "digits", MODES, words=words, repeats=options.repeats, plugin="slowed_model", output=str(folder)
+        )
+    failed = [row["error"] for row in report["entries"] if row["error"]]
+    if failed:
+        raise RuntimeError(failed[0])
+    return tuple(row["samples_per_sec"]["runs"] for row in report["entries"])
+
+
+def _said(found: Difference) -> str:
+    return f"{found.ratio:.3f} ({found.low:.3f}-{found.high:.3f}) {found.verdict or 'no difference shown'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comparisons", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--slower", type=float, default=0.1)
+    parser.add_argument("--through-the-command-line", action="store_true")
+    options = parser.parse_args()
+    if options.repeats < 2:
+        parser.error("--repeats: one repeat says nothing of the spread")
+    if not options.through_the_command_line:
+        running.execute = forked
+    with tempfile.TemporaryDirectory() as home:
+        Path(home, "slowed_model.py").write_text(PLUGIN.format(share=options.slower))
+        os.environ["PYTHONPATH"] = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])
+        sys.path.insert(0, home)
+        same, slow, noise, begun = 0, 0, [], time.perf_counter()
+        for number in range(1, options.comparisons + 1):
+            one, again, slowed = comparison(options, Path(home, str(number)))
+            (alike,) = differences({"again": again, "one": one})
+            (unlike,) = differences({"slowed": slowed, "one": one})
+            same += alike.verdict is None
+            slow += unlike.verdict == "slower"
+            noise.append(mean_and_std(ratios(again, one))[1])
+            print(f"{number:3}: identical {_said(alike)}; slowed {_said(unlike)}", flush=True)
+    print(f"identical variants, no difference shown: {same} of {options.comparisons}")
+    print(f"slowed by {options.slower:.0%}, named slower: {slow} of {options.comparisons}")
+    print(
+        f"a pair's ratio scatters by {mean_and_std(noise)[0]:.1%} (mean standard deviation within a comparison); "
+        f"{options.repeats} repeats; {(time.perf_counter() - begun) / 60:.0f} min"
+    )
+
+
+if __name__ == "__main__":
+    main()

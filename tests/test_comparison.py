@@ -1,0 +1,501 @@
+"""`compare`: words, runs, tables. Most with a stand-in for the runs' processes, some through the real command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import environment, ok, trainer
+from trainer import comparison
+from trainer.comparison import entries, running
+from trainer.comparison.entries import Sweep, parse_modes, parse_sweep
+from trainer.comparison.exactness import batch_dependent, judge
+from trainer.comparison.report import as_text, number, spread
+from trainer.comparison.running import choose_length, speed
+from trainer.errors import FolderInUseError, Interrupted, RecipeError
+from trainer.recipe import MODES, load
+
+SMALL = ["model.name=cnn_gn", "devices=[cpu,cpu]", "batch_size=32", "optimizer.lr=0.01"]
+
+# ------------------------------------------------------------------------------------------------- words -> entries
+
+
+def listed(*words, modes=None, sweep=None, **options):
+    found = entries.entries("digits", [*SMALL, *words], modes, parse_sweep(sweep) if sweep else None, **options)
+    return {entry.name: entry for entry in found}
+
+
+def test_all_seven_modes_run_on_two_cpu_devices(monkeypatch):
+    monkeypatch.setattr("trainer.world.cores", lambda: 4)
+    found = listed()
+    assert list(found) == list(MODES) and not any(entry.problem for entry in found.values())
+    assert {name: (entry.ranks, entry.threads) for name, entry in found.items()} == {
+        "single": (1, 4), "dp": (1, 4), "ddp": (2, 2), "split": (1, 4), "pipeline": (1, 4), "local_sgd": (2, 2),
+        "hogwild": (2, 2),
+    }  # fmt: skip
+    assert "devices=[cpu]" in found["single"].words and "devices=[cpu,cpu]" in found["dp"].words
+    assert "threads=2" in found["ddp"].words and "nproc=2" in found["ddp"].words
+
+
+def test_an_entry_has_words_of_its_own():
+    modes = ["single", "pipeline nproc=2 pipeline.microbatches=4", "ddp batch_size=64"]
+    single, pipeline, ddp = entries.entries("digits", ["devices=[cpu]"], modes, nproc="4")
+    assert (single.ranks, pipeline.ranks, ddp.ranks) == (1, 2, 4)
+    assert ddp.recipe.batch_size == 64 and pipeline.recipe.pipeline.microbatches == 4
+
+
+def test_the_mode_of_the_words():
+    assert list(listed("mode=split")) == ["split"]
+    assert list(listed("mode=split", sweep="seed:[1,2]")) == ["split seed=1", "split seed=2"]
+    assert list(listed(sweep="seed:[1]")) == ["ddp seed=1"]  # the recipe's
+
+
+def test_identical_entries_are_told_apart():
+    assert list(listed(modes=["single", "single"])) == ["single", "single (2)"]
+
+
+def test_what_cannot_run_here_is_an_entry_with_the_reason():
+    found = listed(modes=["single", "ddp batch_size=33"])
+    assert found["single"].problem is None
+    line, code = found["ddp batch_size=33"].problem
+    assert code == 2 and "batch_size=33 does not divide among 2 processes" in line
+
+
+def test_a_sweep_leaves_alone_who_does_not_look_at_its_key():
+    found = listed(modes=["single", "pipeline"], sweep="pipeline.split_size:[4,8]")
+    assert list(found) == ["single", "pipeline pipeline.split_size=4", "pipeline pipeline.split_size=8"]
+    assert [entry.value for entry in found.values()] == [None, 4, 8]
+    assert found["pipeline pipeline.split_size=8"].recipe.pipeline.split_size == 8
+
+
+def test_over_ranks_each_rank_has_the_same_threads(monkeypatch):
+    monkeypatch.setattr("trainer.world.cores", lambda: 4)
+    found = entries.entries("digits", [], ["single", "ddp"], Sweep("nproc", (1, 2)))
+    assert [(e.name, e.ranks, e.threads) for e in found] == [
+        ("single", 1, 2), ("ddp nproc=1", 1, 2), ("ddp nproc=2", 2, 2)
+    ]  # fmt: skip
+
+
+def test_threads_that_the_user_gives_stay():
+    found = listed("threads=1", modes=["single", "ddp"])
+    assert [entry.threads for entry in found.values()] == [1, 1] and found["single"].words.count("threads=1") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        ("pipeline.split_size:[1,3]", "pipeline.split_size", (1, 3)),
+        ("optimizer.lr:[1e-3, 0.1]", "optimizer.lr", ("1e-3", 0.1)),  # YAML 1.1 reads text, the recipe a number
+        ("precision:[fp32,bf16]", "precision", ("fp32", "bf16")),
+        ("compile:[true,false]", "compile", (True, False)),
+        ("augment.crop_scale:[[0.1,1.0],[0.5,1.0]]", "augment.crop_scale", ([0.1, 1.0], [0.5, 1.0])),
+    ],
+)
+def test_a_sweep_of_any_key(text, key, values):
+    sweep = parse_sweep(text)
+    assert (sweep.key, sweep.values) == (key, values)
+    assert len({load("digits", sweep.word(value)).to_yaml() for value in values}) == 2
+
+
+def test_modes_as_a_shell_gives_them():
+    assert parse_modes('[single,"pipeline  nproc=2",ddp precision=bf16]') == [
+        "single", "pipeline nproc=2", "ddp precision=bf16"
+    ]  # fmt: skip
+    assert parse_modes("ddp") == ["ddp"]
+
+
+BAD = [
+    (["modes=[sngle]"], "'sngle' is not a mode; did you mean single?"),
+    (["modes=[]"], "modes=[] compares nothing"),
+    (["modes=[1]"], "modes=[1] must be a list"),
+    (["modes=[single"], "modes=[single must be a list"),
+    (["modes=[single output=x]"], "output=x is not a word of an entry"),
+    (["modes=[single optimizer.lrr=1]"], "did you mean optimizer.lr?"),
+    (["""modes=["single 'x"]"""], "no closing quotation"),
+    (["mode=ddp", "modes=[single]"], "keep modes="),
+    (["repeats=0"], "repeats=0 must be a whole number, 1 or more"),
+    (["repeats=x"], "repeats=x must be a whole number"),
+    (["steps=0"], "steps=0 must be"),
+    (["nproc=two"], "nproc=two must be"),
+    (["sweep=foo"], "sweep=foo must be a key and a list of values"),
+    (["sweep=optimizer.lr:0.1"], "must be a key and a list of values"),
+    (["sweep=optimizer.lrr:[1]"], "did you mean optimizer.lr?"),
+    (["sweep=optimizer.lr:[]"], "has no value"),
+    (["sweep=optimizer.lr:[1,1]"], "lists 1 twice"),
+    (["sweep=optimizer.lr:[-1]"], "optimizer.lr=-1 must be above 0"),
+    (["sweep=mode:[ddp]"], "write modes=[...]"),
+    (["sweep=seed:[1]", "seed=3"], "keep the sweep"),
+    (["sweep=seed:[1]", "modes=[ddp seed=2]"], "keep the sweep"),
+    (["optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["resume=auto"], "say which with output="),
+    (["resume=yes", "output=x"], "resume=yes must be auto"),
+    (["model.name=cnnn"], "did you mean model.name=cnn?"),
+    (["plugin=no_such_module"], "plugin=no_such_module: no module"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_words_that_no_entry_can_run_with(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        comparison.command(["recipe=digits", *words])
+    line = str(caught.value)
+    assert says in line and "\n" not in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "says"), [(["recipe=digitz"], "did you mean recipe=digits?"), ([], "needs recipe=")])
+def test_no_recipe(words, says):
+    done = trainer("compare", *words)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_under_torchrun_it_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RecipeError, match="without torchrun"):
+        comparison.compare("digits")
+
+
+# ------------------------------------------------------------------------------------------------ lengths and speeds
+
+
+def checked(step, samples=1437, batch=32, synthetic=False):
+    return {
+        "data": {"train_samples": samples, "synthetic": synthetic}, "batch_size": batch, "step_time_s": {"mean": step}
+    }  # fmt: skip
+
+
+def test_a_run_is_as_long_as_its_speed_allows():
+    recipe = load("digits")  # 30 epochs, 10 steps of warm-up
+    assert choose_length(recipe, [checked(0.02), checked(0.01), checked(9)]).steps == 10 + 200  # 4 s of the median
+    assert choose_length(recipe, [checked(30.0)]).steps == 10 + running.FEWEST
+    quick = choose_length(recipe, [checked(1e-4, batch=96)])
+    assert quick.steps == 10 + running.MOST and quick.epochs * (1437 // 96) >= quick.steps
+    assert choose_length(recipe, [checked(0.01)], steps=7).steps == 17
+    assert choose_length(load("resnet50"), [checked(0.01, synthetic=True)]).steps == 20  # the data is missing
+
+
+def test_a_length_that_the_user_gives_stays():
+    recipe = load("digits", "epochs=3")
+    assert choose_length(recipe, [checked(0.01, batch=100)], fixed=True) == running.Length(42, 3, 2)
+
+
+def rows(*windows):
+    ends = [sum(steps for steps, _ in windows[: n + 1]) for n in range(len(windows))]
+    return [{"step": str(end), "samples_per_sec": str(rate)} for end, (_, rate) in zip(ends, windows, strict=True)]
+
+
+def test_the_speed_of_a_run_is_the_median_of_its_windows():
+    calm = [(10, ""), (10, 1000.0), (10, 1010.0), (10, 1020.0), (10, 990.0)]
+    assert speed(rows(*calm, (10, 5.0)), 700.0) == 1000.0  # a burst of something else
+    assert speed(rows(*calm, (200, 900.0)), 700.0) == 900.0  # windows weigh their steps
+    assert speed(rows(*calm), 700.0) == 700.0  # too few
+    assert speed(rows(*[(10, 12.3)] * 9), 12.345) == 12.345  # the file's tenths are too coarse
+
+
+# ------------------------------------------------------------------------------------------------------- exactness
+
+
+def test_exactness():
+    found = listed(modes=["single", "ddp", "local_sgd", "ddp precision=bf16", "ddp accumulate=2"])
+    single, ddp, local, half, pieces = found.values()
+    losses = [2.0, 1.5, 1.0]
+
+    def verdict(entry, factor=1.0, parts=(), reference=single):
+        return judge(entry, [factor * loss for loss in losses], reference, losses, parts).verdict
+
+    assert verdict(single) == "reference"
+    assert [verdict(ddp), verdict(pieces, 1.00009), verdict(ddp, 0.99991)] == ["exact"] * 3
+    assert verdict(ddp, 1.001) == "disagrees"
+    assert judge(ddp, [2.0, float("nan"), 1.0], single, losses, ["batch norm"]).verdict == "disagrees"
+    assert verdict(ddp, 1.05, ["batch norm"]) == "differs" and verdict(ddp, 2.1, ["batch norm"]) == "disagrees"
+    assert verdict(local, 1.2) == "other maths"
+    assert verdict(half) == "not compared" and "precision" in judge(half, losses, single, losses, []).text
+    assert verdict(ddp, reference=None) == "not compared"
+    assert judge(ddp, [], single, losses, []).text == "-"
+
+
+def test_what_depends_on_how_a_batch_is_divided():
+    def parts(name):
+        return batch_dependent(load("digits", f"model.name={name}", "data.channels=3"))
+
+    assert parts("cnn") == parts("resnet18") == ["batch norm"]
+    assert parts("cnn_gn") == parts("vit_tiny") == []
+    assert parts("efficientnet_b0") == ["batch norm", "dropout"] and parts("alexnet") == ["dropout"]
+
+
+# ------------------------------------------------------------------------------------- comparisons without processes
+
+SPEEDS = {"single": 1000.0, "dp": 1000.0, "ddp": 1600.0, "split": 900.0, "pipeline": 1010.0, "local_sgd": 1700.0}
+
+
+class Machine:
+    """Stands in for the runs' processes: writes what a run of this speed would, at once."""
+
+    def __init__(self):
+        self.ran = []
+        self.faults = {}  # (mode, repeat) -> what happens instead: an exit code, or an exception
+        self.losses = {}  # mode -> factor
+
+    def __call__(self, command, log):
+        words = dict(word.partition("=")[::2] for word in command[3:])
+        path, mode = Path(words["output"]), words["mode"]
+        repeat = int(path.name)
+        self.ran.append((path.parent.name, repeat))
+        fault = self.faults.pop((mode, repeat), None)
+        if isinstance(fault, BaseException):
+            raise fault
+        if fault:
+            log.write_text(f"hello\ntrainer: error: it broke in {mode}\n")
+            return fault
+        rate = SPEEDS.get(mode, 1000.0) * (1 + 0.003 * (hash((mode, repeat)) % 5))
+        steps, every = int(words["max_steps"]), int(words["logging.every_steps"])
+        losses = [self.losses.get(mode, 1.0) * 2.0 / step for step in range(1, steps + 1)]
+        lines = ["step,epoch,seconds,train_loss,lr,samples_per_sec"]
+        lines += [f"{n},0,{n / 10},{losses[n - 1]},0.1,{rate}" for n in range(every, steps + 1, every)]
+        (path / "steps.csv").write_text("\n".join(lines) + "\n")
+        for name in ("last.safetensors", "checkpoints/step-1/model"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text("big")
+        result = {
+            "status": "completed", "seconds": 1.0, "steps": steps, "batch_size": 32, "train_loss": losses[-1],
+            "val_loss": 1.0, "val_top1": 0.9,
+            "devices": ["cpu:0", "cpu:1"] if mode != "single" else ["cpu"], "data_wait_fraction": 0.0,
+            "data": {"train_samples": 1437, "synthetic": False}, "throughput": {"samples_per_sec": rate},
+            "step_time_s": {"mean": 32 / rate}, "peak_memory_bytes": {"cpu:0": 2**30}, "versions": {"torch": "2"},
+            "data_parallel": {"pass_through": True} if mode == "dp" else None,
+        }  # fmt: skip
+        (path / "result.json").write_text(json.dumps(result))
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = Machine()
+    monkeypatch.setattr(running, "execute", found)
+    return found
+
+
+def compared(*modes, **options):
+    report = comparison.compare("digits", modes, words=SMALL, output="out", **{"repeats": 3, "steps": 40, **options})
+    return report, {row["entry"]: row for row in report["entries"]}
+
+
+def test_repeats_are_interleaved_after_a_check(machine):
+    compared("single", "ddp", "split", repeats=2)
+    names = ["single", "ddp", "split"]
+    assert machine.ran == [(name, repeat) for repeat in range(3) for name in names]
+
+
+def test_the_files(machine, tmp_path):
+    report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
+    out = tmp_path / "out"
+    assert json.loads((out / "compare.json").read_text())["entries"] == json.loads(json.dumps(report["entries"]))
+    with (out / "compare.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["entry"] for line in lines] == ["single", "ddp", "dp", "local_sgd"]
+    assert float(lines[1]["samples_per_sec"]) == table["ddp"]["samples_per_sec"]["mean"]
+    assert lines[1]["compared"] == "faster" and lines[1]["exactness"] == "exact"
+    markdown = (out / "compare.md").read_text()
+    assert "| entry | ranks x threads | images/s |" in markdown and "Machine: " in markdown
+    assert "python -m trainer compare recipe=digits 'modes=[single,ddp,dp,local_sgd]'" in markdown
+    assert (out / "compare.png").stat().st_size > 5000 and (out / "memory.png").exists()
+    assert list((out / "tensorboard/compare").glob("events*")) and list((out / "tensorboard/ddp").glob("events*"))
+    assert not list(out.rglob("*.safetensors")) and not list(out.rglob("checkpoints"))
+
+
+def test_the_table(machine):
+    report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
+    assert table["ddp"]["ratio"]["median"] == pytest.approx(1.6, rel=0.02)
+    assert len(table["ddp"]["ratio"]["runs"]) == 5 and table["single"]["ratio"] is None
+    assert table["ddp"]["compared"]["verdict"] == "faster" and table["ddp"]["label"] == "CPU stand-in"
+    assert table["dp"]["label"].startswith("pass-through") and table["dp"]["ratio"] is table["dp"]["compared"] is None
+    assert table["dp"]["samples_per_sec"]["mean"] > 0 and not any(
+        "dp" in (p["first"], p["second"]) for p in report["pairs"]
+    )
+    assert table["local_sgd"]["exactness"]["text"] == "not same maths"
+    assert table["ddp"]["peak_memory_bytes"] == {"cpu:0": 2**30} and table["ddp"]["ranks"] == 2
+    assert report["conclusion"][0] == "fastest: local_sgd"
+
+
+def test_close_ones_are_not_ranked(machine):
+    report, table = compared("single", "pipeline", repeats=5)
+    assert table["pipeline"]["compared"]["verdict"] == "no difference shown"
+    assert report["conclusion"][0] == "no difference shown between single and pipeline"
+
+
+def test_a_mode_that_computes_something_else_is_red_and_never_the_fastest(machine):
+    machine.losses["ddp"] = 1.01
+    report, table = compared("single", "ddp", "split", repeats=5)
+    assert table["ddp"]["exactness"]["verdict"] == "disagrees" and table["split"]["exactness"]["verdict"] == "exact"
+    assert "ddp DISAGREES with single" in report["conclusion"][0] and report["conclusion"][1] == "fastest: single"
+    (red,) = [line for line in as_text(report, colour=True).splitlines() if line.startswith("\033[31m")]
+    assert "DISAGREES by 1.0%" in red and "\033" not in as_text(report)
+
+
+@pytest.mark.parametrize("repeat", [0, 2])
+def test_a_crash_is_a_row_and_the_others_go_on(repeat, machine):
+    machine.faults["ddp", repeat] = 5
+    report, table = compared("single", "ddp", repeats=3)
+    assert (table["ddp"]["error"], table["ddp"]["exit_code"]) == ("it broke in ddp", 5)
+    assert table["ddp"]["repeats"] == max(0, repeat - 1) and table["single"]["repeats"] == 3
+    assert ("ddp", repeat + 1) not in machine.ran
+    assert "exit 5: it broke in ddp" in Path("out/compare.md").read_text()
+    assert report["status"] == "completed"
+
+
+def test_where_nothing_ran_the_exit_code_is_the_first_rows(machine, tmp_path):
+    machine.faults = {("ddp", 0): 3, ("single", 0): 5}
+    assert comparison.command(["recipe=digits", "modes=[ddp,single]", "devices=[cpu,cpu]", "output=out"]) == 3
+    assert (tmp_path / "out/compare.png").exists()
+
+
+def test_ctrl_c_keeps_what_is_done_and_a_second_start_goes_on(machine, tmp_path, capsys):
+    machine.faults["ddp", 2] = KeyboardInterrupt()
+    with pytest.raises(Interrupted, match="output=out resume=auto") as caught:
+        compared("single", "ddp", repeats=3)
+    assert caught.value.code == 130
+    kept = json.loads((tmp_path / "out/compare.json").read_text())
+    assert kept["status"] == "interrupted" and [row["repeats"] for row in kept["entries"]] == [2, 1]
+    assert (tmp_path / "out/compare.png").exists()
+    machine.ran.clear()
+    with pytest.raises(FolderInUseError, match="resume=auto"):
+        compared("single", "ddp", repeats=3)
+    report, table = compared("single", "ddp", repeats=4, resume="auto")
+    assert machine.ran == [("ddp", 2), ("single", 3), ("ddp", 3), ("single", 4), ("ddp", 4)]
+    assert [row["repeats"] for row in report["entries"]] == [4, 4]
+    assert kept["entries"][0]["samples_per_sec"]["runs"]["1"] == table["single"]["samples_per_sec"]["runs"][1]
+
+
+def test_what_failed_is_tried_again(machine):
+    machine.faults["ddp", 1] = 5
+    compared("single", "ddp", repeats=2)
+    machine.ran.clear()
+    _, table = compared("single", "ddp", repeats=2, resume="auto")
+    assert machine.ran == [("ddp", 1), ("ddp", 2)] and table["ddp"]["error"] is None
+
+
+def test_a_comparison_goes_on_only_as_what_it_was(machine):
+    compared("single", repeats=1)
+    with pytest.raises(RecipeError, match="compares with modes"):
+        compared("single", "ddp", repeats=1, resume="auto")
+    with pytest.raises(RecipeError, match="compares with steps 40, not 30"):
+        compared("single", repeats=1, resume="auto", steps=30)
+
+
+def test_a_folder_of_something_else_is_left_alone(machine, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/result.json").write_text("{}")
+    for resume in (None, "auto"):
+        with pytest.raises(FolderInUseError):
+            compared("single", resume=resume)
+    assert not machine.ran
+
+
+def test_two_comparisons_do_not_share_a_folder(machine, tmp_path):
+    from trainer.comparison.folder import claim
+
+    with claim("out", "digits", False, {}), pytest.raises(FolderInUseError, match="in use"):
+        compared("single", resume="auto")
+
+
+def test_a_sweep(machine, tmp_path):
+    report, table = compared("single", "pipeline", sweep="pipeline.split_size:[4,8]", repeats=2)
+    assert [row["value"] for row in report["entries"]] == [None, 4, 8]
+    assert table["pipeline pipeline.split_size=8"]["reference"] == "single"
+    assert report["sweep"] == {"key": "pipeline.split_size", "values": [4, 8]}
+    assert (tmp_path / "out/sweep.png").exists() and (tmp_path / "out/runs/pipeline-pipeline.split_size=4/2").is_dir()
+
+
+def test_a_sweep_over_ranks_and_one_of_words(machine, tmp_path):
+    comparison.compare("digits", ["ddp"], sweep="nproc:[1,2]", repeats=1, output="ranks")
+    comparison.compare("digits", ["ddp"], sweep="augment.crop_scale:[[0.1,1.0],[0.5,1.0]]", repeats=1, output="words")
+    assert (tmp_path / "ranks/sweep.png").exists() and (tmp_path / "words/sweep.png").exists()
+
+
+def test_a_recipe_of_the_python_api(machine, tmp_path):
+    recipe = load("digits", "batch_size=64", "optimizer.lr=0.03")
+    report = comparison.compare(recipe, ["single"], repeats=1, predicted={"single": 1234.0})
+    (folder,) = (tmp_path / "runs").glob("compare-digits-*")
+    assert load(folder / "digits.yaml").optimizer.lr == 0.03 and report["batch_size"] == 64
+    assert report["entries"][0]["predicted_samples_per_sec"] == 1234.0
+    assert "predicted" in (folder / "compare.md").read_text()
+
+
+def test_numbers_for_people():
+    assert [number(value) for value in (1234.5, 99.94, 12.345, 1.5)] == ["1,234", "99.9", "12.3", "1.5"]
+    assert spread(1709.2, 28.44) == "1,709 +- 28" and spread(1.53, 0.046) == "1.53 +- 0.05"
+
+
+# --------------------------------------------------------------------------------------------------- the real thing
+
+
+def test_the_last_line_of_a_run_that_failed(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("epoch 1\ntrainer: error: no data\n")
+    assert running.last_line(log, 3) == "no data"
+    log.write_text("Traceback\n  file\nValueError: odd\n\n")
+    assert running.last_line(log, 1) == "ValueError: odd"
+    assert running.last_line(log, -signal.SIGKILL) == "killed by SIGKILL"
+    log.write_text("")
+    assert "exit code 1" in running.last_line(log, 1)
+
+
+def test_through_the_command_line(full, tmp_path):
+    """All seven modes in the full count; in the fast tests one of each kind, and one that cannot run."""
+    modes = MODES if full else ("single", "ddp")
+    words = ["recipe=digits", f"modes=[{','.join(modes)},hogwild sync_bn=true]", *SMALL, "repeats=1", "steps=12"]
+    done = ok("compare", *words, f"output={tmp_path / 'out'}", "logging.warmup_steps=1", cwd=tmp_path, timeout=600)
+    report = json.loads((tmp_path / "out/compare.json").read_text())
+    *table, refused = report["entries"]
+    assert [row["mode"] for row in table] == list(modes)
+    for row in table:
+        assert row["error"] is None and row["samples_per_sec"]["mean"] > 0 and row["train_loss"] > 0
+        assert row["peak_memory_bytes"] and row["step_time_s"] > 0 and f"{row['entry']}, repeat 1" in done.stdout
+        expected = {"single": "reference", "local_sgd": "other maths", "hogwild": "other maths"}
+        assert row["exactness"]["verdict"] == expected.get(row["mode"], "exact"), row["exactness"]
+    assert refused["exit_code"] == 2 and "sync_bn=true is not for mode=hogwild" in refused["error"]
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} >= {"compare.png", "memory.png", "loss.png"}
+    assert "no difference shown" in done.stdout and not done.stderr
+
+
+def test_ctrl_c_ends_the_run_under_way(tmp_path):
+    words = ["recipe=digits", "modes=[single,ddp]", *SMALL, "repeats=1", f"output={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "trainer", "compare", *words]
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    try:
+        under_way = tmp_path / "out/runs/single/0/recipe.yaml"
+        until = time.monotonic() + 120
+        while not under_way.exists() and started.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        started.send_signal(signal.SIGINT)
+        out, err = started.communicate(timeout=60)
+    finally:
+        started.kill()
+        started.wait()
+    assert started.returncode == 130, out + err
+    assert "resume=auto" in err and err.count("\n") == 1
+    assert json.loads((tmp_path / "out/compare.json").read_text())["status"] == "interrupted"
+
+
+def test_other_programs_are_noticed():
+    """A child that is still running is another program: only ended ones are known to be ours."""
+    from trainer.comparison.machine import Others
+
+    others = Others()
+    if others.cores() is None:
+        pytest.skip("the kernel does not tell, or this process may use only a part of the cores")
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        time.sleep(1)
+        seen = others.cores()
+        spinning.kill()
+    assert seen > 0.3 and ("other programs kept" in " ".join(others.words()))

@@ -1,0 +1,140 @@
+"""Pictures: there, see-through, and legible with as many modes as there are. Looked at by people, measured here."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from trainer import plots
+from trainer.plots import Bar, Panel, Point
+from trainer.recipe import MODES
+
+BARS = [Bar(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (CPU stand-in)") for n, mode in enumerate(MODES, 1)]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figure behind the picture."""
+    figures = []
+    save = plots.save
+
+    def keep(figure, path):
+        save(figure, path)
+        figures.append(figure)
+
+    monkeypatch.setattr(plots, "save", keep)
+    return figures
+
+
+def boxes(figure, texts):
+    renderer = figure.canvas.get_renderer()
+    return [text.get_window_extent(renderer) for text in texts if text.get_text()]
+
+
+def apart(found):
+    """No two boxes overlap."""
+    return not any(a.overlaps(b) for n, a in enumerate(found) for b in found[n + 1 :])
+
+
+def luminance(colour):
+    channels = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a, b):
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#0d1117"])
+def test_ink_and_colours_are_seen_on_light_and_dark(ground):
+    assert contrast(plots.INK, ground) >= 4.2
+    assert all(contrast(colour, ground) >= 1.9 for colour in plots.COLOURS)
+    assert len(set(plots.COLOURS)) == len(MODES)
+
+
+def test_the_ground_is_transparent(tmp_path):
+    plots.bars(tmp_path / "p.png", BARS, "images per second")
+    image = Image.open(tmp_path / "p.png")
+    assert image.mode == "RGBA" and image.getpixel((2, 2))[3] == 0
+    assert any(image.getpixel((x, image.height // 2))[3] for x in range(image.width))
+
+
+@pytest.mark.parametrize(
+    "bars", [BARS, [*BARS, *BARS], BARS[:1], [*BARS[:2], Bar("pipeline nproc=2", None, 0, "exit 2")]]
+)
+def test_bars_have_room_for_their_words(bars, tmp_path, drawn):
+    plots.bars(tmp_path / "p.png", bars, "images per second", "digits, global batch 96")
+    (figure,) = drawn
+    (axes,) = figure.axes
+    words = boxes(figure, [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label])
+    assert apart(words) and len(words) == 2 * len(bars) + 1
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width + 1 for box in words)
+    assert len(axes.patches) == sum(bar.value is not None for bar in bars)
+
+
+def test_bars_where_nothing_ran(tmp_path):
+    plots.bars(tmp_path / "p.png", [Bar("ddp", None, 0, "exit 3")], "images per second")
+    assert (tmp_path / "p.png").exists()
+
+
+def test_curves_share_a_legend_and_none_hides_another(tmp_path, drawn):
+    curve = (list(range(30)), [3.0 / (1 + n) for n in range(30)])
+    panels = [Panel({mode: curve for mode in MODES}, x, "training loss") for x in ("optimizer steps", "seconds")]
+    plots.curves(tmp_path / "p.png", panels, "digits")
+    (figure,) = drawn
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(MODES) and apart(boxes(figure, legend.get_texts()))
+    for axes in figure.axes:
+        widths = [line.get_linewidth() for line in axes.lines]
+        assert len(widths) == len(MODES) and all(a > b for a, b in pairwise(widths))
+        assert axes.get_xlabel() and axes.get_ylabel()
+
+
+def test_a_sweep_of_numbers_is_logarithmic_where_they_span_much(tmp_path, drawn):
+    values = [1, 3, 5, 8, 10, 12, 20, 40, 60]
+    series = {"pipeline": [Point(n, 10.0 + n, 1.0) for n in values], "single": [Point(None, 30.0, 1.0)]}
+    plots.sweep(tmp_path / "p.png", "pipeline.split_size", series, "images per second")
+    (figure,) = drawn
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log" and axes.get_xlabel() == "pipeline.split_size"
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(map(str, values))
+    assert apart(boxes(figure, axes.get_xticklabels()))
+
+
+@pytest.mark.parametrize("values", [[1, 2, 4], ["fp32", "bf16"], [True, False]])
+def test_a_sweep_of_anything(values, tmp_path, drawn):
+    points = [Point(value, 10.0, 1.0) for value in values]
+    plots.sweep(tmp_path / "p.png", "key", {"ddp": points}, "images per second")
+    assert drawn[0].axes[0].get_xscale() == "linear"
+
+
+def test_scaling_has_its_ideal_and_its_efficiency(tmp_path, drawn):
+    plots.scaling(
+        tmp_path / "p.png", {"ddp": [Point(2, 180.0, 2.0), Point(1, 100.0, 1.0)]}, "ranks", "images per second"
+    )
+    left, right = drawn[0].axes
+    ideal = next(line for line in left.lines if line.get_label() == "ideal")
+    assert list(ideal.get_xdata()) == [1, 2] and list(ideal.get_ydata()) == [100, 200]
+    assert any(list(line.get_ydata()) == [100, 90] for line in right.lines)
+
+
+def test_thinned():
+    x, y = plots.thinned(range(1000), [float(n % 2) for n in range(1000)])
+    assert len(x) <= plots.SMOOTHEST and y[0] == pytest.approx(1 / 3) and x[0] == 1
+    assert plots.thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
+    assert plots.thinned([], []) == ([], [])
+
+
+def test_it_imports_nothing_of_ours_and_matplotlib_only_when_drawing():
+    tree = ast.parse(Path(plots.__file__).read_text())
+    assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("trainer")]
+    code = "import sys, trainer.plots; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

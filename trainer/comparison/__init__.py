@@ -1,0 +1,116 @@
+"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer import launching, world
+from trainer.comparison import entries
+from trainer.comparison.comparing import Comparison
+from trainer.comparison.folder import claim
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe, shipped_recipes
+from trainer.recipe import load as load_recipe
+from trainer.run_folder import write_atomically
+from trainer.words import split
+
+__all__ = ["command", "compare"]
+
+REPEATS = 5
+
+
+def command(words: Sequence[str]) -> int:
+    """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
+    own, rest = split(words, entries.OWN_WORDS)
+    report = compare(
+        own.get("recipe", ""),
+        entries.parse_modes(own["modes"]) if "modes" in own else None,
+        words=rest,
+        repeats=_whole("repeats", own.get("repeats", str(REPEATS))),
+        sweep=own.get("sweep"),
+        nproc=_whole("nproc", own["nproc"]) if "nproc" in own else None,
+        plugin=own.get("plugin"),
+        output=own.get("output"),
+        resume=own.get("resume"),
+        steps=_whole("steps", own["steps"]) if "steps" in own else None,
+    )
+    measured = any(row["samples_per_sec"] for row in report["entries"])
+    return 0 if measured else next(row["exit_code"] for row in report["entries"] if row["exit_code"])
+
+
+def compare(
+    recipe: Recipe | str,
+    modes: Sequence[str] | None = None,
+    *,
+    words: Sequence[str] = (),
+    repeats: int = REPEATS,
+    sweep: str | None = None,
+    nproc: int | None = None,
+    plugin: str | None = None,
+    output: str | None = None,
+    resume: str | None = None,
+    steps: int | None = None,
+    predicted: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Run every entry `repeats` times in fresh processes and return what compare.json holds.
+
+    Args:
+        recipe: a recipe, or its name, file or run folder.
+        modes: the entries, a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one
+            of `mode=` in words, the recipe's in a sweep, else all seven.
+        words: key=value of the recipe, for every entry.
+        sweep: "key:[values]": every mode at each value of one key.
+        nproc: ranks of the modes that have several; None: a rank a device, two on the CPU.
+        output: the comparison's folder; None: runs/compare-<recipe>-<time>.
+        resume: "auto" continues the comparison in `output`: finished repeats stay.
+        steps: measured ones of a run; None: about as many as take 4 s, or what max_steps and epochs in words say.
+        predicted: images/s by entry, for a column beside the measured ones.
+
+    Raises:
+        RecipeError: nothing could run with these words.
+        FolderInUseError: the folder holds a comparison, or another run writes there.
+        Interrupted: Ctrl-C; the tables hold what was done before.
+    """
+    if world.place().launched:
+        raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
+    if not recipe:
+        raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
+    if resume not in (None, "auto"):
+        raise RecipeError(f"resume={resume} must be auto")
+    if resume and not output:
+        raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
+    swept = entries.parse_sweep(sweep) if sweep else None
+    source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
+    found = entries.entries(source, words, modes, swept, str(nproc) if nproc else None, plugin)
+    base = load_recipe(source, *words)
+    name = recipe.name if isinstance(recipe, Recipe) else base.name
+    launching.load_plugin(plugin)
+    asked = {
+        "recipe": recipe if isinstance(recipe, str) else base.to_dict(),
+        "modes": list(modes) if modes is not None else None,
+        "words": sorted(words),
+        "sweep": sweep,
+        "nproc": nproc,
+        "plugin": plugin,
+        "steps": steps,
+        "repeats": repeats,
+    }
+    with claim(output, name, resume is not None, asked) as folder:
+        word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
+        return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run()
+
+
+def _recipe_file(folder: Path, recipe: Recipe) -> str:
+    """A recipe of the Python API as a file, for the command line."""
+    file = folder / f"{recipe.name}.yaml"
+    write_atomically(file, recipe.replace(output=None, resume=None).to_yaml())
+    return str(file)
+
+
+def _whole(key: str, text: str) -> int:
+    if not re.fullmatch(r"\d{1,6}", text) or int(text) < 1:
+        raise RecipeError(f"{key}={text[:40]} must be a whole number, 1 or more")
+    return int(text)

@@ -1,0 +1,157 @@
+"""One comparison from its checks to its pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.comparison import pictures, report, running, table
+from trainer.comparison.entries import Entry, Sweep
+from trainer.comparison.exactness import batch_dependent
+from trainer.comparison.folder import previous
+from trainer.comparison.machine import Others, machine
+from trainer.comparison.running import Failed, Length, Rows, Runner
+from trainer.errors import Interrupted
+from trainer.recipe import Recipe
+
+START = 4.0  # seconds, about, before a process has its libraries
+
+
+class Comparison:
+    """One comparison under way."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        base: Recipe,
+        entries: list[Entry],
+        sweep: Sweep | None,
+        asked: dict[str, Any],
+        word: str,
+        predicted: Mapping[str, float],
+    ) -> None:
+        self.folder, self.name, self.base, self.entries, self.sweep = folder, name, base, entries, sweep
+        self.asked, self.predicted = asked, predicted
+        self.runner = Runner(folder, word, asked["plugin"])
+        self.rows = [Rows(error=entry.problem) for entry in entries]
+        self.parts = batch_dependent(base)
+        kept = previous(folder).get("length")
+        self.length: Length | None = Length(**kept) if kept else None
+        self.begun, self.others = time.perf_counter(), Others()
+        self.done = 0
+
+    def run(self) -> dict[str, Any]:
+        """From the checks to the pictures."""
+        status = "failed"
+        try:
+            self._measure()
+            status = "completed"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            where = f"output={self.folder} resume=auto"
+            raise Interrupted(f"stopped by Ctrl-C; what was done is in {self.folder}: continue with {where}") from None
+        finally:
+            found = self._write(status)
+            _say("\n" + report.as_text(found, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+            made = pictures.draw(self.folder, found, self.entries, self.sweep)
+            pictures.to_tensorboard(self.folder, found, self.entries, made)
+            _say(f"  tables   {self.folder}/compare.md, .csv, .json; {', '.join(path.name for path in made)}")
+            _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
+        return found
+
+    def _measure(self) -> None:
+        repeats = self.asked["repeats"]
+        _say(f"comparing {self.name}: {len(self.entries)} entries x {repeats} repeats, in {self.folder}")
+        for entry in self.entries:
+            how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
+            _say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
+        self.total = (repeats + 1) * sum(row.error is None for row in self.rows)
+        self._round(0)
+        checked = [row.results[0] for row in self.rows if 0 in row.results]
+        if not checked:
+            return
+        fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
+        self.length = self.length or running.choose_length(self.base, checked, self.asked["steps"], fixed)
+        self._write("running")
+        _say(f"{self.length.steps} steps a run; about {self._left() / 60:.0f} min to go")
+        for repeat in range(1, repeats + 1):
+            self._round(repeat)
+            self._write("running")
+
+    def _left(self) -> float:
+        """Seconds that the timed runs will take, as the checks were: a start, and steps."""
+        assert self.length is not None
+        left = 0.0
+        for result in (row.results[0] for row in self.rows if row.error is None):
+            step = result["step_time_s"]["mean"] if result["step_time_s"] else 0.0
+            left += START + result["seconds"] + (self.length.steps - result["steps"]) * step
+        return left * int(self.asked["repeats"])
+
+    def _round(self, repeat: int) -> None:
+        """A B C: whatever changes in the machine from one round to the next meets all. Who has failed is left out."""
+        for entry, rows in zip(self.entries, self.rows, strict=True):
+            if rows.error is not None:
+                continue
+            begun = time.perf_counter()
+            try:
+                if repeat == 0:
+                    running.check(self.runner, entry, rows)
+                elif self.length is not None:
+                    running.timed(self.runner, entry, rows, repeat, self.length)
+                speed = rows.speeds.get(repeat)
+                news = f"{report.number(speed)} images/s" if speed else "done"
+            except Failed as error:
+                rows.error = (str(error), error.code)
+                news = f"exit {error.code}: {error}"
+            self.done += 1
+            what = f"repeat {repeat}" if repeat else "check of the losses"
+            _say(f"[{self.done}/{self.total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s")
+
+    def _write(self, status: str) -> dict[str, Any]:
+        """The tables, with what there is so far."""
+        rows, pairs = table.rows(self.entries, self.rows, self.parts, self.predicted)
+        results = [result for row in self.rows for result in row.results.values()]
+        found = {
+            "recipe": self.name,
+            "status": status,
+            "command": self._command(),
+            "asked": self.asked,
+            "length": asdict(self.length) if self.length else None,
+            "repeats": self.asked["repeats"],
+            "steps": self.length.steps if self.length else None,
+            "warmup_steps": self.base.logging.warmup_steps,
+            "batch_size": self.base.batch_size,
+            "model": self.base.model.name,
+            "sweep": {"key": self.sweep.key, "values": list(self.sweep.values)} if self.sweep else None,
+            "entries": rows,
+            "pairs": pairs,
+            "conclusion": [*table.conclusion(rows, pairs), *self.others.words()],
+            "other_programs_cores": self.others.cores(),
+            "machine": machine(),
+            "versions": results[0]["versions"] if results else {},
+            "seconds": time.perf_counter() - self.begun,
+        }
+        report.write(self.folder, found)
+        return found
+
+    def _command(self) -> str:
+        asked = self.asked
+        words = [self.runner.first[0]]
+        if asked["modes"] is not None:
+            words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
+        words += [f"{key}={asked[key]}" for key in ("sweep", "nproc", "plugin", "steps") if asked[key]]
+        return shlex.join(
+            ["python", "-m", "trainer", "compare", *words, f"repeats={asked['repeats']}", *asked["words"]]
+        )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

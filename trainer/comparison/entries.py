@@ -1,0 +1,235 @@
+"""Words -> entries: what is compared with what, each with the command line that runs it here, or why it cannot run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from trainer import checks, launching, recipe, world
+from trainer.errors import RecipeError
+from trainer.recipe import MANY_PROCESS_MODES, MODES, Recipe, flatten
+
+OWN_WORDS = ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps")
+ONLY_FOR = {"pipeline": ("pipeline",), "local_sgd": ("local_sgd",), "nproc": (*MANY_PROCESS_MODES, "pipeline")}
+STAGED = ("split", "pipeline")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the comparison.
+
+    Attributes:
+        name: how the table calls it: the mode, its words, the sweep's value.
+        words: the recipe's words and nproc=, complete but for what differs from run to run.
+        recipe: what they resolve to.
+        value: of the swept key; null where there is no sweep, or this mode does not look at the key.
+        series: the name without the value: the points of one curve share it.
+        ranks, threads: processes, and threads in each.
+        problem: why it cannot run here, as (line, exit code).
+    """
+
+    name: str
+    words: tuple[str, ...]
+    recipe: Recipe
+    value: Any = None
+    series: str = ""
+    ranks: int = 1
+    threads: int = 1
+    problem: tuple[str, int] | None = None
+
+    @property
+    def mode(self) -> str:
+        return self.recipe.mode
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder's."""
+        return re.sub(r"[^A-Za-z0-9_.=-]+", "-", self.name).strip("-")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One key and the values it takes."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    def word(self, value: Any) -> str:
+        return f"{self.key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def entries(
+    source: str | Mapping[str, Any],
+    words: Sequence[str] = (),
+    modes: Sequence[str] | None = None,
+    sweep: Sweep | None = None,
+    nproc: str | None = None,
+    plugin: str | None = None,
+) -> list[Entry]:
+    """What is to be compared, in the order in which it is to run.
+
+    Args:
+        source: the recipe's name, file or contents.
+        words: of the recipe, for every entry.
+        modes: a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one of `mode=`
+            in words, the recipe's in a sweep, else all seven.
+
+    Raises:
+        RecipeError: words that no entry could run with, with what to type instead.
+    """
+    base = recipe.load(source, *words)
+    if plugin is None:
+        checks.check_model_name(base.model.name)
+        checks.check_dataset_name(base.data.name)
+    shared = _by_key(words)
+    given = shared.pop("mode", None)
+    if given and modes is not None:
+        raise RecipeError(f"{given} and modes=[...] say the same twice: keep modes=")
+    if modes is None:
+        modes = [base.mode] if given or sweep else list(MODES)
+    if not modes:
+        raise RecipeError(f"modes=[] compares nothing: write modes=[single,ddp], or leave it out for all: {_listed()}")
+    if sweep and sweep.key in shared:
+        raise RecipeError(f"{shared[sweep.key]} and sweep={sweep.key}:[...] give one key twice: keep the sweep")
+    found: list[Entry] = []
+    for text in modes:
+        mode, own = _mode_and_words(text)
+        own = {key: word for key, word in own.items() if key != "nproc"} | _nproc(own, nproc, mode)
+        if sweep and sweep.key in own:
+            raise RecipeError(f"'{text}' and sweep={sweep.key}:[...] give one key twice: keep the sweep")
+        used = sweep is not None and mode in ONLY_FOR.get(sweep.key.partition(".")[0], MODES)
+        used = used or (sweep is not None and sweep.key == "pipeline.stages" and mode in STAGED)
+        for value in sweep.values if sweep and used else (None,):
+            point = {sweep.key: sweep.word(value)} if sweep and used else {}
+            name = " ".join([text, *point.values()])
+            found.append(_entry(source, name, mode, {**shared, **own, **point}, value, text))
+    return _share_cores(_told_apart(found), sweep)
+
+
+def parse_modes(text: str) -> list[str]:
+    """The value of `modes=`.
+
+    Raises:
+        RecipeError: it is not a list of modes.
+    """
+    found = _yaml(text)
+    found = [found] if isinstance(found, str) else found
+    if not isinstance(found, list) or not all(isinstance(mode, str) for mode in found):
+        raise RecipeError(f'modes={text[:80]} must be a list, as in modes=[single,ddp,"pipeline nproc=2"]')
+    return [" ".join(mode.split()) for mode in found]
+
+
+def parse_sweep(text: str) -> Sweep:
+    """The value of `sweep=`, key:[values].
+
+    Raises:
+        RecipeError: there is no such key, or no list of values.
+    """
+    key, colon, rest = text.partition(":")
+    values = _yaml(rest)
+    example = f"sweep={key or 'pipeline.split_size'}:[1,2,4]"
+    if not colon or not isinstance(values, list):
+        raise RecipeError(f"sweep={text[:80]} must be a key and a list of values, as in {example}")
+    known = [*flatten(Recipe().to_dict()), "nproc"]
+    if key not in known:
+        guess = recipe.nearest(key, known)
+        raise RecipeError(f"sweep={key}: the recipe has no such key" + (f"; did you mean {guess}?" if guess else ""))
+    if key in ("mode", "output", "resume"):
+        hint = "write modes=[...]" if key == "mode" else "every run has a folder of its own"
+        raise RecipeError(f"sweep={key} is not for a sweep: {hint}")
+    if not values:
+        raise RecipeError(f"sweep={key}:[] has no value: write {example}")
+    twice = next((value for value in values if values.count(value) > 1), None)
+    if twice is not None:
+        raise RecipeError(f"sweep={key} lists {twice} twice: keep one")
+    return Sweep(key, tuple(values))
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError):
+        return None
+
+
+def _listed() -> str:
+    return ", ".join(MODES)
+
+
+def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
+    try:
+        mode, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise RecipeError(f"modes: '{text[:80]}': {str(error).lower()}") from None
+    if mode not in MODES:
+        guess = recipe.nearest(mode, MODES)
+        raise RecipeError(
+            f"modes: '{mode[:80]}' is not a mode; "
+            + (f"did you mean {guess}? " if guess else "")
+            + f"there are: {_listed()}"
+        )
+    odd = next((word for word in words if word.partition("=")[0] in {*OWN_WORDS, "mode"} - {"nproc"}), None)
+    if odd:
+        raise RecipeError(f"modes: '{text[:80]}': {odd} is not a word of an entry, it belongs to the whole comparison")
+    return mode, _by_key(words)
+
+
+def _by_key(words: Sequence[str]) -> dict[str, str]:
+    return {word.partition("=")[0]: word for word in words}
+
+
+def _nproc(own: Mapping[str, str], nproc: str | None, mode: str) -> dict[str, str]:
+    """An entry's own nproc= first; the comparison's goes to the modes that can have several processes."""
+    if "nproc" in own:
+        return {"nproc": own["nproc"]}
+    return {"nproc": f"nproc={nproc}"} if nproc and mode in ONLY_FOR["nproc"] else {}
+
+
+def _entry(
+    source: str | Mapping[str, Any], name: str, mode: str, words: dict[str, str], value: Any, series: str
+) -> Entry:
+    """An entry held against this machine."""
+    nproc = words.pop("nproc", "").partition("=")[2] or None
+    chosen = recipe.load(source, *words.values(), f"mode={mode}")
+    if mode == "single" and isinstance(chosen.devices, list) and len(chosen.devices) > 1:
+        words["devices"] = f"devices=[{chosen.devices[0]}]"
+        chosen = chosen.replace(devices=chosen.devices[:1])
+    listed = (*words.values(), f"mode={mode}")
+    try:
+        launch = launching.prepare(chosen, nproc)
+    except RecipeError as error:
+        return Entry(name, listed, chosen, value, series, problem=(str(error), error.code))
+    if launch is None:
+        return Entry(name, listed, chosen, value, series)
+    if launch.nnodes > 1:
+        raise RecipeError(f"compare runs on one node, and NNODES or SLURM say {launch.nnodes}: unset them for it")
+    return Entry(name, (*listed, f"nproc={launch.nproc}"), chosen, value, series, launch.nproc)
+
+
+def _told_apart(found: list[Entry]) -> list[Entry]:
+    """The second of the same, wanted to see what noise there is, gets a number; so does what would share a folder."""
+    seen: dict[str, int] = {}
+    apart: list[Entry] = []
+    for entry in found:
+        count = seen[entry.slug] = seen.get(entry.slug, 0) + 1
+        number = f" ({count})" if count > 1 else ""
+        apart.append(replace(entry, name=entry.name + number, series=entry.series + number))
+    return apart
+
+
+def _share_cores(found: list[Entry], sweep: Sweep | None) -> list[Entry]:
+    """Every row gets the same cores, unless the user says otherwise; over nproc every rank does, or nothing scales."""
+    cores, most = world.cores(), max(entry.ranks for entry in found)
+    shared: list[Entry] = []
+    for entry in found:
+        ranks = most if sweep and sweep.key == "nproc" else entry.ranks
+        threads = entry.recipe.threads or max(1, cores // ranks)
+        words = entry.words if entry.recipe.threads else (*entry.words, f"threads={threads}")
+        shared.append(replace(entry, threads=threads, words=words))
+    return shared

@@ -1,0 +1,71 @@
+"""The comparison's folder: chosen, held under a lock, and continued only as what it was."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.run_folder import write_atomically
+
+FREE = ("repeats",)  # of what was asked, a continued comparison may change
+
+
+@contextmanager
+def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any]) -> Iterator[Path]:
+    """The comparison's folder, held under a lock.
+
+    Raises:
+        FolderInUseError: it holds another comparison, finished or alive.
+        RecipeError: it is continued with other words.
+        SetupError: it cannot be written.
+    """
+    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(output).expanduser() if output else Path(stem)
+    number = 1
+    while not output and path.exists():
+        number += 1
+        path = Path(f"{stem}-{number}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise SetupError(f"output={path} cannot be written ({error.strerror}); choose another folder") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise FolderInUseError(f"{path} is in use by another run; choose another output=") from None
+        before = previous(path).get("asked")
+        used = before is not None or any((path / file).exists() for file in ("runs", "recipe.yaml", "result.json"))
+        if used and not resume:
+            raise FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
+        if used and before is None:
+            raise FolderInUseError(f"{path} holds something else than a comparison; choose another output=")
+        changed = [key for key in asked if before and key not in FREE and before.get(key) != asked[key]]
+        if before and changed:
+            key = changed[0]
+            raise RecipeError(
+                f"resume=auto: {path} compares with {key} {before.get(key)}, not {asked[key]}; "
+                "put it back or choose another output="
+            )
+        write_atomically(path / "compare.json", json.dumps({**previous(path), "asked": dict(asked)}, indent=2) + "\n")
+        yield path
+    finally:
+        os.close(lock)
+
+
+def previous(folder: Path) -> dict[str, Any]:
+    """compare.json of an earlier part; empty where there is none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "compare.json").read_text())
+        return found
+    except (OSError, ValueError):
+        return {}

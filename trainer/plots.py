@@ -1,0 +1,229 @@
+"""Tables -> pictures, on a transparent ground with mid-grey ink, so that they read on white and on dark pages alike.
+
+Colours are those of Okabe and Ito, "Color Universal Design" (2008), which people with any kind of colour vision can
+tell apart, without black and with a darker yellow, which would vanish on one of the two grounds. Matplotlib is imported
+on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INK = "#7a7a7a"  # contrast 4.3 to white and 4.4 to GitHub's dark page
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#b5a800")
+DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), "-", (0, (4, 4)), (0, (1, 2)))
+MARKERS = "osD^vPX"
+SMOOTHEST = 400  # points of a curve: what lies closer is averaged
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: a mean with its standard deviation and words beside it; without a value only the words."""
+
+    name: str
+    value: float | None
+    std: float = 0.0
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves by name, each (x, y), on axes with these labels."""
+
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    xlabel: str
+    ylabel: str
+    log: bool = False  # y
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mean and its standard deviation at x."""
+
+    x: Any
+    mean: float
+    std: float
+
+
+def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """A figure, in inches, and its axes side by side; no window, no global state of pyplot."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    found = figure.subplots(1, columns, squeeze=False)[0]
+    for axes in found:
+        dress(axes)
+    return figure, list(found)
+
+
+def dress(axes: Any) -> None:
+    """Ink, and no more lines than help to read."""
+    axes.set_facecolor("none")
+    for side, spine in axes.spines.items():
+        spine.set_color(INK)
+        spine.set_visible(side in ("left", "bottom"))
+    axes.tick_params(colors=INK, which="both")
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the picture, transparent."""
+    figure.savefig(path, dpi=150, transparent=True)
+
+
+def bars(path: Path, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
+    """Horizontal bars with whiskers of one standard deviation, the first on top, as many as there are."""
+    figure, (axes,) = canvas(8.5, 1.1 + 0.42 * len(rows))
+    axes.grid(False, axis="y")
+    top = max([row.value + row.std for row in rows if row.value is not None], default=1.0) or 1.0
+    for position, row in enumerate(rows):
+        end = 0.0
+        if row.value is not None:
+            axes.barh(position, row.value, height=0.66, color=colour(position))
+            if row.std:
+                axes.errorbar(row.value, position, xerr=row.std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4)
+            end = row.value + row.std
+        axes.text(end + 0.015 * top, position, row.words, va="center", ha="left", color=INK, fontsize=9)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.02 * top)
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.xaxis.set_major_formatter(_thousands)
+    save(figure, path)
+
+
+def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
+    """Panels side by side with one legend; curves that lie on each other stay visible: later ones are thinner."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    figure, found = canvas(10.5 if len(panels) > 1 else 8.0, 4.1, len(panels))
+    for axes, panel in zip(found, panels, strict=True):
+        for name, (x, y) in panel.curves.items():
+            style = names.index(name)
+            axes.plot(*thinned(x, y), label=name, **_line(style, len(names)))
+        axes.set_xlabel(panel.xlabel)
+        axes.set_ylabel(panel.ylabel)
+        if panel.log:
+            axes.set_yscale("log")
+        else:
+            axes.yaxis.set_major_formatter(_thousands)
+    _legend_below(figure, found)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=11)
+    save(figure, path)
+
+
+def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: str, title: str = "") -> None:
+    """A curve a mode over the values of one key, whiskers of one standard deviation; one without a value is a line.
+
+    Numbers lie on a logarithmic axis where they span more than a factor of 8; anything else is set out evenly.
+    """
+    figure, (axes,) = canvas(8.0, 4.4)
+    values = list(dict.fromkeys(point.x for points in series.values() for point in points if point.x is not None))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    places: dict[Any, float] = {value: float(value) if numbers else n for n, value in enumerate(values)}
+    for style, (name, points) in enumerate(series.items()):
+        if [point.x for point in points] == [None]:
+            (flat,) = points
+            axes.axhline(flat.mean, color=colour(style), linestyle="--", label=name)
+            axes.axhspan(flat.mean - flat.std, flat.mean + flat.std, color=colour(style), alpha=0.15, linewidth=0)
+            continue
+        points = sorted(points, key=lambda point: places[point.x])
+        _whiskers(axes, [places[point.x] for point in points], points, style, name)
+    if numbers and values and min(places.values()) > 0 and max(places.values()) > 8 * min(places.values()):
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set_xticks(list(places.values()), [str(value) for value in places])
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(_thousands)
+    axes.set_xlabel(key)
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    _legend_below(figure, [axes])
+    save(figure, path)
+
+
+def scaling(path: Path, series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str, title: str = "") -> None:
+    """Speed over a number of ranks beside the ideal, n times the speed of one, and the share of it that is reached.
+
+    The ideal starts at each mode's fewest ranks.
+    """
+    figure, (left, right) = canvas(10.5, 4.1, 2)
+    for style, (name, points) in enumerate(series.items()):
+        points = sorted(points, key=lambda point: float(point.x))
+        x = [float(point.x) for point in points]
+        ideal = [points[0].mean * n / x[0] for n in x]
+        left.plot(x, ideal, color=INK, linestyle=":", label=None if style else "ideal")
+        _whiskers(left, x, points, style, name)
+        reached = [Point(p.x, 100 * p.mean / i, 100 * p.std / i) for p, i in zip(points, ideal, strict=True)]
+        _whiskers(right, x, reached, style, "")
+    right.axhline(100, color=INK, linestyle=":")
+    ranks = sorted({float(point.x) for points in series.values() for point in points})
+    for axes in (left, right):
+        axes.set_xticks(ranks, [f"{n:g}" for n in ranks])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(xlabel)
+    left.yaxis.set_major_formatter(_thousands)
+    left.set_ylabel(ylabel)
+    right.set_ylabel("efficiency, % of ideal")
+    left.set_title(title, loc="left", color=INK, fontsize=11)
+    _legend_below(figure, [left])
+    save(figure, path)
+
+
+def colour(position: int) -> str:
+    """The palette's, from the start again after its end."""
+    return COLOURS[position % len(COLOURS)]
+
+
+def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """A curve of at most SMOOTHEST points: means of neighbours."""
+    size = -(-len(x) // SMOOTHEST) or 1
+
+    def means(values: Sequence[float]) -> list[float]:
+        return [sum(values[n : n + size]) / len(values[n : n + size]) for n in range(0, len(values), size)]
+
+    return means(x), means(y)
+
+
+def _line(style: int, count: int) -> dict[str, Any]:
+    width = 1.6 + 3.0 * (count - 1 - style) / max(1, count - 1) if count > 1 else 2.0
+    return {"color": colour(style), "linestyle": DASHES[style % len(DASHES)], "linewidth": width}
+
+
+def _whiskers(axes: Any, x: Sequence[float], points: Sequence[Point], style: int, name: str) -> None:
+    axes.errorbar(
+        x,
+        [point.mean for point in points],
+        yerr=[point.std for point in points],
+        color=colour(style),
+        marker=MARKERS[style % len(MARKERS)],
+        linestyle=DASHES[style % len(DASHES)],
+        capsize=4,
+        label=name or None,
+    )
+
+
+def _legend_below(figure: Any, axes: Sequence[Any]) -> None:
+    found: dict[str, Any] = {}
+    for one in axes:
+        handles, labels = one.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    if found:
+        figure.legend(
+            list(found.values()), list(found), loc="outside lower center", ncols=min(4, len(found)),
+            frameon=False, labelcolor=INK, fontsize=9, handlelength=3.2,
+        )  # fmt: skip
+
+
+def _thousands(value: float, _: int) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:g}"

@@ -208,7 +208,7 @@ def test_threads_of_a_worker(monkeypatch):
 def test_a_much_slower_device_is_not_waited_for(tmp_path):
     """What it still holds when others are idle they do again; its late answers count no more."""
     with DevicePool(["cpu"] * 2, workers.Slow, arguments=(tmp_path, 3.0)) as pool:
-        pool._engine.batching.kinds = ["cuda", "cpu"]  # devices of one kind wait for each other
+        pool._engine.scheduler.batching.kinds = ["cuda", "cpu"]  # devices of one kind wait for each other
         begin = time.monotonic()
         for k in range(3):
             assert list(pool.map(range(k, 200))) == [i * i for i in range(k, 200)]

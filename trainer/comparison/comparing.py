@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trainer.comparison.entries import Entry, Sweep
 from trainer.comparison.exactness import batch_dependent
 from trainer.comparison.folder import previous
 from trainer.comparison.machine import Others, machine
+from trainer.comparison.predictions import predictions
 from trainer.comparison.running import Failed, Length, Rows, Runner
 from trainer.errors import Interrupted
 from trainer.recipe import Recipe
@@ -85,6 +86,11 @@ class Comparison:
         for repeat in range(1, repeats + 1):
             self._round(repeat)
             self._write("running")
+        timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
+        self.predicted = {**predictions(self.entries, timed), **self.predicted}
+
+    def _both(self) -> Iterator[tuple[Entry, Rows]]:
+        return zip(self.entries, self.rows, strict=True)
 
     def _left(self) -> float:
         """Seconds that the timed runs will take, as the checks were: a start, and steps."""
@@ -97,7 +103,7 @@ class Comparison:
 
     def _round(self, repeat: int) -> None:
         """A B C: whatever changes in the machine from one round to the next meets all. Who has failed is left out."""
-        for entry, rows in zip(self.entries, self.rows, strict=True):
+        for entry, rows in self._both():
             if rows.error is not None:
                 continue
             begun = time.perf_counter()

@@ -86,7 +86,8 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             row["exactness"]["text"],
             f"exit {row['exit_code']}: {row['error']}" if row["error"] else row["label"],
         ]
-        table.append(cells + ([number(row["predicted_samples_per_sec"])] if predicted else []))
+        expected = row["predicted_samples_per_sec"]
+        table.append([*cells, *[number(expected) if expected is not None else "-"] * predicted])
     return table
 
 

@@ -101,10 +101,9 @@ def _of_stages(shadow: Shadow, layout: Layout, measured: Measured) -> Forecast:
 
 
 def _microbatches(layout: Layout, measured: Measured) -> list[int]:
-    possible = layout.microbatches
     if measured.blocks:
-        return [m for m in possible if -(-layout.rows // m) in measured.blocks]
-    if measured.plan and measured.plan["microbatches"] in possible:
+        return schedules.candidates(layout)
+    if measured.plan and measured.plan["microbatches"] in layout.microbatches:
         return [measured.plan["microbatches"]]
     return [schedules.default_microbatches(layout)]
 

@@ -79,6 +79,10 @@ def from_run(name: str, recipe: Recipe, images: Images) -> Measured:
         rows = stages["split_size"]
     else:
         image = (step - sum(apart.values())) / (rows * result["accumulate"])
+    slower = 1.0
+    if str(result["devices"][0]).startswith("cpu") and recipe.threads and result["throughput"]:
+        slower = result["throughput"]["threads"] / recipe.threads
+        image *= slower
     found = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
     found += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
     return Measured(
@@ -86,9 +90,13 @@ def from_run(name: str, recipe: Recipe, images: Images) -> Measured:
         rows,
         apart["optimizer"],
         apart["data"] + apart["logging"],
-        exposed=(apart["communication"], processes) if was.mode == "ddp" and processes > 1 else None,
+        exposed=(apart["communication"], processes) if was.mode == "ddp" and apart["communication"] else None,
         plan={key: stages[key] for key in ("cuts", "microbatches", "split_size", "stage_seconds")} if busy else None,
-        assumptions=(found, "images arrive and are logged as fast as there"),
+        assumptions=(
+            found,
+            *([f"threads={recipe.threads} computes {1 / slower:.3g} times as fast as there"] if slower != 1 else []),
+            "images arrive and are logged as fast as there",
+        ),
     )
 
 

@@ -27,11 +27,10 @@ from trainer.metrics import synchronise
 from trainer.models import build
 from trainer.optimization import Updater, build_optimizer
 from trainer.partition import trace
+from trainer.planning import schedules
 from trainer.planning.images import Images
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Measured, ring
-from trainer.strategies import tuning
-from trainer.strategies.tuning import Pipe
 from trainer.world import Place, World
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
@@ -46,7 +45,7 @@ def here(layout: Layout, images: Images, plugin: str | None = None) -> Measured:
         PeerError: a measuring process failed; the line is its own.
     """
     count, threads = _at_once(layout)
-    rows = micro_rows(layout)
+    rows = sorted({-(-layout.rows // m) for m in schedules.candidates(layout)}) if layout.staged else []
     task: dict[str, Any] = {
         "recipe": layout.recipe.replace(threads=threads, accumulate=1).to_dict(),
         "kind": layout.kind,
@@ -81,15 +80,6 @@ def _mean(ranks: Sequence[Sequence[Sequence[float]]]) -> list[BlockCost]:
     blocks = zip(*ranks, strict=True)
     means = ([statistics.mean(values) for values in zip(*block, strict=True)] for block in blocks)
     return [BlockCost(forward, backward, round(size)) for forward, backward, size in means]
-
-
-def micro_rows(layout: Layout) -> list[int]:
-    """Images of the micro-batches to measure, for a model in stages."""
-    if not layout.staged:
-        return []
-    possible = tuple(layout.microbatches)
-    pipe = Pipe(layout.workers * layout.virtual, layout.workers, (layout.schedule,), layout.rows, possible)
-    return sorted({-(-layout.rows // m) for m in tuning._candidates(pipe)})
 
 
 def _at_once(layout: Layout) -> tuple[int, int]:
@@ -171,7 +161,7 @@ def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
         for rows in task["microbatches"]:
             few = min(rows, answer["affordable"])
             peers.barrier()
-            costs = block_costs(traced, _images(chosen, device, few, (channels, size, size)), strategy.in_precision, 2)
+            costs = block_costs(traced, _images(chosen, device, few, (channels, size, size)), strategy.in_precision, 3)
             scale = rows / few
             listed = [(c.forward * scale, c.backward * scale, round(c.bytes * scale)) for c in costs]
             answer["blocks"][rows] = listed

@@ -17,9 +17,10 @@ from trainer.partition import Traced, choose
 from trainer.planning.layout import Layout
 from trainer.planning.shadow import Shadow, StagePass
 from trainer.recipe import STREAMS
-from trainer.strategies import orders
+from trainer.strategies import orders, tuning
 from trainer.strategies.orders import Task
 from trainer.strategies.pipeline import SCHEDULES, _tasks, ranks_of_stages
+from trainer.strategies.tuning import Pipe
 
 MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: its bubble is 20 % or less
 
@@ -79,6 +80,12 @@ def cuts(traced: Traced, layout: Layout, costs: Sequence[BlockCost]) -> tuple[st
     if layout.recipe.pipeline.cuts != "auto":
         return choose(traced, layout.recipe.pipeline.cuts, stages)
     return tuple(traced.cuts[index] for index in balance(costs, stages))
+
+
+def candidates(layout: Layout) -> list[int]:
+    """The numbers of micro-batches that training would measure."""
+    stages, counts = layout.workers * layout.virtual, tuple(layout.microbatches)
+    return tuning._candidates(Pipe(stages, layout.workers, (layout.schedule,), layout.rows, counts))
 
 
 def default_microbatches(layout: Layout) -> int:

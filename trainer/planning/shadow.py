@@ -1,24 +1,20 @@
 """A model of shapes alone: what its passes allocate and compute, counted without allocating or computing anything.
 
-Fake tensors run the real operators' shape functions through autograd, as training would; a dispatch mode sees each
-storage come, and weak references see it go.
+Fake tensors run the real operators' shape functions through autograd, as training would.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torchvision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,6 +23,7 @@ from trainer.errors import RecipeError
 from trainer.models import build
 from trainer.optimization import build_optimizer, optimizer_state
 from trainer.partition import Traced, trace
+from trainer.planning.allocations import Allocations, size_of
 from trainer.planning.images import Images
 from trainer.recipe import ModelRecipe, Recipe
 from trainer.strategies.base import AUTOCAST
@@ -54,61 +51,6 @@ class StagePass(NamedTuple):
     received: int  # bytes of its inputs
     sent: int  # bytes of its outputs
     flops: int  # of the forward pass
-
-
-class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages that exist, and the most there were at once; those of `known` tensors do not count."""
-
-    def __init__(self, known: Sequence[Tensor], cpu: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._cpu = cpu
-        self._known = [tensor.untyped_storage() for tensor in known]  # held, or another could get its address
-        self._seen: dict[int, Any] = {storage._cdata: storage for storage in self._known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        if self._cpu and func is torch.ops.aten.convolution_backward.default:
-            self.peak = max(self.peak, self.live + _scratch(args[1], args[2], args[9]))
-        self.peak = max(self.peak, self.live)
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-
-        def gone(_: Any) -> None:
-            self.live -= size
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, gone)
-        self.live += size
-
-
-def _scratch(inputs: Tensor, weight: Tensor, groups: int) -> int:
-    """What a convolution's backward pass allocates on a CPU for a moment, beyond its results.
-
-    oneDNN computes the weight's gradient in blocks of 16 x 16 channels a group (3 x 3 depthwise ones apart), in 16-bit
-    types with sums in fp32, and copies it to the weight's layout. Found by the profiler's memory events (AVX-512, torch
-    2.15); it matters for depthwise convolutions of few images.
-    """
-    outs, ins = weight.shape[0] // groups, weight.shape[1]
-    reordered = not (inputs.is_contiguous() and weight.is_contiguous())  # channels_last
-    special = outs == ins == 1 and tuple(weight.shape[2:]) == (3, 3)
-    blocked = 1.0
-    if groups > 1 and reordered and not special:
-        blocked = (-(-outs // 16) * 16) * (-(-ins // 16) * 16) / (outs * ins)
-    if weight.element_size() == 2:
-        return int(_size(weight) * max(3 * blocked - 1, blocked + reordered))
-    return int(_size(weight) * (blocked + reordered))
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 class Shadow:
@@ -156,23 +98,23 @@ class Shadow:
     def resident(self, module: nn.Module) -> dict[str, int]:
         """Bytes of a module's (the model's, or a stage's) parameters, gradients, optimizer state, average, buffers."""
         parameters = dict(module.named_parameters())
-        weights = sum(map(_size, parameters.values()))
+        weights = sum(map(size_of, parameters.values()))
         with self._fake:
             optimizer = build_optimizer(parameters, self.recipe.optimizer)
-            state = sum(map(_size, optimizer_state(optimizer, parameters).values()))
+            state = sum(map(size_of, optimizer_state(optimizer, parameters).values()))
         saved = self.saved_buffers(module)
         return {
             "parameters": weights,
-            "gradients": sum(_size(p) for p in parameters.values() if p.requires_grad),
+            "gradients": sum(size_of(p) for p in parameters.values() if p.requires_grad),
             "optimizer": state,
             "ema": weights + saved if self.recipe.ema is not None else 0,
-            "buffers": sum(map(_size, module.buffers())),
+            "buffers": sum(map(size_of, module.buffers())),
         }
 
     def saved_buffers(self, module: nn.Module) -> int:
         """Bytes of the buffers that belong in a checkpoint."""
         kept = module.state_dict(keep_vars=True).keys()
-        return sum(_size(buffer) for name, buffer in module.named_buffers() if name in kept)
+        return sum(size_of(buffer) for name, buffer in module.named_buffers() if name in kept)
 
     @property
     def size(self) -> int:
@@ -275,7 +217,7 @@ class Shadow:
                 with counter:
                     travelling = self.in_precision(block, travelling)
                 flops = float(counter.get_total_flops())
-                costs.append(BlockCost(flops, 2 * flops, _size(travelling)))
+                costs.append(BlockCost(flops, 2 * flops, size_of(travelling)))
         return [*costs[:-1], BlockCost(costs[-1].forward, costs[-1].backward, 0)]
 
     def stages(self, cuts: Sequence[str], rows: int, wired: bool) -> list[StagePass]:
@@ -296,7 +238,7 @@ class Shadow:
                 with torch.no_grad(), counter:
                     sent = run(travelling.detach())
                 memory = self._pass(run, travelling, gradients=True, last=last)
-                found.append(StagePass(memory, _size(travelling), _size(sent), int(counter.get_total_flops())))
+                found.append(StagePass(memory, size_of(travelling), size_of(sent), int(counter.get_total_flops())))
                 travelling = torch.empty_like(sent).requires_grad_()
         return found
 

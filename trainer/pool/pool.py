@@ -18,9 +18,10 @@ import torch
 
 from trainer.errors import RecipeError, SetupError
 from trainer.pool.batching import Batching
-from trainer.pool.engine import Engine, Seat
+from trainer.pool.engine import Engine, Start
 from trainer.pool.failures import ItemError
 from trainer.pool.handles import ProcessHandle, ThreadHandle
+from trainer.pool.scheduler import Scheduler, Seat
 from trainer.pool.transport import pack
 from trainer.pool.worker import Caller, Definition
 
@@ -92,17 +93,17 @@ class DevicePool:
             raise RecipeError("batch_size, retries and item_timeout of a DevicePool must be positive")
         self._skip = on_error == "skip"
         self._processes = flavour == "process"
-        start: Callable[[Seat, Callable[[], None]], ProcessHandle | ThreadHandle]
+        start: Start
         if self._processes:
             start = _process_starter(start_method, worker, arguments, len(found))
         elif item_timeout not in (None, ITEM_TIMEOUT):
             raise RecipeError("a thread cannot be stopped: leave item_timeout out, or use flavour='process'")
         else:
             start = partial(_start_thread, partial(Caller, worker, arguments))
+        seats = [Seat(index, str(device)) for index, device in enumerate(found)]
         batching = Batching([device.type for device in found], batch_size)
-        names = [str(device) for device in found]
-        timeout = item_timeout if self._processes else None
-        self._engine = Engine(start, names, batching, assign == "round_robin", timeout, retries)
+        scheduler = Scheduler(seats, batching, assign == "round_robin", retries)
+        self._engine = Engine(start, scheduler, item_timeout if self._processes else None)
         _open.add(self._engine)
         self._finalizer = weakref.finalize(self, _close, self._engine, os.getpid())
 
@@ -172,7 +173,19 @@ class DevicePool:
     def figures(self) -> list[dict[str, Any]]:
         """One dict a worker: device, worker (its index), items (done), items_per_sec (while it works), queue (items it
         holds), batch_size (at present), replaced (how often)."""
-        return list(self._engine.figures())
+        batching = self._engine.scheduler.batching
+        return [
+            {
+                "device": seat.device,
+                "worker": seat.index,
+                "items": seat.done,
+                "items_per_sec": batching.paces[seat.index].rate,
+                "queue": seat.held,
+                "batch_size": batching.size(seat.index),
+                "replaced": seat.replaced,
+            }
+            for seat in self._engine.seats
+        ]
 
     def close(self) -> None:
         """End all workers, within seconds; what is not done is dropped, and its iterators and Futures get an error."""
@@ -188,9 +201,7 @@ class DevicePool:
 # --- how workers start ------------------------------------------------------------------------------------------------
 
 
-def _process_starter(
-    method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int
-) -> Callable[[Seat, Callable[[], None]], ProcessHandle]:
+def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int) -> Start:
     if method == "fork":
         raise RecipeError(
             "start_method='fork' copies locks held by threads that the copy lacks (OpenMP's, CUDA's), "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.pool.failures import ItemError
@@ -24,57 +24,63 @@ class Lane:
         self.items: deque[Any] = deque()
         self.next, self.step, self.skip = first, step, skip
 
-    def take(self, count: int) -> Batch:
+    def take(self, count: int, stream: Stream) -> Batch:
         items = [self.items.popleft() for _ in range(count)]
         indices = range(self.next, self.next + count * self.step, self.step)
         self.next += count * self.step + self.skip
-        return Batch(indices, items)
+        return Batch(stream, indices, items)
 
 
 @dataclass(eq=False)
 class Batch:
     """Items of one stream that are done together."""
 
+    stream: Stream
     indices: range
     items: Sequence[Any]
-    stream: Stream | None = None
     tries: int = 0
     holders: int = 0  # workers that have it
     done: bool = False  # answered, or done again as other batches
 
-    def singles(self, tries: int) -> Iterator[Batch]:
-        for index, item in zip(self.indices, self.items, strict=True):
-            yield Batch(range(index, index + 1), [item], self.stream, tries)
+    def singles(self, tries: int) -> list[Batch]:
+        """Its items, each by itself."""
+        pairs = zip(self.indices, self.items, strict=True)
+        return [Batch(self.stream, range(index, index + 1), [item], tries) for index, item in pairs]
 
 
-@dataclass(eq=False)
 class Stream:
     """One `map`. The caller's thread puts items in and takes results out; the engine's thread does the rest.
 
     Both sides only append to and pop from deques, so there is no lock.
+
+    Args:
+        ordered: results come in the items' order.
+        lanes: one, or one a worker.
+        wake: tells the engine that there is something to do.
+        window: items that may be on their way.
+        width: items of a batch, if that is fixed.
     """
 
-    ordered: bool
-    lanes: list[Lane]
-    wake: Callable[[], None]
-    window: int
-    lane_of: Callable[[int], int]
-    again: list[deque[Batch]] = field(default_factory=list)  # by lane
-    arrived: deque[tuple[range, Any]] = field(default_factory=deque)
-    news: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    wanted: int = 1  # items that the engine waits for, 0: it does not
-    since: float = 0.0  # when the engine first saw items that are less than a batch
-    due: float | None = None  # when it will take them nevertheless
-    ended: bool = False  # the iterable has no more
-    waiting: bool = False  # the caller waits for results, so no item comes meanwhile
-    closed: bool = False
-    _early: dict[int, Any] = field(default_factory=dict)
-    _next: int = 0
+    def __init__(
+        self, ordered: bool, lanes: list[Lane], wake: Callable[[], None], window: int, width: int | None
+    ) -> None:
+        self.ordered, self.lanes, self.wake, self.window, self.width = ordered, lanes, wake, window, width or 1
+        self.again: list[deque[Batch]] = [deque() for _ in lanes]  # batches that come before new ones, by lane
+        self.arrived: deque[tuple[range, Any]] = deque()
+        self.news = threading.Event()
+        self.error: BaseException | None = None
+        self.wanted = 1  # items that the engine waits for; 0: it does not
+        self.since = 0.0  # when the engine first saw items that are less than a batch
+        self.due: float | None = None  # when it will take them nevertheless
+        self.ended = False  # the iterable has no more
+        self.waiting = False  # the caller waits for results, so no item comes meanwhile
+        self.closed = False
+        self._early: dict[int, Any] = {}
+        self._next = 0
 
     def put(self, index: int, item: Any) -> None:
         """Caller's side: item `index` of the iterable."""
-        items = self.lanes[self.lane_of(index)].items
+        items = self.lanes[index // self.width % len(self.lanes)].items
         items.append(item)
         if self.wanted and (len(items) == self.wanted or len(items) == 1):
             self.wake()

@@ -44,6 +44,7 @@ class Slot:
             os.ftruncate(descriptor, SMALLEST)
         self.descriptor = descriptor
         self.close = weakref.finalize(self, os.close, descriptor)
+        self.close.atexit = False
         self.memory = mmap.mmap(descriptor, 0)
 
     def reach(self, size: int) -> mmap.mmap:

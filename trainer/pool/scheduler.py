@@ -1,0 +1,292 @@
+"""Who gets what: batches and jobs, at first and again.
+
+A batch is held by a worker until its answer is there. What a lost worker held goes to the front of what waits: nothing
+is lost, and of two answers the first counts. All methods are called by the engine's thread, but those that say so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.errors import PredictionError
+from trainer.pool.batching import Batching
+from trainer.pool.failures import Failure, ItemError
+from trainer.pool.handles import DEPTH, Answer, ProcessHandle, ThreadHandle
+from trainer.pool.stream import Batch, Lane, Stream
+
+LINGER = 0.002  # seconds that an idle worker waits for more items than there are
+
+
+@dataclass(eq=False)
+class Job:
+    """A call that `submit` was given."""
+
+    future: Future[Any]
+    call: Any
+    lane: int
+    tries: int = 0
+    running: bool = False
+
+
+@dataclass(eq=False)
+class Seat:
+    """A place for a worker on a device: the worker may be replaced, the seat stays."""
+
+    index: int
+    device: str
+    handle: ProcessHandle | ThreadHandle | None = None
+    ready: bool = False
+    queue: deque[Batch | Job] = field(default_factory=deque)  # its tasks, the oldest is the one it does
+    since: float = 0.0  # when it began with that, or with its setup
+    starts: int = 0  # since a worker last did something
+    done: int = 0  # items and jobs
+    replaced: int = 0
+
+    @property
+    def held(self) -> int:
+        return sum(len(task.items) for task in list(self.queue) if isinstance(task, Batch))
+
+    def __str__(self) -> str:
+        return f"worker {self.index} on {self.device}"
+
+
+class Scheduler:
+    """Streams and jobs on one side, seats on the other.
+
+    Args:
+        round_robin: whether work goes to workers in turn, or to whichever is free.
+        retries: times that an item is tried.
+    """
+
+    def __init__(self, seats: Sequence[Seat], batching: Batching, round_robin: bool, retries: int) -> None:
+        self.seats, self.batching, self.round_robin, self.retries = seats, batching, round_robin, retries
+        self.streams: list[Stream] = []
+        self.jobs: list[deque[Job]] = [deque() for _ in (seats if round_robin else seats[:1])]
+        self._submitted = 0
+
+    def lanes(self) -> list[Lane]:
+        """Of a new stream: one, or one a worker that is dealt items, or batches, in turn."""
+        width, count = self.batching.fixed, len(self.seats)
+        if not self.round_robin:
+            return [Lane()]
+        if width:
+            return [Lane(worker * width, skip=width * (count - 1)) for worker in range(count)]
+        return [Lane(worker, step=count) for worker in range(count)]
+
+    def add_job(self, call: Any) -> Future[Any]:
+        """A caller's side, one at a time."""
+        job = Job(Future(), call, self._submitted % len(self.jobs))
+        self._submitted += 1
+        self.jobs[job.lane].append(job)
+        return job.future
+
+    def fail(self, error: BaseException) -> None:
+        """End everything that waits or is on its way."""
+        for stream in self.streams:
+            stream.fail(error)
+        jobs = [task for seat in self.seats for task in seat.queue if isinstance(task, Job)]
+        for job in jobs + [job for lane in self.jobs for job in lane]:
+            _resolve(job.future, error=error)
+
+    # --- handing out --------------------------------------------------------------------------------------------------
+
+    def hand_out(self) -> None:
+        """Give every worker what it should have, the idle and the fast first."""
+        for stream in self.streams:
+            stream.wanted, stream.due = 0, None
+        seats = [seat for seat in self.seats if seat.ready]
+        seats.sort(key=lambda seat: -self.batching.paces[seat.index].rate)
+        for depth in range(DEPTH):
+            for seat in seats:
+                while len(seat.queue) == depth and self._feed(seat):
+                    pass
+
+    def _lane(self, seat: Seat) -> int:
+        return seat.index if self.round_robin else 0
+
+    def _feed(self, seat: Seat) -> bool:
+        """Give a worker one more task if there is one for it. False: it has enough for now."""
+        jobs = self.jobs[self._lane(seat)]
+        if jobs:
+            if not seat.queue:
+                self._give_job(seat, jobs.popleft())
+                return True
+            return False
+        if seat.queue and isinstance(seat.queue[0], Job):
+            return False
+        for stream in list(self.streams):
+            again = stream.again[self._lane(seat)]
+            batch = again.popleft() if again else self._take(seat, stream)
+            if batch:
+                self._give(seat, batch)
+                return True
+        return not seat.queue and not self.round_robin and self._do_again(seat)
+
+    def _take(self, seat: Seat, stream: Stream) -> Batch | None:
+        """The next items for a worker, or None: there are too few, or others are done with them sooner."""
+        lane = stream.lanes[self._lane(seat)]
+        size = self.batching.size(seat.index)
+        stream.wanted = max(stream.wanted, size)  # before looking: an item that comes now wakes us
+        pending = len(lane.items)
+        if pending < size and not stream.ended and not self._settle_for(stream, pending):
+            return None
+        stream.since, stream.due = 0.0, None
+        count = min(size, pending)
+        if not self.round_robin:
+            held = {other.index: other.held for other in self.seats if other.ready}
+            count = self.batching.take(seat.index, held, pending)
+        return lane.take(count, stream) if count else None
+
+    def _settle_for(self, stream: Stream, pending: int) -> bool:
+        """Whether to take less than a batch: the caller waits for results, or no item has come for a while."""
+        if not pending or self.batching.fixed:
+            return False
+        now = time.monotonic()
+        stream.since = stream.since or now
+        stream.due = stream.since + LINGER
+        return stream.waiting or now >= stream.due
+
+    def _give(self, seat: Seat, batch: Batch) -> None:
+        assert seat.handle
+        if not seat.queue:
+            seat.since = time.monotonic()
+        try:
+            seat.handle.send_batch(batch.items)
+        except Exception as error:
+            self._refuse(seat, batch, error)
+            return
+        batch.holders += 1
+        seat.queue.append(batch)
+
+    def _refuse(self, seat: Seat, batch: Batch, error: Exception) -> None:
+        """Items that cannot travel: find which."""
+        batch.done = True
+        if len(batch.items) > 1:
+            batch.stream.again[self._lane(seat)].extendleft(reversed(batch.singles(batch.tries)))
+            return
+        failure = Failure.of(error)
+        message = f"it cannot be sent to a worker: {failure.message}"
+        batch.stream.deliver(batch.indices, ItemError(batch.indices.start, message, failure.traceback))
+
+    def _give_job(self, seat: Seat, job: Job) -> None:
+        assert seat.handle
+        if not job.running and not job.future.set_running_or_notify_cancel():
+            return
+        job.running = True
+        seat.since = time.monotonic()
+        seat.queue.append(job)
+        seat.handle.send_job(job.call)
+
+    def _do_again(self, seat: Seat) -> bool:
+        """An idle fast device does what a slow one of another kind still holds."""
+        now = time.monotonic()
+        for other in self.seats:
+            for place, batch in enumerate(other.queue):
+                if isinstance(batch, Job) or batch.done or batch.holders > 1 or other is seat:
+                    continue
+                elapsed = now - other.since if not place else 0.0
+                if self.batching.again(seat.index, other.index, len(batch.items), elapsed):
+                    self._give(seat, batch)
+                    return True
+        return False
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def answered(self, seat: Seat, answer: Answer) -> None:
+        """A worker has done its oldest task."""
+        task = seat.queue.popleft()
+        seat.since, seat.starts = time.monotonic(), 0
+        if isinstance(task, Job):
+            seat.done += 1
+            _finish(task.future, answer)
+            return
+        task.holders -= 1
+        if not task.tries:  # a single item that is done again says little about batches
+            self.batching.observe(seat.index, len(task.items), answer.seconds, answer.bytes)
+            for stream in self.streams:
+                stream.window = self.batching.window
+        if task.done:
+            return
+        task.done = True
+        if answer.failures:
+            self._sort_out(seat, task, answer)
+        else:
+            seat.done += len(task.items)
+            task.stream.deliver(task.indices, answer.open)
+
+    def _sort_out(self, seat: Seat, batch: Batch, answer: Answer) -> None:
+        """Deliver the results that there are; do again, or report, what failed."""
+        results = answer.open()
+        if type(results[0]) is Failure and results[0].whole:
+            results = results * len(batch.items)
+            if results[0].memory:
+                self.batching.shrink(seat.index, len(batch.items))
+        for single, result in zip(batch.singles(batch.tries + 1), results, strict=True):
+            if type(result) is not Failure:
+                seat.done += 1
+                batch.stream.deliver(single.indices, lambda result=result: [result])
+            elif len(batch.items) > 1 and result.whole:  # the others are not to blame: each gets a try by itself
+                single.tries = min(single.tries, self.retries - 1)
+                batch.stream.again[self._lane(seat)].append(single)
+            else:
+                self._try_again(seat, single, result.message, result.traceback)
+
+    def _try_again(self, seat: Seat, single: Batch, message: str, traceback: str = "") -> None:
+        """An item failed by itself: once more, or report it."""
+        if single.tries < self.retries:
+            single.stream.again[self._lane(seat)].append(single)
+        else:
+            index = single.indices.start
+            single.stream.deliver(single.indices, ItemError(index, message, traceback))
+
+    def rescue(self, seat: Seat, how: str) -> None:
+        """A worker is lost: what it held waits again, at the front. Only its oldest task may be the reason."""
+        tasks, seat.queue = list(seat.queue), deque()
+        for task in reversed(tasks):
+            begun = task is tasks[0]
+            if isinstance(task, Batch):
+                self._rescue(seat, task, begun, how)
+                continue
+            task.tries += begun
+            if task.tries < self.retries:
+                self.jobs[task.lane].appendleft(task)
+            else:
+                text = f"{seat} ended with the job, {task.tries} times: {how}"
+                _resolve(task.future, error=PredictionError(text))
+
+    def _rescue(self, seat: Seat, batch: Batch, begun: bool, how: str) -> None:
+        batch.holders -= 1
+        if batch.done or batch.holders:
+            return
+        batch.tries += begun
+        again = batch.stream.again[self._lane(seat)]
+        if not begun or (batch.tries < self.retries and len(batch.items) > 1):
+            again.appendleft(batch)  # as it was: results depend on the batch, if only in the last bits
+        elif len(batch.items) > 1:
+            batch.done = True
+            again.extendleft(reversed(batch.singles(self.retries - 1)))
+        else:
+            self._try_again(seat, batch, how)
+
+
+def _finish(future: Future[Any], answer: Answer) -> None:
+    try:
+        result = answer.open()
+    except Exception as error:
+        _resolve(future, error=error)
+        return
+    if answer.failures:
+        _resolve(future, error=result.exception())
+    else:
+        _resolve(future, result)
+
+
+def _resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    with suppress(Exception):  # it was cancelled
+        future.set_exception(error) if error else future.set_result(result)

@@ -348,18 +348,18 @@ def test_averaging_is_spread_over_its_steps():
 def test_advice_fits():
     words = ["model.name=resnet18", "data.name=synthetic", "data.image_size=64", "batch_size=64"]
     recipe = load_recipe(None, "mode=ddp", *words)
-    tight = plan(recipe, nproc=2, memory="240MiB")
+    tight = plan(recipe, nproc=2, memory="200MiB")
     tried = {one["words"].split("=")[0]: one for one in tight["advice"]}
-    assert not tight["fits"] and {"accumulate", "batch_size", "mode", "precision"} <= tried.keys()
+    assert not tight["fits"] and tried.keys() == {"accumulate", "batch_size", "mode"}
     for one in tight["advice"]:
         own = {word.partition("=")[0]: word for word in one["words"].split()}
         processes = own.pop("nproc", "nproc=2").removeprefix("nproc=")
         kept = [word for word in ["mode=ddp", *words] if word.partition("=")[0] not in own]
-        again = plan(load_recipe(None, *kept, *own.values()), nproc=processes, memory="240MiB")
+        again = plan(load_recipe(None, *kept, *own.values()), nproc=processes, memory="200MiB")
         assert again["fits"] and again["peak"] == one["peak"]
     pieces = int(tried["accumulate"]["words"].partition("=")[2])
     fewer = [n for n in range(1, pieces) if 32 % n == 0]
-    assert not any(plan(recipe.replace(accumulate=n), nproc=2, memory="240MiB")["fits"] for n in fewer)
+    assert not any(plan(recipe.replace(accumulate=n), nproc=2, memory="200MiB")["fits"] for n in fewer)
     assert plan(recipe, nproc=2, memory="1MiB")["advice"] == []
 
 
@@ -604,7 +604,7 @@ def test_a_model_that_looks_at_values(capsys, tmp_path, monkeypatch):
 
 
 def test_the_page(capsys):
-    assert answer(["plan", "recipe=digits", "nproc=2", "memory=2MiB", "bandwidth=1GB/s"]) == 0
+    assert answer(["plan", "recipe=digits", "nproc=2", "memory=4MiB", "bandwidth=1GB/s"]) == 0
     page = capsys.readouterr().out
     for text in ("1,437 training images", "DOES NOT FIT", "accumulate=2", "hogwild", "94,186 parameters", "all-reduce"):
         assert text in page
@@ -636,7 +636,7 @@ def test_what_is_wrong_is_said_before_torch_is_imported():
 def test_every_recipe_has_a_plan(path, full):
     if not full and path.stem not in ("resnet50", "finetune", "digits_streams"):
         pytest.skip("a sample of the recipes; --all plans every one")
-    found = plan(load_recipe(path.stem))
+    found = plan(load_recipe(path.stem, *(["data.root=/not/here"] if path.stem == "finetune" else [])))
     assert found["memory_per_device"] and json.dumps(found)
 
 

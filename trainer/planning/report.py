@@ -78,7 +78,7 @@ def _batch(batch: Mapping[str, Any]) -> str:
         line += f", in {batch['accumulate']} pieces of {batch['per_pass']}"
     if batch["microbatch"] not in (None, batch["per_pass"]):
         line += f", in micro-batches of {batch['microbatch']}"
-    return line + f"; {batch['per_device']:.4g} images a device"
+    return line + (f"; {batch['per_device']:.4g} images a device" if batch["microbatch"] is None else "")
 
 
 def _steps(steps: Mapping[str, Any], rate: Mapping[str, Any]) -> str:

@@ -205,6 +205,8 @@ def _assumptions(layout: Layout, images: Images) -> list[str]:
         notes.append("pipeline.microbatches=auto tries several numbers when training starts")
     if recipe.compile:
         notes.append("compiled operators may keep less than these activations")
+    if layout.kind == "cpu" and recipe.devices == "auto" and recipe.mode != "hogwild":
+        notes.append("no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB asks for its size")
     if layout.kind == "cuda" and not cuda_count():
         notes.append("no GPU is here to ask: activations are those of the CPU's operators")
     if images.train is None:

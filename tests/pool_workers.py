@@ -292,6 +292,12 @@ class Logged:
         return items
 
 
+def leave(item):
+    """Closes its pipe and stays."""
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    os.closerange(3, 64)
+
+
 class Trap:
     """Pickles, and unpickles in one process only."""
 

@@ -352,6 +352,12 @@ def test_a_crash_is_a_row_and_the_others_go_on(repeat, machine):
     assert report["status"] == "completed"
 
 
+def test_a_killed_run_has_the_exit_code_that_shells_give(machine):
+    machine.faults["single", 0] = -signal.SIGKILL
+    _, table = compared("single")
+    assert table["single"]["exit_code"] == 137
+
+
 def test_where_nothing_ran_the_exit_code_is_the_first_rows(machine, tmp_path):
     machine.faults = {("ddp", 0): 3, ("single", 0): 5}
     assert comparison.command(["recipe=digits", "modes=[ddp,single]", "devices=[cpu,cpu]", "output=out"]) == 3

@@ -65,7 +65,11 @@ def test_recipes_into_a_reader_that_leaves() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["recips"], "'recips' is not a command; did you mean recipes? there are: train, evaluate, recipes, help"),
+        (
+            ["recips"],
+            "'recips' is not a command; did you mean recipes? there are: "
+            "train, compare, plan, predict, evaluate, recipes, help",
+        ),
         (["resnet50"], "'resnet50' is not a command; did you mean recipe=resnet50? "),
         (["--nproc", "2"], "'--nproc' is not a command; "),
         (["train", "epochs"], "'epochs' is not key=value, as in optimizer.lr=0.05"),

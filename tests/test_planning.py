@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.commands import PROJECT, environment
-from trainer import load_recipe, plan
+from trainer import load_recipe, plan, world
 from trainer.__main__ import answer
 from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
@@ -328,6 +328,23 @@ def test_a_plan_for_more_devices_than_there_are():
     assert found["memory_limit"]["bytes"] == 24 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("words", "nproc", "devices"),
+    [
+        (["mode=ddp"], 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        (["mode=split"], None, ["cuda:0", "cuda:1"]),
+        (["mode=pipeline", "pipeline.stages=3"], 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        (["mode=single"], None, ["cuda:0"]),
+        (["mode=hogwild"], 2, ["cpu:0", "cpu:1"]),
+        (["mode=local_sgd", "devices=[cuda]"], 2, ["cuda:0#0", "cuda:0#1"]),
+    ],
+)
+def test_a_machine_with_one_gpu_plans_for_more(monkeypatch, words, nproc, devices):
+    monkeypatch.setattr(world, "cuda_count", lambda: 1)
+    recipe = load_recipe(None, "data.name=synthetic", "batch_size=96", *words)
+    assert list(lay_out(recipe, nproc).devices) == devices
+
+
 def test_steps_and_rates():
     found = plan(load_recipe("cifar10"), nproc=2)
     assert found["data"]["train_samples"] == 50_000
@@ -464,7 +481,9 @@ def test_a_pipeline_from_a_run_of_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["pipeline", "ddp"])
-def test_measured_here(mode):
+def test_measured_here(mode, full):
+    if mode == "ddp" and not full:
+        pytest.skip("a sample of the modes; --all measures both")
     words = [f"mode={mode}", "threads=1", "batch_size=96", "recipe=digits", "nproc=2", "measured=here", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "trainer", "plan", *words],

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import pool_workers as workers
-from tests.commands import environment
+from tests.commands import blocks, environment
 from trainer.errors import PredictionError, TrainerError, explain
 from trainer.pool import DevicePool, ItemError
 
@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("flavour", ["process", "thread"])
 def pids(pool):
     found = []
     for seat in pool._engine.seats:
-        with suppress(ValueError):  # it is being replaced
+        with suppress(ValueError, AttributeError):  # it is being replaced
             found.append(seat.handle.process.pid)
     return found
 
@@ -158,6 +158,15 @@ def test_an_item_that_kills_its_worker_is_reported():
         assert results[:3] + results[4:] == [0, 1, 2, 4, 5, 6, 7]
         assert sum(figure["replaced"] for figure in pool.figures()) == 3 + 1, "with its neighbour, and alone"
         assert list(pool.map(range(3))) == [0, 1, 2]
+
+
+def test_a_worker_that_leaves_its_pipe_is_replaced():
+    with DevicePool(["cpu"], workers.leave, retries=1) as pool:
+        assert pool.submit(workers.square, 2).result() == 4
+        [pid] = pids(pool)
+        with pytest.raises(ItemError, match="it closed its pipe, and went on"):
+            list(pool.map([1]))
+    assert gone(pid)
 
 
 def test_a_job_whose_worker_is_lost_is_done_again(tmp_path):
@@ -351,7 +360,7 @@ def test_no_end_leaves_a_process(end, method, tmp_path, full):
         pytest.skip("under --all")
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(PROGRAM)
-    before = set(os.listdir("/dev/shm"))
+    before = blocks()
     program = subprocess.Popen(
         [sys.executable, script, end, method],
         env=environment(POOL_TEST=mark),
@@ -376,7 +385,7 @@ def test_no_end_leaves_a_process(end, method, tmp_path, full):
         time.sleep(0.02)
     assert not processes(f"POOL_TEST={mark}".encode())
     assert program.returncode == ENDS[end]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert blocks() <= before
     last = {
         "exception": "ValueError: of the program",
         "interrupt": "KeyboardInterrupt",

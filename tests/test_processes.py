@@ -21,6 +21,7 @@ from tests.commands import PROJECT, environment
 # Of the multiprocessing modules, what does not start processes by the global start method.
 HARMLESS = {"active_children", "cpu_count", "current_process", "get_context", "parent_process"}
 HARMLESS |= {"connection", "forkserver", "process", "resource_tracker", "shared_memory", "spawn"}
+HARMLESS |= {"context", "reduction", "util"}
 FORKS = {"os.fork", "os.forkpty", "pty.fork"}
 CONTEXT = {"ProcessPoolExecutor": "mp_context", "DataLoader": "multiprocessing_context"}
 
@@ -175,7 +176,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_workers_that_compute_end(method, full, tmp_path):
     """The loaders' own context, and the other that is allowed."""
-    rounds = 20 if full else 2
+    rounds = 20 if full else 1
     (tmp_path / "direct.py").write_text(DIRECT)
     finish(tmp_path / "direct.py", method, rounds, timeout=60 + 60 * rounds)
 
@@ -260,7 +261,7 @@ def test_training_with_loader_workers_ends(global_method, full, photos, tmp_path
     (tmp_path / "users_data.py").write_text(USERS_DATA)
     (tmp_path / "script.py").write_text(USERS_SCRIPT)
     (tmp_path / "readers").mkdir()
-    rounds = 20 if full else 2 if global_method == "default" else 1
+    rounds = 20 if full else 1
     recipe = ["mode=single", "model.name=cnn", "data.workers=4", "data.image_size=72", "batch_size=4", "epochs=2"]
     words = [*recipe, "threads=2", "timeout=60", "logging.progress=false", f"data.root={photos}"]
     out = finish("script.py", global_method, rounds, *words, timeout=120 + 60 * rounds, cwd=tmp_path)

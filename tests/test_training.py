@@ -270,8 +270,8 @@ def same_run(one, two):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4], ids=["single", "ddp 2", "ddp 4"])
 def test_killed_in_mid_epoch_and_resumed_is_byte_equal(ranks, dropped, photos, tmp_path, full):
-    if ranks == 4 and not full:
-        pytest.skip("four ranks on two cores take a minute: --all")
+    if ranks != 2 and not full:
+        pytest.skip("a sample of the modes; --all takes every one")
     mode = ["mode=single"] if ranks == 1 else ["mode=ddp", f"nproc={ranks}"]
     words = [
         "recipe=finetune",
@@ -301,14 +301,14 @@ def test_killed_in_mid_epoch_and_resumed_is_byte_equal(ranks, dropped, photos, t
 
 
 def logged(folder):
-    """(tag, step) of all raw TensorBoard events, each once; speed depends on the clock and is left out."""
+    """(tag, step) of all raw TensorBoard events, each once; what depends on the clock is left out."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     seen = set()
     for path in folder.glob("events.out.tfevents.*"):
         for event in LegacyEventFileLoader(str(path)).Load():
             for value in event.summary.value:
-                if not value.tag.startswith("speed/"):
+                if not value.tag.startswith(("speed/", "verdict/")):
                     assert (value.tag, event.step) not in seen, (value.tag, event.step)
                     seen.add((value.tag, event.step))
     assert ("train/loss", 3) in seen and any(tag == "val/top1" for tag, _ in seen)

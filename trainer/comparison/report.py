@@ -139,8 +139,8 @@ def method(report: Mapping[str, Any]) -> str:
     return (
         f"{runs}{steps}{size}; images/s: mean +- standard deviation over repeats; ratio: median (least-greatest) of "
         f"the repeats' ratios. A difference is shown where the confidence interval of the paired ratios lies beyond "
-        f"+-{MARGIN:.0%} (t-tests, all claims together wrong in at most {ERROR:.0%} of comparisons: Holm). Maths: the "
-        f"first losses against single's."
+        f"+-{MARGIN:.0%} (t-tests, plain and trimmed; all claims together wrong in at most {ERROR:.0%} of "
+        f"comparisons: Holm). Maths: the first losses against single's."
     )
 
 

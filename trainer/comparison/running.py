@@ -91,7 +91,7 @@ class Runner:
         code = execute([sys.executable, "-m", "trainer", *command, f"output={path}"], log)
         done = finished(path, command)
         if code != 0 or done is None:
-            raise Failed(last_line(log, code), code)
+            raise Failed(last_line(log, code), code if code > 0 else 128 - code if code < 0 else 1)
         self._tidy(path, repeat)
         return done
 

@@ -81,11 +81,12 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None) -> Layout:
 
 
 def _pretended(recipe: Recipe, processes: int) -> int:
-    """GPUs that the planned machine has: those the recipe names, or where this one has some, one a process."""
+    """GPUs that the planned machine has: those the recipe names, or where this one has some, one a process or stage."""
     if recipe.devices == "auto":
         here = world.cuda_count()
-        return max(here, processes) if here else 0
-    if recipe.devices == ["cpu"] or set(recipe.devices) == {"cpu"}:
+        staged = recipe.mode in ("split", "pipeline") and processes == 1
+        return max(here, (recipe.pipeline.stages or 2) if staged else processes) if here else 0
+    if set(recipe.devices) == {"cpu"}:
         return 0
     return 1 + max((int(name.partition(":")[2] or 0) for name in recipe.devices if name != "cpu"), default=0)
 

@@ -174,6 +174,7 @@ class Engine:
         for source in seat.handle.waits_on():
             self._selector.unregister(source)
         seat.handle.kill()
+        seat.handle = None
         seat.replaced += 1
         self.scheduler.rescue(seat, how)
         self._start(seat)

@@ -43,6 +43,7 @@ class ProcessHandle:
         self.connection, theirs = context.Pipe()
         self.slots = [Slot() for _ in range(DEPTH)]
         self.free = deque(range(DEPTH))
+        self.lost = False  # the pipe is closed at its other end
         arguments = (theirs, self.slots, definition, device, threads, dict(os.environ))
         process: Any = context.Process  # type: ignore[attr-defined]
         self.process = process(target=main, args=arguments, name=name)
@@ -75,7 +76,7 @@ class ProcessHandle:
     def receive(self) -> list[Answer]:
         """All answers that are there, also those of a process that has ended since."""
         answers = []
-        with suppress(EOFError, OSError):
+        try:
             while self.connection.poll():
                 message = Message.from_bytes(self.connection.recv_bytes())
                 slot, place = self.slots[message.slot], message.place
@@ -84,13 +85,17 @@ class ProcessHandle:
                     self.free.append(message.slot)
                 seconds = message.nanoseconds / 1e9
                 answers.append(Answer(Kind(message.kind), parcel.open, message.failures, seconds, place.end))
+        except (EOFError, OSError):
+            self.lost = True
         return answers
 
     def ended(self) -> str:
         """How it ended, or empty."""
+        if self.lost:
+            self.process.join(0.5)
         code = self.process.exitcode
         if code is None:
-            return ""
+            return "it closed its pipe, and went on" if self.lost else ""
         if code >= 0:
             return f"it ended with exit code {code}"
         return f"it was killed by {signal.Signals(-code).name}" + (

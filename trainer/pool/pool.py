@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import pickle
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,6 +16,7 @@ import torch
 
 from trainer.errors import RecipeError, SetupError
 from trainer.pool.batching import Batching
+from trainer.pool.checks import check_devices, check_importable, check_worker, one_of, unpicklable
 from trainer.pool.engine import Engine, Start
 from trainer.pool.failures import ItemError
 from trainer.pool.handles import ProcessHandle, ThreadHandle
@@ -48,7 +47,8 @@ class DevicePool:
     are refused, results are on the CPU and own their memory.
 
     Args:
-        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times.
+        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker process has as many
+            threads as OMP_NUM_THREADS says, or else its share of the cores.
         worker: the class or function. It must pickle: defined at the top of a module.
         arguments: of the class. Their tensors are in memory once for all processes (a process that writes to them
             gets its own copy of those pages).
@@ -86,9 +86,9 @@ class DevicePool:
     ) -> None:
         found = check_devices(devices)
         check_worker(worker, arguments)
-        _one_of("assign", assign, "free", "round_robin")
-        _one_of("flavour", flavour, "process", "thread")
-        _one_of("on_error", on_error, "raise", "skip")
+        one_of("assign", assign, "free", "round_robin")
+        one_of("flavour", flavour, "process", "thread")
+        one_of("on_error", on_error, "raise", "skip")
         if min(batch_size or 1, retries, 1 if item_timeout is None else item_timeout) <= 0 or batch_size == 0:
             raise RecipeError("batch_size, retries and item_timeout of a DevicePool must be positive")
         self._skip = on_error == "skip"
@@ -167,7 +167,7 @@ class DevicePool:
             try:
                 call = pack(call)
             except Exception as error:
-                raise _unpicklable(function, error) from error
+                raise unpicklable(function, error) from error
         return self._engine.add_job(call)
 
     def figures(self) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequenc
             "start_method='fork' copies locks held by threads that the copy lacks (OpenMP's, CUDA's), "
             "and hangs: use 'forkserver' or 'spawn'"
         )
-    _one_of("start_method", method, "forkserver", "spawn")
+    one_of("start_method", method, "forkserver", "spawn")
     me = process.current_process()
     if getattr(me, "_inheriting", False):
         raise RecipeError(
@@ -221,9 +221,10 @@ def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequenc
     except SetupError:
         raise
     except Exception as error:
-        raise _unpicklable(worker, error) from error
-    context = multiprocessing.get_context(method)
-    server: Any = multiprocessing.forkserver._forkserver if method == "forkserver" else None
+        raise unpicklable(worker, error) from error
+    served = method == "forkserver"
+    context: Any = multiprocessing.get_context("forkserver") if served else multiprocessing.get_context("spawn")
+    server: Any = multiprocessing.forkserver._forkserver if served else None
     if server and server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything
         context.set_forkserver_preload(["torch", "trainer.pool.preload"])
     threads = threads_each(count)
@@ -242,69 +243,6 @@ def threads_each(workers: int) -> int:
     """Threads of a worker: OMP_NUM_THREADS where the user set it, else the cores of this process shared out."""
     wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(wish) if wish.isdigit() and int(wish) else max(1, len(os.sched_getaffinity(0)) // workers)
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """Devices by name, each checked.
-
-    Raises:
-        RecipeError: a name that means nothing, or no name.
-        SetupError: this machine lacks it.
-    """
-    if isinstance(devices, str | torch.device) or not devices:
-        raise RecipeError(f"devices={devices!r} of a DevicePool: give a list, as ['cuda:0', 'cpu'], one worker each")
-    found = []
-    for name in devices:
-        try:
-            device = torch.device(name)
-        except (RuntimeError, TypeError) as error:
-            raise RecipeError(f"device {name!r}: {str(error).splitlines()[0]}: use 'cpu' or 'cuda:0'") from None
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise SetupError(f"device {name} is not here: this machine has {torch.cuda.device_count()} CUDA devices")
-        found.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
-    return found
-
-
-def check_worker(worker: Any, arguments: Sequence[Any]) -> None:
-    """Raises RecipeError unless it is something that a pool can call."""
-    name = getattr(worker, "__qualname__", repr(worker))
-    if isinstance(worker, type):
-        if not any(method in vars(base) for base in worker.__mro__ for method in ("__call__", "batch")):
-            raise RecipeError(f"worker {name} has neither __call__(self, item) nor batch(self, items): give it one")
-    elif not callable(worker) and not hasattr(worker, "batch"):
-        raise RecipeError(f"worker {name} is no class and no function: it cannot be called for an item")
-    elif arguments:
-        raise RecipeError(f"arguments are for a worker class, and {name} is none: use functools.partial")
-
-
-def check_importable(function: Any) -> None:
-    """Raises RecipeError for what another process cannot find: it was typed into an interpreter."""
-    main: Any = sys.modules["__main__"]
-    if getattr(main, "__file__", "") == "<stdin>":
-        del main.__file__  # multiprocessing would look for a file of that name
-    here = getattr(function, "__module__", None) == "__main__" and not isinstance(function, partial)
-    if here and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
-        name = getattr(function, "__qualname__", repr(function))
-        raise RecipeError(f"{name} is defined in an interactive session, where workers cannot find it: {MOVE}")
-
-
-def _unpicklable(function: Any, error: Exception) -> RecipeError:
-    name = getattr(function, "__qualname__", repr(function))
-    text = " ".join(str(error).split())
-    if isinstance(error, pickle.PicklingError | AttributeError | TypeError) and ".to_dense()" not in text:
-        text += f": {MOVE}"
-    return RecipeError(f"{name} cannot be sent to another process: {text}")
-
-
-MOVE = "move what does not pickle to the top of a module, undecorate it, or use flavour='thread'"
-
-
-def _one_of(name: str, value: object, *allowed: str) -> None:
-    if value not in allowed:
-        raise RecipeError(f"{name}={value!r} of a DevicePool: use {' or '.join(map(repr, allowed))}")
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class Parcel:
 
 
 def pack(value: Any) -> Parcel:
-    """Take a value apart. Tensors lose their gradient and come back contiguous, and on the CPU.
+    """Take a value apart. Tensors lose their gradient and come back on the CPU, dense, their axes in memory as before.
 
     Raises:
         TypeError: a sparse tensor.
@@ -137,6 +137,8 @@ def pack(value: Any) -> Parcel:
 
 def pack_rows(values: Any) -> Parcel:
     """Take a sequence apart, to come back as a list: as one block where all are tensors, or arrays, of one shape.
+
+    From a block they come back contiguous.
 
     Args:
         values: a list or tuple, or a tensor or array of shape (N, ...).
@@ -200,11 +202,22 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return NotImplemented
         _refuse_sparse(value)
-        if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            return NotImplemented  # torch knows how
+        if not _plain(value):
+            return NotImplemented
         if value.device.type == "cuda":
             self.devices.add(value.device)
-        return _tensor, (pickle.PickleBuffer(_bytes(_on_host(value)).data), value.dtype, tuple(value.shape))
+        value = _on_host(value)
+        order = sorted(range(value.ndim), key=lambda axis: (-value.stride(axis), axis))
+        inner = value.permute(order)
+        if value.is_contiguous() or not inner.is_contiguous():
+            return _tensor, (pickle.PickleBuffer(_bytes(value).data), value.dtype, tuple(value.shape))
+        data = pickle.PickleBuffer(_bytes(inner).data)
+        return _permuted, (
+            data,
+            value.dtype,
+            tuple(inner.shape),
+            tuple(sorted(range(value.ndim), key=order.__getitem__)),
+        )
 
 
 class _Rows:
@@ -219,26 +232,13 @@ class _Rows:
         """None where they are not of one shape and type, or have no bytes."""
         first = values[0] if len(values) else None
         if isinstance(first, Tensor):
-            shape, dtype, device = first.shape, first.dtype, first.device
-            if type(first) is not Tensor or first.layout is not torch.strided or first.is_quantized or first.is_meta:
+            if not _plain(first) or not (isinstance(values, Tensor) or _alike(values, first)):
                 return None
-            if not (
-                isinstance(values, Tensor)
-                or all(
-                    type(row) is Tensor
-                    and row.shape == shape
-                    and row.dtype is dtype
-                    and row.device == device
-                    and row.layout is torch.strided
-                    for row in values
-                )
-            ):
-                return None
-            if device.type != "cpu":
+            if first.device.type != "cpu":
                 values = _on_host(values if isinstance(values, Tensor) else torch.stack(list(values)))
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
-            rows = cls(values, dtype, tuple(shape), first.element_size())
+                if first.device.type == "cuda":
+                    torch.cuda.current_stream(first.device).synchronize()
+            rows = cls(values, first.dtype, tuple(first.shape), first.element_size())
         elif type(first) is np.ndarray and first.ndim and not first.dtype.hasobject:
             kind = first.dtype
             if not all(type(row) is np.ndarray and row.shape == first.shape and row.dtype == kind for row in values):
@@ -264,6 +264,24 @@ class _Rows:
                 memory[at : at + size] = _bytes(value).data
 
 
+def _plain(tensor: Tensor) -> bool:
+    """Whether its bytes and its shape are all of it; for the others torch knows how."""
+    strided = type(tensor) is Tensor and tensor.layout is torch.strided
+    return strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def _alike(rows: Sequence[Any], first: Tensor) -> bool:
+    shape, dtype, device = first.shape, first.dtype, first.device
+    return first.is_contiguous() and all(
+        type(row) is Tensor
+        and row.shape == shape
+        and row.dtype is dtype
+        and row.device == device
+        and row.layout is torch.strided
+        for row in rows
+    )
+
+
 def _refuse_sparse(tensor: Tensor) -> None:
     if tensor.layout not in (torch.strided, torch.jagged):
         raise TypeError(f"a tensor of layout {tensor.layout} does not travel between processes: send its .to_dense()")
@@ -273,7 +291,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """On the CPU; from a GPU through pinned memory, there once its stream is synchronised."""
     if tensor.device.type != "cuda":
         return tensor.detach().cpu()
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
     return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
@@ -284,6 +302,11 @@ def _bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
         return array
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _permuted(buffer: Any, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+    """The same for one whose axes lie in another order, as channels_last has it."""
+    return _tensor(buffer, dtype, shape).permute(tuple(order))
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

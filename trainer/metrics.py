@@ -84,7 +84,8 @@ class StepTimer:
         self.early = array("d")  # the same for warm-up steps after the first, used by runs with nothing else
         self.waits = [0.0, 0.0]  # seconds waited for data in measured, and early, steps
         self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
-        self.updates = [0.0, 0]  # seconds of the optimizer's part, and steps in which it was looked at
+        # Seconds of the optimizer's part where it was looked at, of measured, and early, steps.
+        self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
         self._events: list[torch.cuda.Event] = []
         self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
         self._mark = 0.0
@@ -148,18 +149,19 @@ class StepTimer:
         return len(durations), seconds, sum(waits)
 
     def _note_updates(self) -> None:
-        """Only a process's very first update, which sets things up, is nobody's."""
         if self.cuda:
-            found = [mark.elapsed_time(self._events[n + 1]) / 1e3 for n, mark in self._marks]
+            found = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
         else:
-            found = [update for _, _, update in self._pending]
-        found = found[self.seen == 0 :]
-        self.updates[0] += sum(found)
-        self.updates[1] += len(found)
+            found = [(n, update) for n, (_, _, update) in enumerate(self._pending)]
+        for n, seconds in found:
+            number = self.seen + n
+            if number > 0:
+                self.updates[number < self.warmup].append(seconds)
 
     def update_seconds(self) -> float:
-        """Mean seconds of the optimizer's part of a step."""
-        return self.updates[0] / max(1, self.updates[1])
+        """Mean seconds of the optimizer's part of the steps that `summary` tells of."""
+        found = self.updates[not self.steps]
+        return sum(found) / max(1, len(found))
 
     def summary(self, batch_size: float) -> dict[str, Any]:
         """Throughput and step times over all measured windows; a run too short for its warm-up uses its later steps."""

@@ -197,7 +197,6 @@ def test_the_speed_of_a_run_is_the_median_of_its_windows():
     assert speed(rows(*calm, (10, 5.0)), 700.0) == 1000.0  # a burst of something else
     assert speed(rows(*calm, (200, 900.0)), 700.0) == 900.0  # windows weigh their steps
     assert speed(rows(*calm), 700.0) == 700.0  # too few
-    assert speed(rows(*[(10, 12.3)] * 9), 12.345) == 12.345  # the file's tenths are too coarse
 
 
 # ------------------------------------------------------------------------------------------------------- exactness

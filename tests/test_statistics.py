@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
 from trainer.comparison.statistics import (
     ERROR,
@@ -15,26 +16,19 @@ from trainer.comparison.statistics import (
     fastest,
     mean_and_std,
     ratios,
-    student,
-    student_quantile,
 )
 
 NOISE = 0.027  # standard deviation of a pair's log-ratio: runs of 4 s, medians of windows, two busy cores
 
 
-@pytest.mark.parametrize(
-    ("t", "freedom", "chance"),
-    # Abramowitz and Stegun, table 26.10
-    [(12.706, 1, 0.05), (4.303, 2, 0.05), (2.776, 4, 0.05), (4.604, 4, 0.01), (2.571, 5, 0.05), (3.169, 10, 0.01)],
-)
-def test_student_as_in_the_tables(t, freedom, chance):
-    assert student(t, freedom) == pytest.approx(chance, rel=2e-3)
-    assert student(-t, freedom) == student(t, freedom)
-    assert student_quantile(chance, freedom) == pytest.approx(t, rel=1e-3)
-
-
-def test_student_at_its_ends():
-    assert student(0, 3) == 1 and student(1e9, 4) == pytest.approx(0, abs=1e-12)
+def test_four_pairs_are_tested_by_students_t():
+    rng = np.random.default_rng(0)
+    first, second = (dict(enumerate(rng.normal(100, 2, 4))) for _ in range(2))
+    [found] = differences({"a": first, "b": second}, margin=0.0)
+    expected = ttest_rel(np.log(list(first.values())), np.log(list(second.values())))
+    interval = np.exp(expected.confidence_interval(1 - ERROR))
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx(tuple(interval))
 
 
 def test_mean_and_std():

@@ -85,7 +85,7 @@ class Meeting:
                 "seconds": round(run.seconds(), 3),
                 "train_loss": loss / count,
                 "lr": lr,
-                "samples_per_sec": round(steps * run.loader.samples_per_step / seconds, 1) if seconds else "",
+                "samples_per_sec": float(f"{steps * run.loader.samples_per_step / seconds:.6g}") if seconds else "",
             }
         )
         run.unlogged.clear()

@@ -27,7 +27,6 @@ CHECKED_STEPS = 20  # whose losses are held against single's
 SECONDS, FEWEST, MOST = 4.0, 10, 1000  # a run measures for so long, in so many steps
 POINTS = 20  # rows of steps.csv in a run: enough for a curve, too few to slow it
 FEW_WINDOWS = 5  # have no median to speak of
-ROUNDED = 200.0  # images/s from which on the tenths of steps.csv are exact enough
 QUIET = {"logging.progress": "false", "save.every_epochs": "null"}
 LINGER = 25.0  # seconds that an interrupted run may take to leave
 
@@ -168,7 +167,7 @@ def speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
 
     Other programs disturb a run in bursts, which the mean over the run keeps and the median leaves out: measured on two
     busy cores, repeats of 4 s scatter by 2.7 % instead of 4.0 %. What a mode does now and then (averaging, an epoch's
-    start) stays in, as long as it falls into most windows. Slow runs, and short ones, have the mean.
+    start) stays in, as long as it falls into most windows. Short runs have the mean.
     """
     ends = [0, *(int(row["step"]) for row in rows)]
     windows = sorted(
@@ -179,7 +178,7 @@ def speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
     half, seen = sum(steps for _, steps in windows) / 2, 0
     for rate, steps in windows:
         seen += steps
-        if seen >= half and len(windows) >= FEW_WINDOWS and rate >= ROUNDED:
+        if seen >= half and len(windows) >= FEW_WINDOWS:
             return rate
     return mean
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
+from scipy.stats import t as student
+
 ERROR = 0.05  # probability that a comparison shows any difference where there is none
 MARGIN = 0.02  # relative; smaller differences are not shown
 
@@ -90,32 +92,6 @@ def middle(values: Sequence[float]) -> tuple[float, float, float]:
     return median(values), min(values), max(values)
 
 
-def student(t: float, freedom: int) -> float:
-    """P(|T| > t) of Student's t with a whole number of degrees of freedom.
-
-    The finite series of Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 26.7.3 and 26.7.4, p. 948.
-    """
-    theta = math.atan(abs(t) / math.sqrt(freedom))
-    cosine, odd = math.cos(theta), freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (k - 1) / k
-    inside = (theta + math.sin(theta) * total) * 2 / math.pi if odd else math.sin(theta) * total
-    return min(1.0, max(0.0, 1.0 - inside))
-
-
-def student_quantile(error: float, freedom: int) -> float:
-    """The t that |T| exceeds with probability `error`, by bisection."""
-    low, high = 0.0, 1.0
-    while student(high, freedom) > error:
-        high *= 2
-    for _ in range(100):
-        centre = (low + high) / 2
-        low, high = (centre, high) if student(centre, freedom) > error else (low, centre)
-    return high
-
-
 def _paired(first: Runs, second: Runs) -> list[float]:
     return [math.log(ratio) for ratio in ratios(first, second)]
 
@@ -134,11 +110,11 @@ class _Estimate:
         beyond = abs(self.centre) - margin
         if beyond <= 0 or not self.freedom:
             return 1.0
-        return min(1.0, self.tests * student(beyond / self.error, self.freedom)) if self.error else 0.0
+        return min(1.0, self.tests * 2 * float(student.sf(beyond / self.error, self.freedom))) if self.error else 0.0
 
     def interval(self, error: float) -> tuple[float, float]:
         """The ratio's confidence interval, that all tests' hold at once with probability 1 - `error`."""
-        reach = student_quantile(error / self.tests, self.freedom) * self.error
+        reach = float(student.isf(error / self.tests / 2, self.freedom)) * self.error
         return math.exp(self.centre - reach), math.exp(self.centre + reach)
 
 

@@ -25,9 +25,7 @@ from trainer.errors import SetupError
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 SMALLEST = 1 << 16  # bytes of a slot at first
-LITTLE = (
-    1 << 15
-)  # elements that torch copies in one thread; for more it starts threads, which the parent lacks cores for
+LITTLE = 1 << 15  # elements that torch copies in one thread; for more it starts threads, and the parent has no cores
 
 
 class Slot:

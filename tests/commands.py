@@ -29,16 +29,20 @@ def environment(**changes):
 def trainer(*words, env=None, timeout=180, cwd=None, python=()):
     """Run `python -m trainer words...`; returns the finished process.
 
-    With a plain environment it is forked from a process that has imported torch already (see `tests.warm`).
+    It is forked from a process that has imported torch already (see `tests.warm`), unless `env` says what others than
+    ours read, perhaps as they are imported.
     """
     words = [*map(str, words)]
     command = [sys.executable, *python, "-m", "trainer", *words]
-    if env or python:
+    ours = all(name.startswith("TRAINER_") for name in env or {})
+    if not ours or python:
         return subprocess.run(
             command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True
         )
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = _warm().run(words, environment(), str(cwd or os.getcwd()), out.fileno(), err.fileno(), timeout)
+        code = _warm().run(
+            words, environment(**(env or {})), str(cwd or os.getcwd()), out.fileno(), err.fileno(), timeout
+        )
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(command, code, out.read(), err.read())

@@ -1,4 +1,4 @@
-"""What all tests share: `--all` for the full counts, and `gpu` for what needs a CUDA device."""
+"""What all tests share: `--all` for the full counts, `full` for tests of those alone, `gpu` for a CUDA device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--all"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="one of several alike, or long: --all"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         from trainer.world import cuda_count

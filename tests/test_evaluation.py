@@ -20,7 +20,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
 def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
     arguments = ["--standalone", f"--nproc_per_node={ranks}"]
     with torchrun("evaluate", f"checkpoint={trained}", "batch_size=12", arguments=arguments) as process:

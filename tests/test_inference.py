@@ -117,13 +117,22 @@ def test_bad_images_are_rows_with_reasons(digits, photos, tmp_path):
 def test_lists_single_files_and_stdin(digits, photos, tmp_path):
     chosen = [photos / "1" / "03.png", photos / "nowhere.png", photos / "0" / "02.png"]
     (tmp_path / "list.txt").write_text("".join(f"{path}\n" for path in chosen))
-    label(digits, tmp_path / "list", f"data.root={tmp_path / 'list.txt'}", CPU)
+    label(digits, tmp_path / "list", f"data.root={tmp_path / 'list.txt'}", CPU, "predict.batch_size=1")
     rows = read(tmp_path / "list")
     assert [row["path"] for row in rows] == list(map(str, chosen))
     assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
-    label(digits, tmp_path / "one", f"data.root={chosen[0]}", CPU)
+    label(digits, tmp_path / "one", f"data.root={chosen[0]}", CPU, "predict.batch_size=1")
     assert read(tmp_path / "one") == rows[:1]
-    command = [sys.executable, "-m", "trainer", "predict", f"checkpoint={digits}", "data.root=-", CPU]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "predict",
+        f"checkpoint={digits}",
+        "data.root=-",
+        CPU,
+        "predict.batch_size=1",
+    ]
     subprocess.run(
         [*command, f"output={tmp_path / 'stdin'}"],
         input=(tmp_path / "list.txt").read_bytes(),
@@ -161,7 +170,7 @@ def test_a_checkpoint_of_the_run(digits, photos, tmp_path):
     """Its classes and preparation are those that the run folder tells."""
     saved = next((digits / "checkpoints").iterdir())
     for name, checkpoint in (("saved", saved), ("last", digits / "last.safetensors")):
-        label(checkpoint, tmp_path / name, f"data.root={photos / '0'}", CPU)
+        label(checkpoint, tmp_path / name, f"data.root={photos / '0'}", CPU, "predict.batch_size=8")
     assert read(tmp_path / "saved") == read(tmp_path / "last")
 
 
@@ -174,7 +183,9 @@ def test_another_commands_folder_is_refused(digits, photos, tmp_path):
     assert run.returncode == 8 and "holds a training run" in run.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
+)
 def test_a_signal_is_clean(digits, photos, tmp_path, number, code):
     paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 2000
     (tmp_path / "list.txt").write_text("\n".join(paths))

@@ -332,7 +332,9 @@ def test_every_sample_is_used_once_and_augmented_as_ever(loading, sets, samples,
     assert sorted(seen) == list(range(samples))
 
 
-@pytest.mark.parametrize("words", [(), ("augment.crop=resized", "channels_last=false")])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("augment.crop=resized", "channels_last=false"), marks=pytest.mark.full)]
+)
 def test_every_sample_through_workers_and_from_the_middle(loading, words):
     inline, forked = (every(loading, photo_sets(27), 2, *AUGMENT, f"data.workers={n}", *words) for n in (0, 2))
     assert all(same(a, b) for a, b in zip(inline, forked, strict=True))
@@ -445,9 +447,14 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("words", [(), ("data.workers=2",)])
+DAMAGES = [truncate, lambda path: path.write_text("no image"), lambda path: path.write_bytes(b""), os.remove]
+
+
 @pytest.mark.parametrize(
-    "damage", [truncate, lambda path: path.write_text("no image"), lambda path: path.write_bytes(b""), os.remove]
+    ("damage", "words"),
+    [(damage, ()) for damage in DAMAGES]
+    + [pytest.param(damage, ("data.workers=2",), marks=pytest.mark.full) for damage in DAMAGES[1:]]
+    + [(truncate, ("data.workers=2",))],
 )
 def test_an_unreadable_image_stops_or_is_skipped(loading, tmp_path, damage, words):
     root = photo_folder(tmp_path)
@@ -528,7 +535,7 @@ def test_a_worker_that_dies_is_named_in_bounded_time(loading):
     assert time.monotonic() - start < 10 and str(victims[0].pid) in str(error.value)
 
 
-@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("stop", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
     loader = loading(photo_sets(hang=None if stop else 5), "data.workers=1", "timeout=4")
     batches = loader.training(0)

@@ -160,11 +160,10 @@ def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
     assert result(tmp_path / "local")["val_loss"] == pytest.approx(result(tmp_path / "ddp")["val_loss"], rel=1e-4)
 
 
+@pytest.mark.full  # test_resume_modes.py has a sample of all modes
 @pytest.mark.parametrize("more", [[], ["precision=fp16", "local_sgd.every=4"]], ids=["epoch", "steps, fp16"])
-def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path, full):
+def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
     """BatchNorm, momentum, moving average; shards of 718 and 719 images, 15 steps an epoch."""
-    if more and not full:
-        pytest.skip("fp16 is slow on the CPU: --all")
     words = ["recipe=digits_local_sgd", "nproc=2", "ema=0.9", "epochs=2", "save.every_steps=6", *QUIET, *more]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     done = ok(*words, f"output={whole}")

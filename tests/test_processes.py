@@ -173,7 +173,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.full)])
 def test_workers_that_compute_end(method, full, tmp_path):
     """The loaders' own context, and the other that is allowed."""
     rounds = 20 if full else 1
@@ -255,7 +255,7 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
-@pytest.mark.parametrize("global_method", ["default", "fork"])
+@pytest.mark.parametrize("global_method", [pytest.param("default", marks=pytest.mark.full), "fork"])
 def test_training_with_loader_workers_ends(global_method, full, photos, tmp_path):
     """After OpenMP in this process and with OpenMP in the workers, whatever start method the user's script has set."""
     (tmp_path / "users_data.py").write_text(USERS_DATA)

@@ -87,7 +87,8 @@ class Comparison:
             self._round(repeat)
             self._write("running")
         timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
-        self.predicted = {**predictions(self.entries, timed), **self.predicted}
+        _say("held against what plan predicts, for which it measures a few seconds")
+        self.predicted = {**predictions(self.entries, timed, self.asked["plugin"]), **self.predicted}
 
     def _both(self) -> Iterator[tuple[Entry, Rows]]:
         return zip(self.entries, self.rows, strict=True)

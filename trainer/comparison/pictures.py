@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: st
         if curves:
             steps = {entry: (steps, values) for entry, (steps, _, values) in curves.items()}
             seconds = {entry: (seconds, values) for entry, (_, seconds, values) in curves.items()}
-            panels = [plots.Panel(steps, "optimizer steps", label), plots.Panel(seconds, "seconds", label)]
+            log = name == "loss" and _falls_far(curves.values())
+            panels = [plots.Panel(steps, "optimizer steps", label, log), plots.Panel(seconds, "seconds", label, log)]
             plots.curves(folder / f"{name}.png", panels, title)
             made.append(folder / f"{name}.png")
     speed = {
@@ -92,6 +93,12 @@ def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: st
         plots.curves(folder / "throughput.png", [plots.Panel(speed, "seconds", SPEED)], title)
         made.append(folder / "throughput.png")
     return made
+
+
+def _falls_far(curves: Iterable[Curve]) -> bool:
+    """Whether the ends of the curves would lie on the axis of a linear picture."""
+    values = [value for *_, curve in curves for value in curve]
+    return 0 < min(values) < max(values) / 50
 
 
 def read_events(folder: Path) -> dict[str, Curve]:

@@ -1,35 +1,49 @@
-"""What `plan` expects of each entry, from the speed of `single`: a prediction to hold against the measurement."""
+"""What `plan` expects of each entry: a prediction to hold against the measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer import world
 from trainer.comparison.entries import Entry
 from trainer.errors import TrainerError
 from trainer.planning import plan
 
 
 def predictions(
-    entries: Sequence[Entry], folders: Sequence[Path | None], words: Sequence[str] = ()
+    entries: Sequence[Entry], folders: Sequence[Path | None], plugin: str | None = None
 ) -> dict[str, float]:
     """Images/s by entry, without those that nothing can be said of.
 
+    One process is predicted from the run of `single`; several from a measurement of their computing side by side and of
+    their exchange, since one alone tells of neither.
+
     Args:
         folders: a finished run of each entry, None where there is none.
+        plugin: the user's own module.
     """
     source = next(
         (folder for entry, folder in zip(entries, folders, strict=True) if entry.mode == "single" and folder), None
     )
     found: dict[str, float] = {}
     for entry in entries:
-        overlaps = entry.mode == "pipeline" and entry.ranks == 1  # on CPU stand-ins, stages work in turn
-        if source is None or entry.mode == "single" or entry.problem or (overlaps and "cpu" in entry.recipe.devices):
+        several = entry.ranks > 1
+        if entry.mode == "single" or entry.problem or _stands_in(entry) or not (several or source):
             continue
+        measured = "here" if several else str(source)
         try:
-            speed = plan(entry.recipe, entry.ranks if entry.ranks > 1 else None, measured=str(source))
+            recipe = entry.recipe.replace(threads=entry.threads)
+            speed = plan(recipe, entry.ranks if several else None, measured=measured, plugin=plugin)
         except TrainerError:  # another model or precision than the one that was measured
             continue
         if speed["predicted_samples_per_sec"] is not None:
             found[entry.name] = speed["predicted_samples_per_sec"]
     return found
+
+
+def _stands_in(entry: Entry) -> bool:
+    """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
+    if not str(entry.recipe.devices).count("cpu") and world.cuda_count():
+        return False
+    return (entry.mode == "pipeline" and entry.ranks == 1) or entry.ranks * entry.threads > world.cores()

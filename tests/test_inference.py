@@ -20,6 +20,7 @@ from torch import nn
 from tests.commands import QUIET, environment, ok, result, torchrun, trainer
 from trainer import predict
 from trainer.errors import RecipeError
+from trainer.inference import sources
 
 CPU = "devices=[cpu]"
 
@@ -63,6 +64,14 @@ def label(run: Path, output: Path, *words: object, **options: object):
     return ok("predict", f"checkpoint={run}", f"output={output}", "logging.progress=false", *words, **options)
 
 
+@pytest.fixture(scope="module")
+def labelled(digits: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Them, labelled by three workers in batches of eight, and what was printed. Not to be changed."""
+    folder = tmp_path_factory.mktemp("labelled")
+    words = [f"data.root={photos}", "devices=[cpu,cpu,cpu]", "predict.batch_size=8"]
+    return folder / "out", label(digits, folder / "out", *words).stdout
+
+
 def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
     done = label(digits, tmp_path / "out", "devices=[cpu,cpu]")
     rows = read(tmp_path / "out")
@@ -86,10 +95,9 @@ def test_the_training_part(digits, tmp_path):
     assert lines[0]["top5"][0] == [lines[0]["class"], lines[0]["probability"]]
 
 
-def test_workers_change_nothing_at_a_fixed_batch_size(digits, photos, tmp_path):
-    for name, devices in (("one", "[cpu]"), ("three", "[cpu,cpu,cpu]")):
-        label(digits, tmp_path / name, f"data.root={photos}", f"devices={devices}", "predict.batch_size=8")
-    one, three = ((tmp_path / name / "predictions.csv").read_bytes() for name in ("one", "three"))
+def test_workers_change_nothing_at_a_fixed_batch_size(digits, photos, labelled, tmp_path):
+    label(digits, tmp_path / "one", f"data.root={photos}", CPU, "predict.batch_size=8")
+    one, three = ((folder / "predictions.csv").read_bytes() for folder in (tmp_path / "one", labelled[0]))
     assert one == three
     label(digits, tmp_path / "free", f"data.root={photos}", "devices=[cpu,cpu]")
     for row, other in zip(read(tmp_path / "one"), read(tmp_path / "free"), strict=True):
@@ -98,9 +106,9 @@ def test_workers_change_nothing_at_a_fixed_batch_size(digits, photos, tmp_path):
             assert float(row["probability"]) == pytest.approx(float(other["probability"]), abs=1e-5)
 
 
-def test_bad_images_are_rows_with_reasons(digits, photos, tmp_path):
-    done = label(digits, tmp_path / "out", f"data.root={photos}", CPU)
-    rows = read(tmp_path / "out")
+def test_bad_images_are_rows_with_reasons(photos, labelled):
+    folder, printed = labelled
+    rows = read(folder)
     names = [os.path.relpath(row["path"], photos) for row in rows]
     assert names == [
         *(f"0/{n:02}.png" for n in range(0, 40, 2)),
@@ -111,18 +119,16 @@ def test_bad_images_are_rows_with_reasons(digits, photos, tmp_path):
     assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "the file is empty"
     assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
     assert {row["label"] for row in rows} == {"0", "1", ""}
-    assert "3 could not be read" in done.stdout and "of 40 images whose class is known" in done.stdout
+    assert "3 could not be read" in printed and "of 40 images whose class is known" in printed
 
 
-def test_lists_single_files_and_stdin(digits, photos, tmp_path):
+def test_lists_and_stdin(digits, photos, tmp_path):
     chosen = [photos / "1" / "03.png", photos / "nowhere.png", photos / "0" / "02.png"]
     (tmp_path / "list.txt").write_text("".join(f"{path}\n" for path in chosen))
     label(digits, tmp_path / "list", f"data.root={tmp_path / 'list.txt'}", CPU, "predict.batch_size=1")
     rows = read(tmp_path / "list")
     assert [row["path"] for row in rows] == list(map(str, chosen))
     assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
-    label(digits, tmp_path / "one", f"data.root={chosen[0]}", CPU, "predict.batch_size=1")
-    assert read(tmp_path / "one") == rows[:1]
     command = [
         sys.executable,
         "-m",
@@ -141,6 +147,12 @@ def test_lists_single_files_and_stdin(digits, photos, tmp_path):
         capture_output=True,
     )
     assert read(tmp_path / "stdin") == rows
+
+
+def test_a_single_file_and_its_folder(photos):
+    one = photos / "1" / "03.png"
+    assert list(sources.files(str(one), ["0", "1"]).items) == [sources.Item(str(one), str(one), 1)]
+    assert [item.label for item in sources.files(str(photos / "odd"), ["0", "1"]).items] == [None] * 5
 
 
 def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
@@ -166,18 +178,19 @@ def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
     assert "complete already" in label(digits, tmp_path / "out", *words[2:]).stdout
 
 
-def test_a_checkpoint_of_the_run(digits, photos, tmp_path):
+@pytest.mark.parametrize("checkpoint", ["checkpoints/last", pytest.param("last.safetensors", marks=pytest.mark.full)])
+def test_a_checkpoint_of_the_run(checkpoint, digits, photos, labelled, tmp_path):
     """Its classes and preparation are those that the run folder tells."""
-    saved = next((digits / "checkpoints").iterdir())
-    for name, checkpoint in (("saved", saved), ("last", digits / "last.safetensors")):
-        label(checkpoint, tmp_path / name, f"data.root={photos / '0'}", CPU, "predict.batch_size=8")
-    assert read(tmp_path / "saved") == read(tmp_path / "last")
+    given = digits / checkpoint
+    if checkpoint == "checkpoints/last":
+        given = max(given.parent.iterdir(), key=lambda path: path.name)
+    label(given, tmp_path / "out", f"data.root={photos}", CPU, "predict.batch_size=8")
+    assert read(tmp_path / "out") == read(labelled[0])
 
 
-def test_another_commands_folder_is_refused(digits, photos, tmp_path):
-    label(digits, tmp_path / "out", CPU)
-    words = ["predict", f"checkpoint={digits}", f"output={tmp_path / 'out'}", CPU]
-    other = trainer(*words, f"data.root={photos}")
+def test_another_commands_folder_is_refused(digits, photos, labelled):
+    words = ["predict", f"checkpoint={digits}", f"output={labelled[0]}", CPU]
+    other = trainer(*words, f"data.root={photos / '0'}")
     assert other.returncode == 8 and "choose another output=" in other.stderr
     run = trainer(*words[:2], f"output={digits}", CPU)
     assert run.returncode == 8 and "holds a training run" in run.stderr

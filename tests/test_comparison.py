@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -17,7 +18,7 @@ from trainer import comparison
 from trainer.comparison import comparing, entries, running
 from trainer.comparison.entries import Sweep, parse_modes, parse_sweep
 from trainer.comparison.exactness import batch_dependent, judge
-from trainer.comparison.report import as_text, number, spread
+from trainer.comparison.report import as_text, method, number, spread
 from trainer.comparison.running import choose_length, speed
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
 from trainer.recipe import MODES, load
@@ -242,6 +243,7 @@ class Machine:
         self.ran = []
         self.faults = {}  # (mode, repeat) -> what happens instead: an exit code, or an exception
         self.losses = {}  # mode -> factor
+        self.noise = 0.003
 
     def __call__(self, command, log):
         words = dict(word.partition("=")[::2] for word in command[3:])
@@ -254,7 +256,7 @@ class Machine:
         if fault:
             log.write_text(f"hello\ntrainer: error: it broke in {mode}\n")
             return fault
-        rate = SPEEDS.get(mode, 1000.0) * (1 + 0.003 * (hash((mode, repeat)) % 5))
+        rate = SPEEDS.get(mode, 1000.0) * (1 + self.noise * (crc32(f"{mode} {repeat}".encode()) % 5))
         steps, every = int(words["max_steps"]), int(words["logging.every_steps"])
         losses = [self.losses.get(mode, 1.0) * 2.0 / step for step in range(1, steps + 1)]
         lines = ["step,epoch,seconds,train_loss,lr,samples_per_sec"]
@@ -293,6 +295,23 @@ def test_repeats_are_interleaved_after_a_check(machine):
     compared("single", "ddp", "split", repeats=2)
     names = ["single", "ddp", "split"]
     assert machine.ran == [(name, repeat) for repeat in range(3) for name in names]
+
+
+def test_repeats_of_which_nothing_is_said_are_as_many_as_it_takes(machine):
+    report, _ = compared("single", "pipeline", repeats=None)
+    assert report["repeats"] == 5 and machine.ran[-1] == ("pipeline", 5)
+    assert "over looks after 5, 10, 15 repeats" in method(report) and "repeats=" not in report["command"]
+
+
+def test_more_repeats_where_a_difference_could_hide(machine, capsys, tmp_path):
+    machine.noise = 0.04
+    report, _ = compared("single", "pipeline", repeats=None)
+    assert report["repeats"] == 15 and machine.ran[-1] == ("pipeline", 15)
+    assert "a difference of 10% may hide in the spread" in capsys.readouterr().out
+    machine.ran.clear()
+    (tmp_path / "out/compare.json").write_text(json.dumps({**report, "status": "interrupted"}))
+    again, _ = compared("single", "pipeline", repeats=None, resume="auto")
+    assert not machine.ran and again["repeats"] == 15
 
 
 def test_the_files(machine, tmp_path):

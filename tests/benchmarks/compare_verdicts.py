@@ -3,10 +3,10 @@
     python tests/benchmarks/compare_verdicts.py
     python tests/benchmarks/compare_verdicts.py --comparisons 5 --through-the-command-line
 
-Each comparison runs three variants of one recipe, interleaved, 5 repeats each: A, A again, and A slowed by 10 %. Asked
-is what a comparison of the first two says (it should be "no difference shown") and what one of the first and the third
-does ("slower"); each is judged as a comparison of two. The slowed model looks at how long each of its steps takes and
-idles for a tenth of that, so that it is 10 % slower whatever the machine does meanwhile.
+Each comparison runs three variants of one recipe, interleaved: A, A again, and A slowed by 10 %. Asked is what it says
+of the first two (it should be "no difference shown") and of the first and the third ("slower"). The slowed model looks
+at how long each of its steps takes and idles for a tenth of that, so that it is 10 % slower whatever the machine does
+meanwhile.
 
 Every run is a fresh process with the words that the command line would get. Unless told otherwise it is forked from a
 server that has torch loaded, which saves the 4 s of starting Python and nothing else.
@@ -23,9 +23,10 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from trainer.comparison import compare, running
-from trainer.comparison.statistics import Difference, differences, mean_and_std, ratios
+from trainer.comparison.statistics import Difference, mean_and_std, ratios
 
 PLUGIN = """
 import time
@@ -72,8 +73,8 @@ def _child(words: list[str], log: str) -> None:
     os._exit(code)
 
 
-def comparison(options: argparse.Namespace, folder: Path) -> tuple[dict[int, float], ...]:
-    """The speeds of the three variants, by repeat."""
+def comparison(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What `compare` found."""
     words = ["model.name=cnn", "threads=1", f"batch_size={options.batch}", "logging.tensorboard=false"]
     with open(folder.with_suffix(".txt"), "w") as quiet, redirect_stdout(quiet):
         report = compare(
@@ -82,7 +83,7 @@ def comparison(options: argparse.Namespace, folder: Path) -> tuple[dict[int, flo
     failed = [row["error"] for row in report["entries"] if row["error"]]
     if failed:
         raise RuntimeError(failed[0])
-    return tuple(row["samples_per_sec"]["runs"] for row in report["entries"])
+    return report
 
 
 def _said(found: Difference) -> str:
@@ -92,12 +93,12 @@ def _said(found: Difference) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, help="2 or more; default: as many as compare takes")
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--slower", type=float, default=0.1)
     parser.add_argument("--through-the-command-line", action="store_true")
     options = parser.parse_args()
-    if options.repeats < 2:
+    if options.repeats == 1:
         parser.error("--repeats: one repeat says nothing of the spread")
     if not options.through_the_command_line:
         running.execute = forked
@@ -105,20 +106,23 @@ def main() -> None:
         Path(home, "slowed_model.py").write_text(PLUGIN.format(share=options.slower))
         os.environ["PYTHONPATH"] = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])
         sys.path.insert(0, home)
-        same, slow, noise, begun = 0, 0, [], time.perf_counter()
+        same, slow, repeats, noise, begun = 0, 0, 0, [], time.perf_counter()
         for number in range(1, options.comparisons + 1):
-            one, again, slowed = comparison(options, Path(home, str(number)))
-            (alike,) = differences({"again": again, "one": one})
-            (unlike,) = differences({"slowed": slowed, "one": one})
+            report = comparison(options, Path(home, str(number)))
+            one, again, _ = (row["samples_per_sec"]["runs"] for row in report["entries"])
+            alike, unlike, _ = (Difference(**pair) for pair in report["pairs"])  # first is A in both
             same += alike.verdict is None
-            slow += unlike.verdict == "slower"
+            slow += unlike.verdict == "faster"
             noise.append(mean_and_std(ratios(again, one))[1])
-            print(f"{number:3}: identical {_said(alike)}; slowed {_said(unlike)}", flush=True)
+            repeats += report["repeats"]
+            print(
+                f"{number:3}: {report['repeats']} repeats; A / A {_said(alike)}; A / slowed {_said(unlike)}", flush=True
+            )
     print(f"identical variants, no difference shown: {same} of {options.comparisons}")
     print(f"slowed by {options.slower:.0%}, named slower: {slow} of {options.comparisons}")
     print(
         f"a pair's ratio scatters by {mean_and_std(noise)[0]:.1%} (mean standard deviation within a comparison); "
-        f"{options.repeats} repeats; {(time.perf_counter() - begun) / 60:.0f} min"
+        f"{repeats / options.comparisons:.1f} repeats; {(time.perf_counter() - begun) / 60:.0f} min"
     )
 
 

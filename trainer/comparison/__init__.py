@@ -19,8 +19,6 @@ from trainer.words import split
 
 __all__ = ["command", "compare"]
 
-REPEATS = 5
-
 
 def command(words: Sequence[str]) -> int:
     """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
@@ -29,7 +27,7 @@ def command(words: Sequence[str]) -> int:
         own.get("recipe", ""),
         entries.parse_modes(own["modes"]) if "modes" in own else None,
         words=rest,
-        repeats=_whole("repeats", own.get("repeats", str(REPEATS))),
+        repeats=_whole("repeats", own["repeats"]) if own.get("repeats", "auto") != "auto" else None,
         sweep=own.get("sweep"),
         nproc=_whole("nproc", own["nproc"]) if "nproc" in own else None,
         plugin=own.get("plugin"),
@@ -46,7 +44,7 @@ def compare(
     modes: Sequence[str] | None = None,
     *,
     words: Sequence[str] = (),
-    repeats: int = REPEATS,
+    repeats: int | None = None,
     sweep: str | None = None,
     nproc: int | None = None,
     plugin: str | None = None,
@@ -55,13 +53,14 @@ def compare(
     steps: int | None = None,
     predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Run every entry `repeats` times in fresh processes and return what compare.json holds.
+    """Run every entry several times in fresh processes and return what compare.json holds.
 
     Args:
         recipe: a recipe, or its name, file or run folder.
         modes: the entries, a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one
             of `mode=` in words, the recipe's in a sweep, else all seven.
         words: key=value of the recipe, for every entry.
+        repeats: of each entry; None: 5, and up to 15 as long as a difference of 10 % could hide in their spread.
         sweep: "key:[values]": every mode at each value of one key.
         nproc: ranks of the modes that have several; None: a rank a device, two on the CPU.
         output: the comparison's folder; None: runs/compare-<recipe>-<time>.

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.comparison import pictures, report, running, table
+from trainer.comparison import pictures, report, running, statistics, table
 from trainer.comparison.entries import Entry, Sweep
 from trainer.comparison.exactness import batch_dependent
 from trainer.comparison.folder import previous
@@ -44,10 +44,11 @@ class Comparison:
         self.runner = Runner(folder, word, asked["plugin"])
         self.rows = [Rows(error=entry.problem) for entry in entries]
         self.parts = batch_dependent(base)
+        self.repeats: int = asked["repeats"] or statistics.LOOKS[0]  # so far
         kept = previous(folder).get("length")
         self.length: Length | None = Length(**kept) if kept else None
         self.begun, self.others = time.perf_counter(), Others()
-        self.done = 0
+        self.able, self.done = sum(row.error is None for row in self.rows), 0  # entries, runs
 
     def run(self) -> dict[str, Any]:
         """From the checks to the pictures."""
@@ -69,12 +70,10 @@ class Comparison:
         return found
 
     def _measure(self) -> None:
-        repeats = self.asked["repeats"]
-        _say(f"comparing {self.name}: {len(self.entries)} entries x {repeats} repeats, in {self.folder}")
+        _say(f"comparing {self.name}: {len(self.entries)} entries x {self.repeats} repeats, in {self.folder}")
         for entry in self.entries:
             how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
             _say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
-        self.total = (repeats + 1) * sum(row.error is None for row in self.rows)
         self._round(0)
         checked = [row.results[0] for row in self.rows if 0 in row.results]
         if not checked:
@@ -83,12 +82,29 @@ class Comparison:
         self.length = self.length or running.choose_length(self.base, checked, self.asked["steps"], fixed)
         self._write("running")
         _say(f"{self.length.steps} steps a run; about {self._left() / 60:.0f} min to go")
-        for repeat in range(1, repeats + 1):
+        for repeat in self._rounds():
             self._round(repeat)
             self._write("running")
         timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
         _say("held against what plan predicts, for which it measures a few seconds")
         self.predicted = {**predictions(self.entries, timed, self.asked["plugin"]), **self.predicted}
+
+    def _rounds(self) -> Iterator[int]:
+        """As many as were asked for; else some, and more as long as a difference that matters could hide."""
+        yield from range(1, self.repeats + 1)
+        for enough in () if self.asked["repeats"] else statistics.LOOKS[1:]:
+            _, pairs = table.rows(self.entries, self.rows, self.parts, {}, self._error())
+            hiding = statistics.unclear(statistics.Difference(**pair) for pair in pairs)
+            if not hiding:
+                return
+            pair = f"{hiding[0].second} and {hiding[0].first}"
+            _say(f"a difference of {statistics.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
+            done, self.repeats = self.repeats, enough
+            yield from range(done + 1, enough + 1)
+
+    def _error(self) -> float:
+        """Every look may err."""
+        return statistics.ERROR / (1 if self.asked["repeats"] else len(statistics.LOOKS))
 
     def _both(self) -> Iterator[tuple[Entry, Rows]]:
         return zip(self.entries, self.rows, strict=True)
@@ -100,7 +116,7 @@ class Comparison:
         for result in (row.results[0] for row in self.rows if row.error is None):
             step = result["step_time_s"]["mean"] if result["step_time_s"] else 0.0
             left += START + result["seconds"] + (self.length.steps - result["steps"]) * step
-        return left * int(self.asked["repeats"])
+        return left * self.repeats
 
     def _round(self, repeat: int) -> None:
         """A B C: whatever changes in the machine from one round to the next meets all. Who has failed is left out."""
@@ -119,12 +135,13 @@ class Comparison:
                 rows.error = (str(error), error.code)
                 news = f"exit {error.code}: {error}"
             self.done += 1
+            total = (self.repeats + 1) * self.able
             what = f"repeat {repeat}" if repeat else "check of the losses"
-            _say(f"[{self.done}/{self.total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s")
+            _say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s")
 
     def _write(self, status: str) -> dict[str, Any]:
         """The tables, with what there is so far."""
-        rows, pairs = table.rows(self.entries, self.rows, self.parts, self.predicted)
+        rows, pairs = table.rows(self.entries, self.rows, self.parts, self.predicted, self._error())
         results = [result for row in self.rows for result in row.results.values()]
         found = {
             "recipe": self.name,
@@ -132,7 +149,7 @@ class Comparison:
             "command": self._command(),
             "asked": self.asked,
             "length": asdict(self.length) if self.length else None,
-            "repeats": self.asked["repeats"],
+            "repeats": self.repeats,
             "steps": self.length.steps if self.length else None,
             "warmup_steps": self.base.logging.warmup_steps,
             "batch_size": self.base.batch_size,
@@ -154,10 +171,8 @@ class Comparison:
         words = [self.runner.first[0]]
         if asked["modes"] is not None:
             words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
-        words += [f"{key}={asked[key]}" for key in ("sweep", "nproc", "plugin", "steps") if asked[key]]
-        return shlex.join(
-            ["python", "-m", "trainer", "compare", *words, f"repeats={asked['repeats']}", *asked["words"]]
-        )
+        words += [f"{key}={asked[key]}" for key in ("sweep", "nproc", "plugin", "steps", "repeats") if asked[key]]
+        return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.comparison.statistics import ERROR, MARGIN
+from trainer.comparison.statistics import ERROR, LOOKS, MARGIN
 from trainer.run_folder import write_atomically
 
 RED, PLAIN = "\033[31m", "\033[0m"
@@ -134,13 +134,14 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 def method(report: Mapping[str, Any]) -> str:
     """How the figures came about, and what they may be taken to say."""
     runs = f"{report['repeats']} interleaved repeat{'s' * (report['repeats'] != 1)} in fresh processes"
+    looks = "" if report["asked"]["repeats"] else f", over looks after {', '.join(map(str, LOOKS))} repeats"
     steps = f" of {report['steps']} steps" if report["steps"] else ""
     size = f", {report['warmup_steps']} of them warm-up and left out, global batch {report['batch_size']}"
     return (
         f"{runs}{steps}{size}; images/s: mean +- standard deviation over repeats; ratio: median (least-greatest) of "
         f"the repeats' ratios. A difference is shown where the confidence interval of the paired ratios lies beyond "
         f"+-{MARGIN:.0%} (t-tests, plain and trimmed; all claims together wrong in at most {ERROR:.0%} of "
-        f"comparisons: Holm). Maths: the first losses against single's."
+        f"comparisons: Holm{looks}). Maths: the first losses against single's."
     )
 
 

@@ -8,7 +8,7 @@ i of one entry is paired with repeat i of the other: what slows the machine for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -17,6 +17,8 @@ from scipy.stats import t as student
 
 ERROR = 0.05  # probability that a comparison shows any difference where there is none
 MARGIN = 0.02  # relative; smaller differences are not shown
+LOOKS = (5, 10, 15)  # repeats after which to look whether they suffice, where their number is left open
+HIDDEN = 0.1  # relative; a difference that must not go unnoticed then
 
 Runs = Mapping[int, float]  # a speed for each repeat that ended well
 
@@ -66,6 +68,14 @@ def differences(
         ratio = math.exp(estimate.centre)
         found.append(Difference(first, second, len(logs), ratio, low, high, chances[number], verdict))
     return found
+
+
+def unclear(found: Iterable[Difference], hidden: float = HIDDEN) -> list[Difference]:
+    """Those not shown to differ that may well differ so much: more repeats would tell."""
+    reach = 1 + hidden
+    return [
+        d for d in found if not d.verdict and (d.low is None or d.high is None or d.low * reach < 1 or d.high > reach)
+    ]
 
 
 def fastest(names: Sequence[str], found: Sequence[Difference]) -> list[str]:

@@ -28,17 +28,19 @@ def rows(
     runs: Sequence[Rows],
     parts: Sequence[str],
     predicted: Mapping[str, float],
+    error: float = statistics.ERROR,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of the table, and the pairs that were compared.
 
     Args:
         parts: what in the model depends on how a batch is divided.
         predicted: images/s by entry, where a plan was made.
+        error: probability that any pair is said to differ that does not.
     """
     found = {entry.name: (entry, row) for entry, row in zip(entries, runs, strict=True)}
     speeds = {name: row.speeds for name, (_, row) in found.items()}
     fair = {name: speed for name, speed in speeds.items() if speed and not _passes_through(found[name][1])}
-    pairs = statistics.differences(fair)
+    pairs = statistics.differences(fair, error)
     against = {(pair.first, pair.second): pair for pair in pairs}
     table = []
     for name, (entry, row) in found.items():

@@ -6,6 +6,7 @@ the seconds of importing torch are saved. It forks before any thread of OpenMP o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -79,6 +80,7 @@ def _answer(number: int, out: int, err: int) -> None:
         os.environ.update(environment)
         sys.path[0] = cwd
         sys.argv = ["trainer", *words]
+        importlib.reload(sys.modules["trainer.faults"])  # which looks at the environment once
         _run()
     asked.sendall(f"{child}\n".encode())
     _, status = os.waitpid(child, 0)

@@ -1,10 +1,13 @@
 """The policy of batches, played with simulated devices: no clock, no process."""
 
 import heapq
+import time
 
 import pytest
 
 from trainer.pool.batching import BYTES, LONGEST, SHORTEST, Batching, Pace
+from trainer.pool.scheduler import LINGER, Scheduler, Seat
+from trainer.pool.stream import Stream
 
 
 def device(overhead, per_item, best=1 << 30):
@@ -236,3 +239,29 @@ def test_fixed_batches_do_not_change():
     assert policy.size(0) == 32 and policy.take(0, {0: 0}, 1000) == 32 and policy.take(0, {0: 0}, 7) == 7
     assert policy.window >= 64
     assert policy.expected(0, 32) == pytest.approx(100.0)
+
+
+class Taken:
+    """Stands in for a worker."""
+
+    def __init__(self):
+        self.batches = []
+
+    def send_batch(self, items):
+        self.batches.append(list(items))
+
+
+def test_a_lone_item_is_not_forgotten():
+    """The fast worker waits a little for more, the slow one leaves it to the fast: it must be looked at again."""
+    policy = Batching(["cpu", "cpu"], None)
+    policy.paces[0].size, policy.paces[0].rate, policy.paces[1].rate = 1024, 1e6, 1e4
+    seats = [Seat(n, "cpu", Taken(), ready=True) for n in range(2)]
+    scheduler = Scheduler(seats, policy, round_robin=False, retries=3)
+    stream = Stream(True, scheduler.lanes(), lambda: None, policy.window, None)
+    scheduler.streams.append(stream)
+    stream.put(0, "alone")
+    scheduler.hand_out()
+    assert stream.due is not None and not seats[0].queue and not seats[1].queue
+    time.sleep(LINGER)
+    scheduler.hand_out()
+    assert seats[0].handle.batches == [["alone"]] and stream.due is None

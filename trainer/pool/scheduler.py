@@ -136,12 +136,14 @@ class Scheduler:
         pending = len(lane.items)
         if pending < size and not stream.ended and not self._settle_for(stream, pending):
             return None
-        stream.since, stream.due = 0.0, None
         count = min(size, pending)
         if not self.round_robin:
             held = {other.index: other.held for other in self.seats if other.ready}
             count = self.batching.take(seat.index, held, pending)
-        return lane.take(count, stream) if count else None
+        if not count:
+            return None
+        stream.since, stream.due = 0.0, None
+        return lane.take(count, stream)
 
     def _settle_for(self, stream: Stream, pending: int) -> bool:
         """Whether to take less than a batch: the caller waits for results, or no item has come for a while."""
@@ -149,8 +151,10 @@ class Scheduler:
             return False
         now = time.monotonic()
         stream.since = stream.since or now
+        if stream.waiting or now >= stream.since + LINGER:
+            return True
         stream.due = stream.since + LINGER
-        return stream.waiting or now >= stream.due
+        return False
 
     def _give(self, seat: Seat, batch: Batch) -> None:
         assert seat.handle

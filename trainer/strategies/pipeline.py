@@ -8,6 +8,7 @@ because not all of them can evaluate.
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ SCHEDULES = {
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
 }
+logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints whole schedules beside what it raises
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 

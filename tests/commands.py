@@ -29,12 +29,12 @@ def environment(**changes):
 def trainer(*words, env=None, timeout=180, cwd=None, python=()):
     """Run `python -m trainer words...`; returns the finished process.
 
-    It is forked from a process that has imported torch already (see `tests.warm`), unless `env` says what others than
-    ours read, perhaps as they are imported.
+    It is forked from a process that has imported torch already (see `tests.warm`), unless `env` says what others read
+    as they are imported.
     """
     words = [*map(str, words)]
     command = [sys.executable, *python, "-m", "trainer", *words]
-    ours = all(name.startswith("TRAINER_") for name in env or {})
+    ours = all(name.startswith(("TRAINER_", "TORCH_HOME")) for name in env or {})
     if not ours or python:
         return subprocess.run(
             command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True

@@ -476,8 +476,8 @@ def test_the_last_line_of_a_run_that_failed(tmp_path):
 
 
 def test_through_the_command_line(full, tmp_path):
-    """All seven modes in the full count; in the fast tests one of each kind, and one that cannot run."""
-    modes = MODES if full else ("single", "ddp")
+    """All seven modes in the full count; in the fast tests two of one process, and one that cannot run."""
+    modes = MODES if full else ("single", "split")
     words = ["recipe=digits", f"modes=[{','.join(modes)},hogwild sync_bn=true]", *SMALL, "repeats=1", "steps=12"]
     done = ok("compare", *words, f"output={tmp_path / 'out'}", "logging.warmup_steps=1", cwd=tmp_path, timeout=600)
     report = json.loads((tmp_path / "out/compare.json").read_text())

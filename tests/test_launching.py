@@ -260,6 +260,7 @@ def test_nodes_that_do_not_meet_say_where(work: Path, port: str) -> None:
     assert re.fullmatch(rf"trainer: error: the nodes cannot meet at 127\.0\.0\.1:{port}: .*\n", errors)
 
 
+@pytest.mark.full
 def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load("digits", "devices=[cpu]")
     assert launching.wants_children(recipe)

@@ -73,7 +73,7 @@ WAYS = {
 DIAGONAL = {  # what the fast tests run; ddp is in test_training.py, dp, split and other schedules in the tests below
     ("streams uneven", "cnn_gn"),
     ("dualpipev 2", "cnn_gn"),
-    ("three stages a rank", "cnn_gn"),
+    ("gpipe 2x2", "cnn_gn"),
 }
 
 
@@ -136,6 +136,7 @@ def test_micro_batches_are_chosen_by_measuring(single, tmp_path):
 
 
 EVERYTHING = ["model.name=vit_tiny", "optimizer.name=adamw", "accumulate=2", "clip_grad_norm=0.5", "ema=0.9"]
+THROUGH = ("zbv 2", "1f1b 2x2", "interleavedzerobubble 2x2")
 EVERYTHING += ["augment.mixup=0.3", "augment.cutmix=1.0", "loss.label_smoothing=0.1", "augment.hflip=0.5"]
 
 
@@ -146,10 +147,8 @@ def everything(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("way", ["1f1b 2x2", "zbv 2", "interleavedzerobubble 2x2", "streams 2"])
-def test_everything_at_once_in_a_pipeline(way, everything, tmp_path, full):
-    if way != "1f1b 2x2" and not full:
-        pytest.skip("one of four in the fast tests: --all")
+@pytest.mark.parametrize("way", ["streams 2", *(pytest.param(way, marks=pytest.mark.full) for way in THROUGH)])
+def test_everything_at_once_in_a_pipeline(way, everything, tmp_path):
     done = ok(*SAME, *EVERYTHING, *WAYS[way][0], f"output={tmp_path / 'run'}")
     assert losses(tmp_path / "run") == pytest.approx(losses(everything), rel=1e-4)
     one, two = (load_file(folder / "last.safetensors") for folder in (everything, tmp_path / "run"))

@@ -516,6 +516,7 @@ def test_a_script_without_a_guard(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("trainer.errors.PredictionError: worker")
 
 
+@pytest.mark.full
 def test_interactive_definitions(tmp_path):
     """They are refused; what a module defines works from there, too."""
     script = "from trainer import DevicePool\nwith DevicePool(['cpu'], abs) as pool: print(list(pool.map([-1])))"

@@ -346,8 +346,6 @@ SAMPLE = {
     "early forkserver",
     "end forkserver",
     "interrupt forkserver",
-    "close forkserver",
-    "kill forkserver",
     "kill spawn",
 }
 

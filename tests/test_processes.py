@@ -194,6 +194,7 @@ def test_the_demonstration_ends_what_hangs(tmp_path):
     assert finish(tmp_path / "sleep.py", timeout=120) == "2\n"
 
 
+@pytest.mark.full
 def test_the_demonstration():
     """Whether bare `fork` hangs is torch's affair; that the script ends well, and leaves nothing, is ours."""
     table = finish(PROJECT / "tests/benchmarks/fork_hang.py", "--methods=fork", "--rounds=1", "--limit=2", timeout=180)
@@ -255,7 +256,8 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
-@pytest.mark.parametrize("global_method", [pytest.param("default", marks=pytest.mark.full), "fork"])
+@pytest.mark.full
+@pytest.mark.parametrize("global_method", ["default", "fork"])
 def test_training_with_loader_workers_ends(global_method, full, photos, tmp_path):
     """After OpenMP in this process and with OpenMP in the workers, whatever start method the user's script has set."""
     (tmp_path / "users_data.py").write_text(USERS_DATA)

@@ -97,11 +97,10 @@ def test_every_mode_continues_every_other(was, whole, tmp_path, full):
 # --------------------------------------------------------------------------------------- the same mode again
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["1f1b", "streams", "1f1b 2x2", "gpipe 3"])
-def test_a_pipeline_killed_in_mid_epoch_and_resumed_is_byte_equal(mode, tmp_path, full):
+def test_a_pipeline_killed_in_mid_epoch_and_resumed_is_byte_equal(mode, tmp_path):
     """With dropout, BatchNorm, augmentation, a moving average; what was measured is kept and not measured anew."""
-    if mode != "1f1b" and not full:
-        pytest.skip("one of four in the fast tests: --all")
     (tmp_path / "mymodels.py").write_text(PLUGIN)
     words = ["recipe=digits", "plugin=mymodels", "model.name=dropped", "augment.hflip=0.5", "ema=0.9", "batch_size=64"]
     words += ["epochs=2", "save.every_steps=7", "logging.every_steps=3", "logging.progress=false"]
@@ -125,6 +124,7 @@ def test_a_pipeline_killed_in_mid_epoch_and_resumed_is_byte_equal(mode, tmp_path
     same_run(cut, whole)
 
 
+@pytest.mark.full
 def test_weights_alone_go_on_under_another_optimizer(tmp_path):
     run = tmp_path / "run"
     words = [*EPOCH, "save.every_steps=5", f"output={run}"]

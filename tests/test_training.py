@@ -219,6 +219,7 @@ def test_every_recipe_trains_two_steps(name, photos, tmp_path, here):
     assert found["steps"] == 2 and found["status"] == "completed" and 0 < found["train_loss"] < 20
 
 
+@pytest.mark.full
 def test_photos_in_two_ranks_with_workers(photos, tmp_path):
     words = ["recipe=finetune", "model.weights=null", "model.name=cnn_gn", f"data.root={photos}", "data.image_size=32"]
     words += ["batch_size=8", "epochs=2", "optimizer.lr=0.001", *QUIET]
@@ -270,7 +271,7 @@ def same_run(one, two):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4], ids=["single", "ddp 2", "ddp 4"])
 def test_killed_in_mid_epoch_and_resumed_is_byte_equal(ranks, dropped, photos, tmp_path, full):
-    if ranks != 2 and not full:
+    if ranks > 1 and not full:
         pytest.skip("a sample of the modes; --all takes every one")
     mode = ["mode=single"] if ranks == 1 else ["mode=ddp", f"nproc={ranks}"]
     words = [
@@ -382,7 +383,7 @@ def test_not_finite_stops_all_before_the_update(tmp_path):
     assert result(tmp_path / "run")["status"] == "failed"
 
 
-@pytest.mark.parametrize(("fault", "code"), [("oom@1:3", 6), ("kill@1:3", 7)])
+@pytest.mark.parametrize(("fault", "code"), [pytest.param("oom@1:3", 6, marks=pytest.mark.full), ("kill@1:3", 7)])
 def test_a_failing_rank_ends_all_with_its_own_code(fault, code, tmp_path):
     begun = time.monotonic()
     done = trainer(
@@ -393,7 +394,7 @@ def test_a_failing_rank_ends_all_with_its_own_code(fault, code, tmp_path):
 
 
 def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
-    words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=10", f"output={tmp_path / 'run'}"]
+    words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=5", f"output={tmp_path / 'run'}"]
     begun = time.monotonic()
     done = trainer(*words, env={"TRAINER_FAULT": "hang@1:3"})
     assert done.returncode == 7, done.stderr
@@ -445,6 +446,7 @@ def wait_for(condition, process, seconds=60):
 # --------------------------------------------------------------------------------------------- launchers
 
 
+@pytest.mark.full
 def test_two_nodes_on_one_host(reference, tmp_path):
     """Two torchruns that the user starts, meeting by c10d on loopback."""
     import socket

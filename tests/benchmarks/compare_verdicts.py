@@ -51,13 +51,14 @@ def slowed(num_classes, channels, image_size):
     model.register_forward_pre_hook(idle)
     return model
 """
+PRELOADED = ["torchvision", "torch.utils.tensorboard", "sklearn.datasets", "trainer.training", "trainer.__main__"]
 MODES = ("single", "single", "single model.name=slowed")
 
 
 def forked(command: Sequence[str], log: Path) -> int:
     """In place of `running.execute`: the same words in a fresh process that need not import torch again."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "torch.utils.tensorboard", "trainer.training"])
+    context.set_forkserver_preload(PRELOADED)
     child = context.Process(target=_child, args=(list(command[3:]), str(log)))
     child.start()
     child.join()
@@ -78,7 +79,13 @@ def comparison(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     words = ["model.name=cnn", "threads=1", f"batch_size={options.batch}", "logging.tensorboard=false"]
     with open(folder.with_suffix(".txt"), "w") as quiet, redirect_stdout(quiet):
         report = compare(
-            "digits", MODES, words=words, repeats=options.repeats, plugin="slowed_model", output=str(folder)
+            "digits",
+            MODES,
+            words=words,
+            repeats=options.repeats,
+            steps=options.steps,
+            plugin="slowed_model",
+            output=str(folder),
         )
     failed = [row["error"] for row in report["entries"] if row["error"]]
     if failed:
@@ -94,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=20)
     parser.add_argument("--repeats", type=int, help="2 or more; default: as many as compare takes")
+    parser.add_argument("--steps", type=int, help="of a run; default: as many as compare takes, about 4 s of them")
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--slower", type=float, default=0.1)
     parser.add_argument("--through-the-command-line", action="store_true")

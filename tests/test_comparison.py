@@ -82,6 +82,7 @@ def test_over_ranks_each_rank_has_the_same_threads(monkeypatch):
     assert [(e.name, e.ranks, e.threads) for e in found] == [
         ("single", 1, 2), ("ddp nproc=1", 1, 2), ("ddp nproc=2", 2, 2)
     ]  # fmt: skip
+    assert ["nproc=1" in found[1].words, "nproc=2" in found[2].words] == [True, True], "not as many as the machine has"
 
 
 def test_threads_that_the_user_gives_stay():
@@ -243,7 +244,7 @@ class Machine:
         self.ran = []
         self.faults = {}  # (mode, repeat) -> what happens instead: an exit code, or an exception
         self.losses = {}  # mode -> factor
-        self.noise = 0.003
+        self.noise, self.timed = 0.003, True
 
     def __call__(self, command, log):
         words = dict(word.partition("=")[::2] for word in command[3:])
@@ -269,7 +270,8 @@ class Machine:
             "status": "completed", "seconds": 1.0, "steps": steps, "batch_size": 32, "train_loss": losses[-1],
             "val_loss": 1.0, "val_top1": 0.9,
             "devices": ["cpu:0", "cpu:1"] if mode != "single" else ["cpu"], "data_wait_fraction": 0.0,
-            "data": {"train_samples": 1437, "synthetic": False}, "throughput": {"samples_per_sec": rate},
+            "data": {"train_samples": 1437, "synthetic": False},
+            "throughput": {"samples_per_sec": rate} if self.timed else None,
             "step_time_s": {"mean": 32 / rate}, "peak_memory_bytes": {"cpu:0": 2**30}, "versions": {"torch": "2"},
             "data_parallel": {"pass_through": True} if mode == "dp" else None,
         }  # fmt: skip
@@ -369,6 +371,38 @@ def test_a_crash_is_a_row_and_the_others_go_on(repeat, machine):
     assert ("ddp", repeat + 1) not in machine.ran
     assert "exit 5: it broke in ddp" in Path("out/compare.md").read_text()
     assert report["status"] == "completed"
+
+
+def test_a_crash_asks_for_no_more_repeats(machine):
+    machine.faults["ddp", 2] = 5
+    report, _ = compared("single", "ddp", "split", repeats=None)
+    assert report["repeats"] == 5 and not any("ddp" in sentence for sentence in report["conclusion"])
+
+
+def test_models_that_a_sweep_changes_are_judged_each_by_its_parts():
+    found = entries.entries("digits", [], ["ddp"], parse_sweep("model.name:[cnn_gn,resnet20]"))
+    assert list(comparing._parts(found).values()) == [[], ["batch norm"]]
+
+
+def test_averaging_between_steps_counts():
+    assert running.in_steps({"verdict": {"run": {"steps": 0.6, "averaging": 0.2, "start-up": 0.2}}}) == pytest.approx(
+        0.75
+    )
+    assert running.in_steps({"verdict": {"run": {"steps": 1.0}}}) == running.in_steps({"verdict": None}) == 1.0
+
+
+def test_runs_without_a_speed_are_an_error(machine, tmp_path):
+    machine.timed = False
+    with pytest.raises(RecipeError, match="no run was long enough"):
+        comparison.command(["recipe=digits", "modes=[single]", "repeats=1", "output=out", *SMALL])
+
+
+def test_a_recipe_that_was_changed_is_another(machine, tmp_path):
+    (tmp_path / "mine.yaml").write_text("model:\n  name: mlp\n")
+    comparison.compare("mine.yaml", ["single"], repeats=1, output="out")
+    (tmp_path / "mine.yaml").write_text("model:\n  name: cnn\n")
+    with pytest.raises(RecipeError, match="it was changed"):
+        comparison.compare("mine.yaml", ["single"], repeats=1, output="out", resume="auto")
 
 
 def test_a_killed_run_has_the_exit_code_that_shells_give(machine):

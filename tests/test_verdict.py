@@ -68,6 +68,7 @@ def test_parts_that_overlap_never_exceed_the_step():
         ),
         (["mode=pipeline"], Measured(1, bubble=0.3), Setting(2), "bubble", ["batch_size=256", "mode=ddp"]),
         (["mode=split"], Measured(1, bubble=0.5), Setting(), "bubble", ["mode=pipeline"]),
+        (["mode=pipeline"], Measured(1, bubble=0.3), Setting(2, images=200), "bubble", ["mode=ddp"]),
         (["ema=0.9"], Measured(1, optimizer=0.4), Setting(), "optimizer", ["batch_size=256", "ema=null"]),
         (["logging.every_steps=1"], Measured(1, logging=0.4), Setting(), "logging", ["logging.every_steps=10"]),
         (["mode=single"], Measured(1, data=0.1), Setting(), "compute", []),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -36,12 +38,22 @@ def diagnose(run: Run) -> Verdict | None:
         logging=ledger.get("logging", 0.0) / timer.seen,
         communication=communication.seconds,
         at_most=communication.at_most,
-        bubble=facts.get("bubble_measured") or 0.0,
+        bubble=_bubble(run, facts),
         busy=facts.get("stage_seconds") or (),
     )
     apart = {name: ledger.get(name, 0.0) for name in ("start-up", "evaluation", "averaging", "saving")}
     seconds = {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
     share = max(1, cores() // run.loader.readers)
-    setting = Setting(world.size, share, run.loader.workers, world.device.type == "cuda")
+    gpu = world.device.type == "cuda"
+    setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train))
     verdict: Verdict = world.share(judge(measured, seconds, run.recipe, setting, probe))
     return verdict
+
+
+def _bubble(run: Run, facts: Mapping[str, Any]) -> float:
+    """The share of a step in which devices idle for other stages. CPU stand-ins of one process work in turn: none."""
+    if run.world.size == 1 and run.world.device.type == "cpu":
+        return 0.0
+    if run.recipe.mode == "split":
+        return 1 - 1 / len(set(run.world.drives))
+    return float(facts.get("bubble_measured") or 0.0)

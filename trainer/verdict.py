@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checks import check_options
+from trainer.checks import check_processes
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, load
 
@@ -59,12 +59,14 @@ class Setting:
         cores: of this machine, for each of its ranks.
         workers: that read images for a rank; None where images lie in memory.
         gpu: whether it computes on GPUs.
+        images: of the training set; None where their number is not known.
     """
 
     processes: int = 1
     cores: int = 1
     workers: int | None = None
     gpu: bool = False
+    images: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def judge(
     parts = shares(measured)
     largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     bound = largest if parts[largest] >= NAMED else "compute"
-    overrides = tuple(_possible(_advice(bound, measured, recipe, setting), recipe))
+    overrides = tuple(_possible(_advice(bound, measured, recipe, setting), recipe, setting))
     unmeasured = _unmeasured(measured)
     sentence = PHRASES[bound].format(share=parts[bound])
     if bound == "data" and setting.workers is None:
@@ -219,13 +221,15 @@ def _has_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _possible(overrides: Sequence[str], recipe: Recipe) -> list[str]:
-    """Those that the mode can have."""
+def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> list[str]:
+    """Those that the mode can have, on as many processes, with as many images."""
     found = []
     for override in overrides:
         try:
-            check_options(load(recipe.to_dict(), *override.split()))
+            changed = load(recipe.to_dict(), *override.split())
+            check_processes(changed, setting.processes)
         except RecipeError:
             continue
-        found.append(override)
+        if setting.images is None or changed.batch_size <= max(setting.images, recipe.batch_size):
+            found.append(override)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,8 +36,12 @@ def command(words: Sequence[str]) -> int:
         resume=own.get("resume"),
         steps=_whole("steps", own["steps"]) if "steps" in own else None,
     )
-    measured = any(row["samples_per_sec"] for row in report["entries"])
-    return 0 if measured else next(row["exit_code"] for row in report["entries"] if row["exit_code"])
+    if any(row["samples_per_sec"] for row in report["entries"]):
+        return 0
+    codes = [row["exit_code"] for row in report["entries"] if row["exit_code"]]
+    if not codes:
+        raise RecipeError("no run was long enough to have a speed: raise max_steps, epochs or steps")
+    return int(codes[0])
 
 
 def compare(
@@ -96,6 +101,7 @@ def compare(
         "plugin": plugin,
         "steps": steps,
         "repeats": repeats,
+        "settings": json.loads(json.dumps(base.replace(output=None, resume=None).to_dict())),
     }
     with claim(output, name, resume is not None, asked) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)

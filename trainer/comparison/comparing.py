@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Comparison:
         self.asked, self.predicted = asked, predicted
         self.runner = Runner(folder, word, asked["plugin"])
         self.rows = [Rows(error=entry.problem) for entry in entries]
-        self.parts = batch_dependent(base)
+        self.parts = _parts(entries)
         self.repeats: int = asked["repeats"] or statistics.LOOKS[0]  # so far
         kept = previous(folder).get("length")
         self.length: Length | None = Length(**kept) if kept else None
@@ -63,9 +63,10 @@ class Comparison:
         finally:
             found = self._write(status)
             _say("\n" + report.as_text(found, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-            made = pictures.draw(self.folder, found, self.entries, self.sweep)
-            pictures.to_tensorboard(self.folder, found, self.entries, made)
-            _say(f"  tables   {self.folder}/compare.md, .csv, .json; {', '.join(path.name for path in made)}")
+            made = self._draw(found)
+            _say(
+                f"  tables   {', '.join([f'{self.folder}/compare.md', '.csv', '.json', *(path.name for path in made)])}"
+            )
             _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
         return found
 
@@ -93,8 +94,9 @@ class Comparison:
         """As many as were asked for; else some, and more as long as a difference that matters could hide."""
         yield from range(1, self.repeats + 1)
         for enough in () if self.asked["repeats"] else statistics.LOOKS[1:]:
-            _, pairs = table.rows(self.entries, self.rows, self.parts, {}, self._error())
-            hiding = statistics.unclear(statistics.Difference(**pair) for pair in pairs)
+            hiding = statistics.unclear(
+                table.sound(*table.rows(self.entries, self.rows, self.parts, {}, self._error()))
+            )
             if not hiding:
                 return
             pair = f"{hiding[0].second} and {hiding[0].first}"
@@ -149,7 +151,7 @@ class Comparison:
             "command": self._command(),
             "asked": self.asked,
             "length": asdict(self.length) if self.length else None,
-            "repeats": self.repeats,
+            "repeats": max((row["repeats"] for row in rows), default=0),
             "steps": self.length.steps if self.length else None,
             "warmup_steps": self.base.logging.warmup_steps,
             "batch_size": self.base.batch_size,
@@ -166,6 +168,16 @@ class Comparison:
         report.write(self.folder, found)
         return found
 
+    def _draw(self, found: dict[str, Any]) -> list[Path]:
+        """Pictures must not hide what came before them."""
+        try:
+            made = pictures.draw(self.folder, found, self.entries, self.sweep)
+            pictures.to_tensorboard(self.folder, found, self.entries, made)
+        except Exception as error:
+            _say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
+            return []
+        return made
+
     def _command(self) -> str:
         asked = self.asked
         words = [self.runner.first[0]]
@@ -173,6 +185,18 @@ class Comparison:
             words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
         words += [f"{key}={asked[key]}" for key in ("sweep", "nproc", "plugin", "steps", "repeats") if asked[key]]
         return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
+
+
+def _parts(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """What in each entry's model depends on how a batch is divided."""
+    models: dict[str, list[str]] = {}
+    found = {}
+    for entry in entries:
+        key = entry.recipe.model.model_dump_json()
+        if key not in models:
+            models[key] = batch_dependent(entry.recipe)
+        found[entry.name] = models[key]
+    return found
 
 
 def _say(text: str) -> None:

@@ -205,8 +205,8 @@ def _entry(
         launch = launching.prepare(chosen, nproc)
     except RecipeError as error:
         return Entry(name, listed, chosen, value, series, problem=(str(error), error.code))
-    if launch is None:
-        return Entry(name, listed, chosen, value, series)
+    if launch is None:  # one process; said again, or the run would start as many as the machine suggests
+        return Entry(name, (*listed, f"nproc={nproc}") if nproc else listed, chosen, value, series)
     if launch.nnodes > 1:
         raise RecipeError(f"compare runs on one node, and NNODES or SLURM say {launch.nnodes}: unset them for it")
     return Entry(name, (*listed, f"nproc={launch.nproc}"), chosen, value, series, launch.nproc)

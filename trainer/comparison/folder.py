@@ -52,6 +52,10 @@ def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any])
         changed = [key for key in asked if before and key not in FREE and before.get(key) != asked[key]]
         if before and changed:
             key = changed[0]
+            if key == "settings":
+                raise RecipeError(
+                    f"resume=auto: {path} compares another recipe, it was changed; choose another output="
+                )
             raise RecipeError(
                 f"resume=auto: {path} compares with {key} {before.get(key)}, not {asked[key]}; "
                 "put it back or choose another output="

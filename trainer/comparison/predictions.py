@@ -34,8 +34,9 @@ def predictions(
         measured = "here" if several else str(source)
         try:
             recipe = entry.recipe.replace(threads=entry.threads)
-            speed = plan(recipe, entry.ranks if several else None, measured=measured, plugin=plugin)
-        except TrainerError:  # another model or precision than the one that was measured
+            ranks = entry.ranks if several or recipe.many_processes else None
+            speed = plan(recipe, ranks, measured=measured, plugin=plugin)
+        except (TrainerError, RuntimeError, ValueError):  # as of another model or precision than was measured
             continue
         if speed["predicted_samples_per_sec"] is not None:
             found[entry.name] = speed["predicted_samples_per_sec"]

@@ -130,7 +130,8 @@ def timed(runner: Runner, entry: Entry, rows: Rows, repeat: int, length: Length)
     result = runner.run(entry, repeat, merged(entry.words, {**QUIET, **length.words(), **own}))
     rows.results[repeat] = result
     if result["throughput"]:
-        rows.speeds[repeat] = speed(steps_of(runner.path(entry, repeat)), result["throughput"]["samples_per_sec"])
+        rate = speed(steps_of(runner.path(entry, repeat)), result["throughput"]["samples_per_sec"])
+        rows.speeds[repeat] = rate * in_steps(result)
 
 
 def choose_length(
@@ -181,6 +182,12 @@ def speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
         if seen >= half and len(windows) >= FEW_WINDOWS:
             return rate
     return mean
+
+
+def in_steps(result: Mapping[str, Any]) -> float:
+    """Share of its steps in a run's steps and averagings: local SGD's once an epoch is between steps, not in them."""
+    run = (result.get("verdict") or {}).get("run") or {}
+    return float(run["steps"] / (run["steps"] + run["averaging"])) if run.get("averaging") and run["steps"] else 1.0
 
 
 def finished(path: Path, command: Sequence[str]) -> dict[str, Any] | None:

@@ -26,14 +26,14 @@ def reference_of(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
 def rows(
     entries: Sequence[Entry],
     runs: Sequence[Rows],
-    parts: Sequence[str],
+    parts: Mapping[str, Sequence[str]],
     predicted: Mapping[str, float],
     error: float = statistics.ERROR,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of the table, and the pairs that were compared.
 
     Args:
-        parts: what in the model depends on how a batch is divided.
+        parts: what in each entry's model depends on how a batch is divided.
         predicted: images/s by entry, where a plan was made.
         error: probability that any pair is said to differ that does not.
     """
@@ -46,7 +46,7 @@ def rows(
     for name, (entry, row) in found.items():
         reference = reference_of(entry, entries)
         other = reference.name if reference else ""
-        exactness = _exactness(entry, row, reference, found, parts)
+        exactness = _exactness(entry, row, reference, found, parts[name])
         pair = against.get((name, other)) or _turned(against.get((other, name)))
         table.append(
             {
@@ -81,9 +81,9 @@ def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
         for row in table
         if row["exactness"]["verdict"] == "disagrees"
     ]
-    wrong = {row["entry"] for row in table if row["exactness"]["verdict"] == "disagrees"}
-    names = [name for name in names if name not in wrong]
-    found = [statistics.Difference(**pair) for pair in pairs if not {pair["first"], pair["second"]} & wrong]
+    found = sound(table, pairs)
+    whole = {name for pair in found for name in (pair.first, pair.second)}
+    names = [name for name in names if name in whole]
     if not found:
         return [*said, "nothing to compare: fewer than two rows with a speed"]
     if all(difference.low is None for difference in found):
@@ -95,6 +95,12 @@ def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
         return [*said, f"{NO_DIFFERENCE} between {_listed(best)}{hint}"]
     said.append(f"fastest: {best[0]}" if len(best) == 1 else f"fastest: {_listed(best)}, {NO_DIFFERENCE} between them")
     return said
+
+
+def sound(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[statistics.Difference]:
+    """The pairs of rows that did not fail and compute what they should."""
+    good = {row["entry"] for row in table if not row["error"] and row["exactness"]["verdict"] != "disagrees"}
+    return [statistics.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]
 
 
 def _spread(speeds: Mapping[int, float]) -> dict[str, Any] | None:

@@ -155,7 +155,8 @@ def _step(
     notes: list[str],
 ) -> Forecast:
     recipe = layout.recipe
-    if recipe.pipeline.recompute:
+    counted = measured.plan is not None and measured.plan["recompute"]
+    if recipe.pipeline.recompute and not counted:
         seconds = {(kind, s): t + seconds["F", s] * (kind == "B") for (kind, s), t in seconds.items()}
     crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
     transfer = 0.0
@@ -174,10 +175,10 @@ def _step(
         length, bubble = schedules.simulated(listed, seconds, transfer)
     exchange = 0.0
     own = [shadow.resident(stage)["gradients"] for stage in shadow.traced.stages(cut.names)]
+    held = [sum(own[s] for s, w in enumerate(cut.holders) if w == worker) for worker in range(layout.workers)]
     if layout.shards > 1 and measured.bandwidth is not None:
-        largest = max(sum(own[s] for s, w in enumerate(cut.holders) if w == worker) for worker in range(layout.workers))
-        exchange = ring(layout.shards) * largest / measured.bandwidth
-    share = max(own) / sum(own) if layout.processes > 1 else 1.0
+        exchange = ring(layout.shards) * max(held) / measured.bandwidth
+    share = max(held) / sum(held) if layout.processes > 1 else 1.0
     return Forecast(
         length * recipe.accumulate,
         exchange,

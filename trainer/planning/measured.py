@@ -15,6 +15,7 @@ from trainer.errors import RecipeError, SetupError
 from trainer.planning.images import Images, describe
 from trainer.recipe import Recipe
 
+PLANNED = ("cuts", "microbatches", "split_size", "stage_seconds")
 SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed depends on beside the image's size
 
 
@@ -91,7 +92,7 @@ def from_run(name: str, recipe: Recipe, images: Images) -> Measured:
         apart["optimizer"],
         apart["data"] + apart["logging"],
         exposed=(apart["communication"], processes) if was.mode == "ddp" and apart["communication"] else None,
-        plan={key: stages[key] for key in ("cuts", "microbatches", "split_size", "stage_seconds")} if busy else None,
+        plan={**{key: stages[key] for key in PLANNED}, "recompute": was.pipeline.recompute} if busy else None,
         assumptions=(
             found,
             *([f"threads={recipe.threads} computes {1 / slower:.3g} times as fast as there"] if slower != 1 else []),

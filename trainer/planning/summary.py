@@ -162,7 +162,9 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
         crossing = 2.0 * passes * sum(stage.sent for stage in cut.stages[:-1])
         if layout.shards > 1:
             modules = shadow.traced.stages(cut.names)
-            reduced = ring(layout.shards) * max(shadow.resident(module)["gradients"] for module in modules)
+            sizes = [shadow.resident(module)["gradients"] for module in modules]
+            held = [sum(sizes[s] for s, worker in enumerate(cut.holders) if worker == w) for w in set(cut.holders)]
+            reduced = ring(layout.shards) * max(held)
     total = reduced + crossing
     return {
         "all_reduce_bytes_per_device": round(reduced),
@@ -192,7 +194,7 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     typed = list(words) or [f"recipe={recipe.name}", f"mode={recipe.mode}"]
     base = "-m trainer " + shlex.join(typed)
     if layout.processes == 1:
-        return [f"python {base}"]
+        return [f"python {base}" + " nproc=1" * recipe.many_processes]
     return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from torch import nn
 
 from tests.commands import QUIET, environment, ok, result, torchrun, trainer
 from trainer import predict
-from trainer.errors import RecipeError
+from trainer.errors import FolderInUseError, PredictionError, RecipeError
 from trainer.inference import sources
+from trainer.inference.command import _complete
 
 CPU = "devices=[cpu]"
 
@@ -156,6 +158,36 @@ def test_a_single_file_and_its_folder(photos):
     assert [item.label for item in sources.files(str(photos / "odd"), ["0", "1"]).items] == [None] * 5
 
 
+def test_lists_from_elsewhere(tmp_path):
+    """A byte order mark, Windows line ends, a name that is no UTF-8; and a name with a line end in it, continued."""
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.png\r\nb\xe9.png\r\n")
+    found = [item.path for item in sources.files(str(tmp_path / "list.txt"), []).items]
+    assert found == ["a.png", os.fsdecode(b"b\xe9.png")]
+    odd = sources.Inputs("odd", 2, iter([sources.Item(path, path, None) for path in ("a\nb.png", "c.png")]))
+    rest = sources.skip(odd, iter(["a b.png"]), tmp_path)
+    assert rest.count == 1 and next(rest.items).path == "c.png"
+
+
+def test_what_is_complete():
+    """Stdin may bring something else; and images that were given up stay given up."""
+    counts = {"images": 3, "failed": 0}
+    with pytest.raises(FolderInUseError, match="choose another output="):
+        _complete(counts, Path("predictions.csv"), sources.Inputs("paths from stdin", None, iter(())))
+    with pytest.raises(PredictionError, match="1 of 3 images were given up"):
+        _complete({**counts, "failed": 1}, Path("x.csv"), sources.Inputs("photos", 3, iter(()), total=3))
+
+
+def test_more_images_than_before_are_not_complete(labelled, digits, photos, tmp_path):
+    folder = shutil.copytree(labelled[0], tmp_path / "out")
+    more = shutil.copytree(photos, tmp_path / "photos")
+    shutil.copy(more / "0" / "00.png", more / "0" / "zz.png")
+    words = ["predict", f"checkpoint={digits}", f"data.root={more}", f"output={folder}", "predict.batch_size=8"]
+    done = trainer(*words, "devices=[cpu,cpu,cpu]")
+    assert done.returncode == 8 and "choose another output=" in done.stderr
+    again = label(digits, folder, f"data.root={photos}", "devices=[cpu,cpu,cpu]", "predict.batch_size=8")
+    assert "complete already" in again.stdout
+
+
 def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
     """SIGKILL in the middle: the rows that are there stay, the rest follows, and all are as without a stop."""
     paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 60
@@ -176,7 +208,6 @@ def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
     assert "that were labelled before" in again.stdout
     whole, mended = ((tmp_path / name / "predictions.csv").read_bytes() for name in ("whole", "out"))
     assert mended == whole and len(whole.splitlines()) == 1 + len(paths)
-    assert "complete already" in label(digits, tmp_path / "out", *words[2:]).stdout
 
 
 @pytest.mark.parametrize("checkpoint", ["checkpoints/last", pytest.param("last.safetensors", marks=pytest.mark.full)])
@@ -309,3 +340,6 @@ def test_an_endless_stream_is_labelled_as_it_comes():
 def test_devices_that_are_not_here():
     with pytest.raises(RecipeError, match="is not here"):
         predict(nn.Identity(), torch.zeros(2, 2), devices=["cuda:7"])
+    for odd in ("gpu", ["cuda:x"], [torch.device("mps")]):
+        with pytest.raises(RecipeError, match="is not a device"):
+            predict(nn.Identity(), torch.zeros(2, 2), devices=odd)

@@ -2,11 +2,12 @@
 
 import heapq
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from trainer.pool.batching import BYTES, LONGEST, SHORTEST, Batching, Pace
-from trainer.pool.scheduler import LINGER, Scheduler, Seat
+from trainer.pool.scheduler import LINGER, Job, Scheduler, Seat
 from trainer.pool.stream import Stream
 
 
@@ -251,17 +252,43 @@ class Taken:
         self.batches.append(list(items))
 
 
-def test_a_lone_item_is_not_forgotten():
-    """The fast worker waits a little for more, the slow one leaves it to the fast: it must be looked at again."""
-    policy = Batching(["cpu", "cpu"], None)
-    policy.paces[0].size, policy.paces[0].rate, policy.paces[1].rate = 1024, 1e6, 1e4
-    seats = [Seat(n, "cpu", Taken(), ready=True) for n in range(2)]
-    scheduler = Scheduler(seats, policy, round_robin=False, retries=3)
+def scheduled(*workers):
+    """A scheduler of workers of these (size, rate), and a stream."""
+    policy = Batching(["cpu"] * len(workers), None)
+    for pace, (size, rate) in zip(policy.paces, workers, strict=True):
+        pace.size, pace.rate = size, rate
+    scheduler = Scheduler([Seat(n, "cpu", Taken(), ready=True) for n in range(len(workers))], policy, False, retries=3)
     stream = Stream(True, scheduler.lanes(), lambda: None, policy.window, None)
     scheduler.streams.append(stream)
+    return scheduler, stream, [seat.handle.batches for seat in scheduler.seats]
+
+
+def test_a_lone_item_is_not_forgotten():
+    """The fast worker waits a little for more, the slow one leaves it to the fast: it must be looked at again."""
+    scheduler, stream, (fast, slow) = scheduled((1024, 1e6), (1, 1e4))
     stream.put(0, "alone")
     scheduler.hand_out()
-    assert stream.due is not None and not seats[0].queue and not seats[1].queue
+    assert stream.due is not None and not fast and not slow
     time.sleep(LINGER)
     scheduler.hand_out()
-    assert seats[0].handle.batches == [["alone"]] and stream.due is None
+    assert fast == [["alone"]] and stream.due is None
+
+
+def test_what_another_worker_leaves_is_not_forgotten():
+    scheduler, stream, (fast, slow) = scheduled((8, 1.5), (1, 1.0))
+    for n in range(3):
+        stream.put(n, n)
+    scheduler.hand_out()
+    assert slow == [[0]] and not fast and stream.due is not None
+    time.sleep(LINGER)
+    scheduler.hand_out()
+    assert fast and fast[0][0] == 1
+
+
+def test_a_worker_with_a_job_is_not_waited_for():
+    scheduler, stream, (fast, slow) = scheduled((1, 100.1), (1, 100.0))
+    scheduler.seats[0].queue.append(Job(Future(), None, 0))
+    stream.put(0, "item")
+    stream.waiting = True
+    scheduler.hand_out()
+    assert slow == [["item"]] and not fast

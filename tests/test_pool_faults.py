@@ -160,6 +160,12 @@ def test_an_item_that_kills_its_worker_is_reported():
         assert list(pool.map(range(3))) == [0, 1, 2]
 
 
+def test_any_number_of_items_may_kill_their_worker():
+    with DevicePool(["cpu"], workers.kill_from_three, batch_size=1, on_error="skip") as pool:
+        results = list(pool.map(range(7)))
+    assert results[:3] == [0, 1, 2] and [error.index for error in results[3:]] == [3, 4, 5, 6]
+
+
 def test_a_worker_that_leaves_its_pipe_is_replaced():
     with DevicePool(["cpu"], workers.leave, retries=1) as pool:
         assert pool.submit(workers.square, 2).result() == 4

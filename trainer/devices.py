@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe
+from trainer.recipe import DEVICE, Recipe
 
 
 def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str, ...]]:
@@ -72,7 +73,10 @@ def present(devices: Sequence[str], cuda: int) -> list[str]:
     Raises:
         RecipeError: one is not here.
     """
-    names = ["cuda:0" if name == "cuda" else name for name in devices]
+    names = ["cuda:0" if str(name) == "cuda" else str(name) for name in devices]
+    odd = next((name for name in names if not re.fullmatch(DEVICE, name)), None)
+    if odd is not None:
+        raise RecipeError(f"devices: {odd} is not a device; write cpu, cuda:0 or cuda:1")
     absent = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= cuda]
     if absent:
         have = f"cuda:0 to cuda:{cuda - 1}" if cuda > 1 else "cuda:0" if cuda else "no CUDA device"

@@ -23,7 +23,15 @@ from trainer.checkpoint import read_weights
 from trainer.data import Datasets, open_datasets
 from trainer.data.folders import IMAGENET
 from trainer.devices import prediction_devices
-from trainer.errors import CheckpointError, Interrupted, PredictionError, Preempted, RecipeError, TrainerError
+from trainer.errors import (
+    CheckpointError,
+    FolderInUseError,
+    Interrupted,
+    PredictionError,
+    Preempted,
+    RecipeError,
+    TrainerError,
+)
 from trainer.evaluation import recipe_of
 from trainer.inference import rows, sources
 from trainer.inference.labelling import Labeller, Preparation
@@ -138,6 +146,8 @@ def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
             f"model.weights={recipe.model.weights}: {recipe.model.name} has no published weights"
         ) from None
     preset = weights.transforms()
+    if not hasattr(preset, "crop_size"):
+        raise RecipeError(f"model.name={recipe.model.name} is no classifier of images: predict is for those")
     return tuple(weights.meta["categories"]), preset, preset.crop_size[0]
 
 
@@ -163,11 +173,15 @@ def output_folder(recipe: Recipe, checkpoint: str | None) -> Path:
 
 def run(trained: Trained, folder: Path, me: Place) -> None:
     """Label this rank's part; rank 0 puts all parts together."""
-    recipe, final = trained.recipe, folder / f"predictions.{trained.recipe.predict.format}"
-    inputs = _inputs(trained, me)
+    recipe, inputs = trained.recipe, _inputs(trained, me)
+    how = trained.preparation
     settings = {
         "weights": trained.fingerprint,
         "images": inputs.name,
+        "data.root": recipe.data.root,
+        "number": inputs.total,
+        "image_size": how.image_size,
+        "normalisation": [list(how.mean), list(how.std)],
         "ranks": me.size,
         "format": recipe.predict.format,
         "batch_size": recipe.predict.batch_size,
@@ -175,12 +189,17 @@ def run(trained: Trained, folder: Path, me: Place) -> None:
     }
     cuda = cuda_count() if recipe.devices == "auto" or any(name != "cpu" for name in recipe.devices) else 0
     devices = prediction_devices(recipe.devices, cuda, cores(), me.local_rank, me.local_size)
-    rows.claim(folder)
-    if rows.complete(folder, final, settings):
-        print(f"{final} is complete already; another output= labels them again", flush=True)
-        return
     world = World(me, torch.device("cpu"), 1, ())
     world.connect(PATIENCE)
+    folder = Path(world.share(str(folder)))  # its name may hold the time
+    final = folder / f"predictions.{recipe.predict.format}"
+    rows.claim(folder)
+    before = world.share(rows.complete(folder, final, settings) if me.is_main else None)
+    if before is not None:
+        world.barrier()
+        world.close()
+        _complete(before, final, inputs)
+        return
     written = Rows(folder, me.rank, recipe.predict.format, trained.classes, settings)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
@@ -208,6 +227,27 @@ def run(trained: Trained, folder: Path, me: Place) -> None:
     finish(world, folder, final, written, settings, time.perf_counter() - begun)
 
 
+def _complete(before: Mapping[str, Any], final: Path, inputs: Inputs) -> None:
+    """There is nothing to do, or so it seems.
+
+    Raises:
+        FolderInUseError: what stdin brings now is not known.
+        PredictionError: images were given up then.
+    """
+    if inputs.total is None:
+        raise FolderInUseError(f"{final} is complete, maybe of other {inputs.name}: choose another output=")
+    print(f"{final} is complete already; another output= labels them again", flush=True)
+    _report_failures(before, final)
+
+
+def _report_failures(counts: Mapping[str, int], final: Path) -> None:
+    if counts["failed"]:
+        raise PredictionError(
+            f"{counts['failed']} of {counts['images']} images were given up after several tries; "
+            f"the error column of {final} says why"
+        )
+
+
 def _terminated(*_: object) -> None:
     raise Preempted("SIGTERM")
 
@@ -231,7 +271,7 @@ def label(pool: DevicePool, inputs: Inputs, written: Rows, watch: Watch) -> None
 
     for found in pool.map(payloads()):
         if isinstance(found, ItemError):
-            written.write(waiting.popleft(), None, str(found))
+            written.write(waiting.popleft(), None, found.message)
         else:
             written.write(waiting.popleft(), found)
         watch.note(pool)
@@ -243,8 +283,9 @@ def finish(world: World, folder: Path, final: Path, written: Rows, settings: Map
     Raises:
         PredictionError: some images were given up.
     """
-    parts = world.share(world.gather(written.counts))
+    parts = world.share(world.gather({**written.counts, "before": written.done}))
     counts = {key: sum(part[key] for part in parts) for key in written.counts}
+    new = counts["images"] - sum(part["before"] for part in parts)
     rows.put_together(world, folder, final)
     if world.is_main:
         accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
@@ -252,14 +293,10 @@ def finish(world: World, folder: Path, final: Path, written: Rows, settings: Map
             folder / "predict.json",
             json.dumps({"settings": dict(settings), **counts, "top1": accuracy, "seconds": seconds}, indent=2) + "\n",
         )
-        print(_summary(counts, accuracy, (counts["images"] - written.done) / seconds, final), flush=True)
+        print(_summary(counts, accuracy, new / seconds, final), flush=True)
     world.barrier()
     world.close()
-    if counts["failed"]:
-        raise PredictionError(
-            f"{counts['failed']} of {counts['images']} images were given up after several tries; "
-            f"the error column of {final} says why"
-        )
+    _report_failures(counts, final)
 
 
 def _summary(counts: Mapping[str, int], accuracy: float | None, speed: float, final: Path) -> str:

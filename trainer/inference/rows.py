@@ -20,7 +20,7 @@ import torch
 
 from trainer.errors import FolderInUseError, SetupError
 from trainer.inference.labelling import Labels
-from trainer.inference.sources import Item
+from trainer.inference.sources import Item, one_line
 from trainer.run_folder import write_atomically
 from trainer.world import World, lost_peers, place
 
@@ -104,7 +104,7 @@ class Rows:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow(
             # A row is a line, whatever a path holds.
-            [" ".join(value.splitlines()) if isinstance(value, str) else value for value in row.values()]
+            [one_line(value) if isinstance(value, str) else value for value in row.values()]
         )
         return text.getvalue()
 
@@ -153,18 +153,18 @@ def claim(folder: Path) -> None:
         raise FolderInUseError(f"{folder} holds a training run; choose another output=")
 
 
-def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether all rows are there already.
+def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The counts of a command that has written all rows already, else None.
 
     Raises:
         FolderInUseError: they are, of other settings.
     """
     try:
-        before = json.loads((folder / "predict.json").read_text())["settings"]
+        before: dict[str, Any] = json.loads((folder / "predict.json").read_text())
+        compare(folder, before["settings"], settings)
     except (OSError, ValueError, KeyError):
-        return False
-    compare(folder, before, settings)
-    return final.exists()
+        return None
+    return before if final.exists() else None
 
 
 def compare(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Inputs:
     Attributes:
         name: in words.
         count: images, where that is known before they come.
+        total: of all ranks.
         source: what payloads that are indices point into.
     """
 
@@ -37,6 +39,7 @@ class Inputs:
     count: int | None
     items: Iterator[Item]
     source: PhotoSource | None = None
+    total: int | None = None
 
 
 def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> Inputs:
@@ -51,6 +54,8 @@ def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> In
     if root == "-":
         if size > 1:
             raise RecipeError("data.root=- reads stdin, which several ranks cannot share: give a file with the paths")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         return Inputs("paths from stdin", None, _labelled(_lines(sys.stdin), classes))
     path = Path(root).expanduser()
     try:
@@ -59,18 +64,19 @@ def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> In
         elif path.suffix.lower() in readable_suffixes():
             paths = [str(path)] if path.is_file() else []
         else:
-            with path.open(encoding="utf-8", errors="surrogateescape") as file:
+            with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
                 paths = list(_lines(file))
     except OSError as error:
         raise SetupError(
-            f"data.root={root} cannot be read ({error.strerror}); give a folder, a file of paths, or -"
+            f"data.root={root}: {error.filename} cannot be read ({error.strerror}); "
+            "give a folder, a file of paths, or -"
         ) from None
     if not paths:
         raise SetupError(
             f"data.root={root} holds no images; give a folder (any kind Pillow reads), a file of paths, or -"
         )
     start, stop = own_span(len(paths), rank, size)
-    return Inputs(root, stop - start, _labelled(paths[start:stop], classes))
+    return Inputs(root, stop - start, _labelled(paths[start:stop], classes), total=len(paths))
 
 
 def split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
@@ -81,10 +87,10 @@ def split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
     if isinstance(part, ImageSet):
         rows, images, labels = len(part.labels), part.images, part.labels.tolist()
         items = (Item(f"{title}/{n}", images[n % rows], labels[n % rows]) for n in range(start, stop))
-        return Inputs(title, stop - start, items)
+        return Inputs(title, stop - start, items, total=len(part))
     known = getattr(part, "labels", None)
     photos = (Item(part.where(n), n, None if known is None else int(known[n])) for n in range(start, stop))
-    return Inputs(title, stop - start, photos, part)
+    return Inputs(title, stop - start, photos, part, len(part))
 
 
 def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
@@ -96,14 +102,19 @@ def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
     done = 0
     for done, before in enumerate(paths, 1):
         now = next(inputs.items, None)
-        if now is None or now.path != before:
+        if now is None or one_line(now.path) != one_line(before):
             found = "nothing" if now is None else now.path
             raise FolderInUseError(
                 f"{folder} was begun with other images: number {done} was {before}, "
                 f"now it is {found}; choose another output="
             )
     left = None if inputs.count is None else inputs.count - done
-    return Inputs(inputs.name, left, inputs.items, inputs.source)
+    return replace(inputs, count=left)
+
+
+def one_line(path: str) -> str:
+    """As a row of a CSV file has it."""
+    return " ".join(path.splitlines())
 
 
 def _lines(file: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.errors import PredictionError
@@ -51,6 +51,11 @@ class Seat:
     @property
     def held(self) -> int:
         return sum(len(task.items) for task in list(self.queue) if isinstance(task, Batch))
+
+    @property
+    def has_job(self) -> bool:
+        """Whether it is busy for who knows how long."""
+        return bool(self.queue) and isinstance(self.queue[0], Job)
 
     def __str__(self) -> str:
         return f"worker {self.index} on {self.device}"
@@ -118,7 +123,7 @@ class Scheduler:
                 self._give_job(seat, jobs.popleft())
                 return True
             return False
-        if seat.queue and isinstance(seat.queue[0], Job):
+        if seat.has_job:
             return False
         for stream in list(self.streams):
             again = stream.again[self._lane(seat)]
@@ -133,16 +138,18 @@ class Scheduler:
         lane = stream.lanes[self._lane(seat)]
         size = self.batching.size(seat.index)
         stream.wanted = max(stream.wanted, size)  # before looking: an item that comes now wakes us
+        ended = stream.ended  # before counting: nothing comes after it
         pending = len(lane.items)
-        if pending < size and not stream.ended and not self._settle_for(stream, pending):
+        if pending < size and not ended and not self._settle_for(stream, pending):
             return None
         count = min(size, pending)
         if not self.round_robin:
-            held = {other.index: other.held for other in self.seats if other.ready}
+            held = {other.index: other.held for other in self.seats if other.ready and not other.has_job}
             count = self.batching.take(seat.index, held, pending)
         if not count:
             return None
-        stream.since, stream.due = 0.0, None
+        if count == pending:
+            stream.since = 0.0
         return lane.take(count, stream)
 
     def _settle_for(self, stream: Stream, pending: int) -> bool:
@@ -226,7 +233,11 @@ class Scheduler:
 
     def _sort_out(self, seat: Seat, batch: Batch, answer: Answer) -> None:
         """Deliver the results that there are; do again, or report, what failed."""
-        results = answer.open()
+        try:
+            results = answer.open()
+        except Exception as error:  # one of them came through pickle there, and does not here: find which
+            failure = Failure.of(error)
+            results = [replace(failure, whole=True)]
         if type(results[0]) is Failure and results[0].whole:
             results = results * len(batch.items)
             if results[0].memory:
@@ -246,6 +257,7 @@ class Scheduler:
         if single.tries < self.retries:
             single.stream.again[self._lane(seat)].append(single)
         else:
+            seat.starts = min(seat.starts, 1) if seat.done else seat.starts  # the item was to blame, not the worker
             index = single.indices.start
             single.stream.deliver(single.indices, ItemError(index, message, traceback))
 

@@ -332,9 +332,8 @@ def test_every_sample_is_used_once_and_augmented_as_ever(loading, sets, samples,
     assert sorted(seen) == list(range(samples))
 
 
-@pytest.mark.parametrize(
-    "words", [(), pytest.param(("augment.crop=resized", "channels_last=false"), marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("words", [(), ("augment.crop=resized", "channels_last=false")])
 def test_every_sample_through_workers_and_from_the_middle(loading, words):
     inline, forked = (every(loading, photo_sets(27), 2, *AUGMENT, f"data.workers={n}", *words) for n in (0, 2))
     assert all(same(a, b) for a, b in zip(inline, forked, strict=True))
@@ -511,6 +510,7 @@ def test_every_kind_of_image_becomes_eight_bits(tmp_path):
         assert read_image(path, 1).shape == (1, 10, 12), path
 
 
+@pytest.mark.full
 def test_a_worker_that_died_or_fell_asleep_between_epochs(loading):
     inline, loader = loading(photo_sets()), loading(photo_sets(), "data.workers=1")
     epoch(loader)

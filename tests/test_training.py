@@ -64,6 +64,7 @@ def test_everything_at_once_over_two_ranks(tmp_path, full):
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.full
 def test_sync_bn_sees_the_global_batch(tmp_path):
     words = ["recipe=digits", "augment.crop=none", "max_steps=5", "optimizer.lr=0.01", *QUIET]
     ok(*words, "mode=single", f"output={tmp_path / 'one'}")
@@ -94,10 +95,11 @@ def test_compile(reference, tmp_path, full):
         assert load_file(folder / "last.safetensors").keys() == load_file(reference / "last.safetensors").keys()
 
 
-def test_two_ranks_end_cleanly_every_time(tmp_path, full):
+@pytest.mark.full
+def test_two_ranks_end_cleanly_every_time(tmp_path):
     """A bare gloo script that ends with destroy_process_group aborts in a third of its runs."""
     words = ["mode=ddp", "nproc=2", "data.name=synthetic", "data.image_size=8", "model.name=mlp", "max_steps=2", *QUIET]
-    for number in range(100 if full else 2):
+    for number in range(100):
         done = trainer(*words, "logging.tensorboard=false", f"output={tmp_path / str(number)}")
         assert done.returncode == 0, (number, done.stderr)
         assert done.stderr == ""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from tests.commands import environment
 from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, order, steps_per_epoch, workers
@@ -592,6 +593,21 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
             stream.close()
         rank.kill()
         rank.wait(10)
+
+
+def test_a_worker_outlives_sigterm_from_its_first_moment():
+    worker = workers._fork_server().Process(target=_signalled_as_it_starts)
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
+def _signalled_as_it_starts():
+    """DataLoader sets its own handler of SIGTERM before it calls `worker_init_fn`."""
+    _set_worker_signal_handlers()
+    os.kill(os.getpid(), signal.SIGTERM)
+    workers._begin(0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _group(pid):

@@ -1,7 +1,8 @@
 """Loaded once into the process that loader workers are forked from, so that they start in milliseconds.
 
 That process must outlive a SIGTERM to the whole group (torchrun sends one to each rank's): the rank still finishes its
-step and saves. It is started with the signal blocked; from here on, it and what is forked from it ignore it.
+step and saves. It is started with the signal blocked and ignores it from here on. It stays blocked for what is forked
+from it until `workers._begin`, as torch gives a new worker a handler of its own.
 """
 
 import signal
@@ -14,4 +15,3 @@ import trainer.data.photos
 __all__ = ["torch", "torchvision", "trainer"]
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -237,6 +237,7 @@ def _begin(_: int) -> None:
     """In a new worker: leave signals to the parent, and go when it goes, however it goes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_follow, args=[parent.sentinel], daemon=True).start()

@@ -18,8 +18,9 @@ def full(request: pytest.FixtureRequest) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         for item in items:
-            if item.get_closest_marker("full"):
-                item.add_marker(pytest.mark.skip(reason="one of several alike, or long: --all"))
+            if marker := item.get_closest_marker("full"):
+                reason = next(iter(marker.args), "one of several alike, or long")
+                item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         from trainer.world import cuda_count

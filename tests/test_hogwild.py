@@ -182,9 +182,8 @@ def test_a_gpu_is_refused():
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_compile(tmp_path, full):
-    if not full:
-        pytest.skip("compiling takes a minute and a C++ compiler: --all")
+@pytest.mark.full("compiling takes a minute and a C++ compiler")
+def test_compile(tmp_path):
     words = ["recipe=digits_hogwild", "nproc=2", "epochs=4", "compile=true", *QUIET]
     ok(*words, f"output={tmp_path / 'run'}", timeout=600)
     assert result(tmp_path / "run")["val_top1"] > 0.8

@@ -188,9 +188,8 @@ def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
     assert f"val loss {found['val_loss']:.4f}" in evaluated and f"{found['val_top1']:.2%}" in evaluated
 
 
-def test_compile(tmp_path, full):
-    if not full:
-        pytest.skip("compiling takes a minute and a C++ compiler: --all")
+@pytest.mark.full("compiling takes a minute and a C++ compiler")
+def test_compile(tmp_path):
     words = ["recipe=digits_local_sgd", "nproc=2", "model.name=cnn_gn", "optimizer.lr=0.001", "epochs=2", *QUIET]
     ok(*words, f"output={tmp_path / 'plain'}")
     ok(*words, "compile=true", f"output={tmp_path / 'compiled'}", timeout=600)

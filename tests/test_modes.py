@@ -300,9 +300,8 @@ def test_every_option_in_every_mode_works_or_is_refused(tmp_path, full):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_option_under_every_schedule(schedule, tmp_path, full):
-    if not full:
-        pytest.skip("1f1b is in the test above, the others take minutes: --all")
+@pytest.mark.full("1f1b is in the test above, the others take minutes")
+def test_every_option_under_every_schedule(schedule, tmp_path):
     column = "`pipeline`, processes"
     options = [option for option in OPTIONS if (option, "pipeline") not in REFUSED]
     other = {"pipeline.schedule=1f1b": f"pipeline.schedule={schedule}"}
@@ -315,9 +314,8 @@ def test_every_option_under_every_schedule(schedule, tmp_path, full):
 
 @pytest.mark.parametrize("model", ["cnn", "vit_tiny"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved1f1b", "streams"])
-def test_compiled_stages(schedule, model, tmp_path, full):
-    if not full:
-        pytest.skip("compiling takes a minute and a C++ compiler: --all")
+@pytest.mark.full("compiling takes a minute and a C++ compiler")
+def test_compiled_stages(schedule, model, tmp_path):
     ways = WAYS["streams 2" if schedule == "streams" else f"{schedule} 2"][0]
     words = [*SAME, f"model.name={model}", *ways]
     ok(*words, f"output={tmp_path / 'plain'}")

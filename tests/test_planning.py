@@ -668,9 +668,8 @@ def test_every_recipe_has_a_plan(path, full):
         "vit_b_32",
     ],
 )
-def test_torchvisions_families(name, full):
-    if not full:
-        pytest.skip("long; --all plans a model of each family")
+@pytest.mark.full("long, a model of each family")
+def test_torchvisions_families(name):
     pixels = 299 if name == "inception_v3" else 224
     recipe = recipe_of(f"model.name={name}", f"data.image_size={pixels}", "batch_size=4")
     images, shadow = describe(recipe), shadow_of(recipe)

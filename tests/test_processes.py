@@ -258,12 +258,12 @@ def photos(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("global_method", ["default", "fork"])
-def test_training_with_loader_workers_ends(global_method, full, photos, tmp_path):
+def test_training_with_loader_workers_ends(global_method, photos, tmp_path):
     """After OpenMP in this process and with OpenMP in the workers, whatever start method the user's script has set."""
     (tmp_path / "users_data.py").write_text(USERS_DATA)
     (tmp_path / "script.py").write_text(USERS_SCRIPT)
     (tmp_path / "readers").mkdir()
-    rounds = 20 if full else 1
+    rounds = 20
     recipe = ["mode=single", "model.name=cnn", "data.workers=4", "data.image_size=72", "batch_size=4", "epochs=2"]
     words = [*recipe, "threads=2", "timeout=60", "logging.progress=false", f"data.root={photos}"]
     out = finish("script.py", global_method, rounds, *words, timeout=120 + 60 * rounds, cwd=tmp_path)

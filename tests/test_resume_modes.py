@@ -74,9 +74,8 @@ def test_a_run_goes_round_all_modes(whole, tmp_path):
 
 
 @pytest.mark.parametrize("was", MODES)
-def test_every_mode_continues_every_other(was, whole, tmp_path, full):
-    if not full:
-        pytest.skip("ten runs for each of nine modes: --all")
+@pytest.mark.full("ten runs for each of nine modes")
+def test_every_mode_continues_every_other(was, whole, tmp_path):
     words = [*EPOCH, "save.every_steps=5"]
     kill(12, *words, *MODES[was], f"output={tmp_path / 'killed'}")
     assert newest(tmp_path / "killed") == 10

@@ -20,8 +20,8 @@ from trainer.comparison.statistics import (
     unclear,
 )
 
-NOISY = 0.048  # the same at other times
 NOISE = 0.027  # standard deviation of a pair's log-ratio: runs of 4 s, medians of windows, two busy cores
+NOISY = 0.048  # the same at other times
 
 
 def test_four_pairs_are_tested_by_students_t():

@@ -44,10 +44,9 @@ def test_ddp_has_the_losses_of_single(reference, ranks, tmp_path, full):
     assert ours["val_loss"] == pytest.approx(single["val_loss"], rel=1e-4)
 
 
-def test_everything_at_once_over_two_ranks(tmp_path, full):
+@pytest.mark.full("test_modes.py tries each option in each mode")
+def test_everything_at_once_over_two_ranks(tmp_path):
     """Accumulation, clipping, mixup, smoothing, averaging: the same numbers on one process and two."""
-    if not full:
-        pytest.skip("test_modes.py tries each option in each mode: --all")
     words = [
         *SAME,
         "model.name=vit_tiny",
@@ -77,17 +76,15 @@ def test_sync_bn_sees_the_global_batch(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_stays_near(reference, precision, tmp_path, full):
-    if not full:
-        pytest.skip("test_modes.py tries each option in each mode: --all")
+@pytest.mark.full("test_modes.py tries each option in each mode")
+def test_lower_precision_stays_near(reference, precision, tmp_path):
     ok(*SAME, "mode=single", "model.name=cnn_gn", f"precision={precision}", f"output={tmp_path / 'run'}")
     found = losses(tmp_path / "run")
     assert found == pytest.approx(losses(reference), rel=2e-2) and found != losses(reference)
 
 
-def test_compile(reference, tmp_path, full):
-    if not full:
-        pytest.skip("compiling takes a minute and a C++ compiler: --all")
+@pytest.mark.full("compiling takes a minute and a C++ compiler")
+def test_compile(reference, tmp_path):
     for mode in (["mode=single"], ["mode=ddp", "nproc=2"]):
         folder = tmp_path / mode[0]
         ok(*SAME, *mode, "model.name=cnn_gn", "compile=true", f"output={folder}", timeout=600)
@@ -318,9 +315,8 @@ def logged(folder):
     return seen
 
 
-def test_resume_under_another_mode(tmp_path, full):
-    if not full:
-        pytest.skip("test_resume_modes.py goes round all modes: --all")
+@pytest.mark.full("test_resume_modes.py goes round all modes")
+def test_resume_under_another_mode(tmp_path):
     words = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "epochs=2", "optimizer.lr=0.001", *QUIET]
     ok(*words, "mode=single", f"output={tmp_path / 'whole'}")
     stopped = trainer(

@@ -63,10 +63,8 @@ class Comparison:
         finally:
             found = self._write(status)
             _say("\n" + report.as_text(found, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-            made = self._draw(found)
-            _say(
-                f"  tables   {', '.join([f'{self.folder}/compare.md', '.csv', '.json', *(path.name for path in made)])}"
-            )
+            files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(found))]
+            _say(f"  tables   {', '.join(files)}")
             _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
         return found
 

@@ -31,11 +31,9 @@ def predictions(
         several = entry.ranks > 1
         if entry.mode == "single" or entry.problem or _stands_in(entry) or not (several or source):
             continue
-        measured = "here" if several else str(source)
+        recipe, measured = entry.recipe.replace(threads=entry.threads), "here" if several else str(source)
         try:
-            recipe = entry.recipe.replace(threads=entry.threads)
-            ranks = entry.ranks if several or recipe.many_processes else None
-            speed = plan(recipe, ranks, measured=measured, plugin=plugin)
+            speed = plan(recipe, entry.ranks, measured=measured, plugin=plugin)
         except (TrainerError, RuntimeError, ValueError):  # as of another model or precision than was measured
             continue
         if speed["predicted_samples_per_sec"] is not None:
@@ -45,6 +43,6 @@ def predictions(
 
 def _stands_in(entry: Entry) -> bool:
     """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
-    if not str(entry.recipe.devices).count("cpu") and world.cuda_count():
+    if "cpu" not in entry.recipe.devices and world.cuda_count():
         return False
     return (entry.mode == "pipeline" and entry.ranks == 1) or entry.ranks * entry.threads > world.cores()

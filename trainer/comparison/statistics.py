@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-from scipy.stats import t as student
+from scipy.special import stdtr, stdtrit  # Student's t: its distribution and quantiles
 
 ERROR = 0.05  # probability that a comparison shows any difference where there is none
 MARGIN = 0.02  # relative; smaller differences are not shown
@@ -120,11 +120,11 @@ class _Estimate:
         beyond = abs(self.centre) - margin
         if beyond <= 0 or not self.freedom:
             return 1.0
-        return min(1.0, self.tests * 2 * float(student.sf(beyond / self.error, self.freedom))) if self.error else 0.0
+        return min(1.0, self.tests * 2 * float(stdtr(self.freedom, -beyond / self.error))) if self.error else 0.0
 
     def interval(self, error: float) -> tuple[float, float]:
         """The ratio's confidence interval, that all tests' hold at once with probability 1 - `error`."""
-        reach = float(student.isf(error / self.tests / 2, self.freedom)) * self.error
+        reach = -float(stdtrit(self.freedom, error / self.tests / 2)) * self.error
         return math.exp(self.centre - reach), math.exp(self.centre + reach)
 
 

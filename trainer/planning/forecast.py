@@ -174,8 +174,7 @@ def _step(
         listed = schedules.order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
         length, bubble = schedules.simulated(listed, seconds, transfer)
     exchange = 0.0
-    own = [shadow.resident(stage)["gradients"] for stage in shadow.traced.stages(cut.names)]
-    held = [sum(own[s] for s, w in enumerate(cut.holders) if w == worker) for worker in range(layout.workers)]
+    held = cut.of_workers([shadow.resident(stage)["gradients"] for stage in shadow.traced.stages(cut.names)])
     if layout.shards > 1 and measured.bandwidth is not None:
         exchange = ring(layout.shards) * max(held) / measured.bandwidth
     share = max(held) / sum(held) if layout.processes > 1 else 1.0

@@ -47,6 +47,11 @@ class Cut:
     ideal: float
     balanced_by: str
 
+    def of_workers(self, values: Sequence[int]) -> list[int]:
+        """Sums of the stages' values, worker by worker."""
+        pairs = list(zip(self.holders, values, strict=True))
+        return [sum(v for holder, v in pairs if holder == worker) for worker in range(max(self.holders) + 1)]
+
 
 def cut(shadow: Shadow, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()) -> Cut:
     """Cut the recipe's model as it says, or where the slowest stage is fastest.

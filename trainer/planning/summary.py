@@ -162,8 +162,7 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
         crossing = 2.0 * passes * sum(stage.sent for stage in cut.stages[:-1])
         if layout.shards > 1:
             modules = shadow.traced.stages(cut.names)
-            sizes = [shadow.resident(module)["gradients"] for module in modules]
-            held = [sum(sizes[s] for s, worker in enumerate(cut.holders) if worker == w) for w in set(cut.holders)]
+            held = cut.of_workers([shadow.resident(module)["gradients"] for module in modules])
             reduced = ring(layout.shards) * max(held)
     total = reduced + crossing
     return {

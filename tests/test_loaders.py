@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 
 import numpy as np
 import pytest
@@ -596,6 +597,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
 
 
 def test_a_worker_outlives_sigterm_from_its_first_moment():
+    forkserver._forkserver._stop()  # another test's may be running, which does not know of this
     worker = workers._fork_server().Process(target=_signalled_as_it_starts)
     worker.start()
     worker.join(60)

@@ -7,10 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer import models
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.recipe import MODES, load
+from trainer.partition import trace
+from trainer.recipe import MODES, ModelRecipe, load
 from trainer.strategies import STRATEGIES, create
+from trainer.strategies.pipeline import Wire
 from trainer.strategies.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from trainer.world import Place, World
 
@@ -45,6 +48,23 @@ def test_sync_batch_norm_is_batch_norm(group, mean, std, affine):
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, **tolerance)
     torch.testing.assert_close(ours.eval()(data), theirs.eval()(data), **tolerance)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("name", ["vit_tiny", "cnn", "swin_t"])
+def test_what_a_rank_sends_is_contiguous_wherever_the_cut(name, channels_last):
+    """Activations, and gradients as zero-bubble schedules ask for them; gloo and NCCL refuse others."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    traced = trace(models.build(ModelRecipe(name=name), 10, 3, 32).to(memory_format=layout), name)
+    stages = traced.stages(traced.cuts)
+    travelling = torch.randn(2, 3, 32, 32).contiguous(memory_format=layout)
+    for index, stage in enumerate(stages):
+        first, last = index == 0, index == len(stages) - 1
+        received = travelling.detach().requires_grad_()
+        travelling = Wire(stage, lambda run, inputs: run(inputs), first, last)(received)
+        assert travelling.is_contiguous() and not travelling._is_view()
+        gradient = torch.autograd.grad(travelling.square().sum(), received)[0]
+        assert first or gradient.is_contiguous(), traced.cuts[index - 1]
 
 
 def test_converting_keeps_names():

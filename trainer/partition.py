@@ -129,10 +129,8 @@ def choose(traced: Traced, wanted: Sequence[str], stages: int) -> tuple[str, ...
     for name in wanted:
         if name not in traced.named:
             guess = recipes.nearest(name, traced.named)
-            hint = f"did you mean {guess}? " if guess else ""
-            raise RecipeError(
-                f"{given}: {name} is not a usable cut; {hint}There are: {', '.join(traced.cuts) or 'none'}"
-            )
+            hint = f"did you mean {guess}? There are" if guess else "there are"
+            raise RecipeError(f"{given}: {name} is not a usable cut; {hint}: {', '.join(traced.cuts) or 'none'}")
     if len(wanted) != stages - 1:
         raise RecipeError(f"{given} has {len(wanted)} names and {stages} stages need {stages - 1}")
     chosen = tuple(traced.named[name] for name in wanted)

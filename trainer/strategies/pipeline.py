@@ -58,6 +58,22 @@ def _tasks(actions: Sequence[Any]) -> Iterator[Task]:
             yield Task(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
 
 
+class _Received(torch.autograd.Function):
+    """The identity; its gradient, which goes back to the rank before, is contiguous. That of `cat` would not be."""
+
+    @staticmethod
+    def forward(received: Tensor) -> Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
 class Wire(nn.Module):
     """A stage as neighbours see it: what goes between ranks is contiguous, channels_last images as (N, H, W, C)."""
 
@@ -66,8 +82,10 @@ class Wire(nn.Module):
         self.stage, self._run, self._first, self._last = stage, run, first, last
 
     def forward(self, received: Tensor) -> Tensor:
-        if not self._first and received.dim() == 4:
-            received = received.permute(0, 3, 1, 2)
+        if not self._first:
+            received = _Received.apply(received)
+            if received.dim() == 4:
+                received = received.permute(0, 3, 1, 2)
         out = self._run(self.stage, received)
         if not self._last and out.dim() == 4:
             out = out.permute(0, 2, 3, 1)

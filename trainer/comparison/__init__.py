@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,7 +100,7 @@ def compare(
         "plugin": plugin,
         "steps": steps,
         "repeats": repeats,
-        "settings": json.loads(json.dumps(base.replace(output=None, resume=None).to_dict())),
+        "settings": base.replace(output=None, resume=None).model_dump(mode="json"),
     }
     with claim(output, name, resume is not None, asked) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)

@@ -31,9 +31,9 @@ def predictions(
         several = entry.ranks > 1
         if entry.mode == "single" or entry.problem or _stands_in(entry) or not (several or source):
             continue
-        recipe, measured = entry.recipe.replace(threads=entry.threads), "here" if several else str(source)
+        measured = "here" if several else str(source)
         try:
-            speed = plan(recipe, entry.ranks, measured=measured, plugin=plugin)
+            speed = plan(entry.recipe.replace(threads=entry.threads), entry.ranks, measured=measured, plugin=plugin)
         except (TrainerError, RuntimeError, ValueError):  # as of another model or precision than was measured
             continue
         if speed["predicted_samples_per_sec"] is not None:

@@ -62,12 +62,8 @@ class _Received(torch.autograd.Function):
     """The identity; its gradient, which goes back to the rank before, is contiguous. That of `cat` would not be."""
 
     @staticmethod
-    def forward(received: Tensor) -> Tensor:
+    def forward(ctx: Any, received: Tensor) -> Tensor:
         return received.view_as(received)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

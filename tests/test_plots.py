@@ -100,12 +100,14 @@ def test_curves_share_a_legend_and_none_hides_another(tmp_path, drawn):
 
 def test_a_sweep_of_numbers_is_logarithmic_where_they_span_much(tmp_path, drawn):
     values = [1, 3, 5, 8, 10, 12, 20, 40, 60]
-    series = {"pipeline": [Point(n, 10.0 + n, 1.0) for n in values], "single": [Point(None, 30.0, 1.0)]}
+    series = {"pipeline": [Point(n, 12.0 + n / 10, 0.0) for n in values], "single": [Point(None, 22.0, 0.0)]}
     plots.sweep(tmp_path / "p.png", "pipeline.split_size", series, "images per second")
     (figure,) = drawn
     (axes,) = figure.axes
     assert axes.get_xscale() == "log" and axes.get_xlabel() == "pipeline.split_size"
     assert [label.get_text() for label in axes.get_xticklabels()] == list(map(str, values))
+    told = [float(label.get_text()) for label in axes.get_yticklabels()]
+    assert told == pytest.approx(list(axes.get_yticks())), "a tick is not rounded"
     assert apart(boxes(figure, axes.get_xticklabels()))
 
 

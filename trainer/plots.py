@@ -226,4 +226,4 @@ def _legend_below(figure: Any, axes: Sequence[Any]) -> None:
 
 
 def _thousands(value: float, _: int) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:g}"
+    return f"{value:,.10g}"

@@ -150,6 +150,7 @@ def test_one_process_is_single(tmp_path, here):
     assert len(losses(tmp_path / "single")) == 9
 
 
+@pytest.mark.full
 def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
     """Epochs of one step: both modes cut the same permutation in the same two halves."""
     words = [*DATA, "data.samples=64", "batch_size=64", "epochs=8", "optimizer.momentum=0", "optimizer.lr=0.01", *QUIET]

@@ -70,10 +70,10 @@ WAYS = {
     "1f1b recomputed": processes("1f1b", 2, 1, "pipeline.recompute=true"),
     "three stages a rank": processes("interleaved1f1b", 2, 1, "pipeline.virtual_stages=3", virtual=3),
 }
-DIAGONAL = {  # what the fast tests run; ddp is in test_training.py, dp, split and other schedules in the tests below
+# What the fast tests run; ddp is in test_training.py, replicas in test_resume_modes.py, the rest in the tests below.
+DIAGONAL = {
     ("streams uneven", "cnn_gn"),
     ("dualpipev 2", "cnn_gn"),
-    ("gpipe 2x2", "cnn_gn"),
 }
 
 

@@ -4,6 +4,7 @@ set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 venv=$here/.venv
+pins="" # what to ask pip for beside pyproject.toml
 
 usage() {
     cat <<'TEXT'
@@ -12,6 +13,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh recipes [NAME]                 list the recipes, or print one completely
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts
+       ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, installed beside .venv
 
 The first use makes .venv beside this script and installs into it, with uv where present; pip's and uv's own
 variables choose the index and the build. Read as well: NPROC, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, and
@@ -29,7 +31,7 @@ TEXT
 # What an installation depends on: the dependencies, and where it stands (an environment cannot be moved).
 stamp() {
     cksum <"$here/pyproject.toml"
-    printf '%s\n' "$here"
+    printf '%s\n' "$pins" "$here"
 }
 
 installed() {
@@ -71,14 +73,49 @@ install() {
     rm -f "$venv/.installed"
     if [ "$with" = uv ]; then
         [ -x "$venv/bin/python" ] || (cd "$here" && uv venv --quiet --allow-existing --python '>=3.11' "$venv")
-        uv pip install --quiet --python "$venv/bin/python" -e "$here[test]"
+        uv pip install --quiet --python "$venv/bin/python" -e "$here[test]" $pins
     else
         [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$here[test]"
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$here[test]" $pins
     fi
     stamp >"$venv/.installed"
     rm "$venv/.installing"
     echo "launch.sh: installed" >&2
+}
+
+ensure() {
+    if ! installed; then
+        exec 9>"$venv.lock"
+        if command -v flock >/dev/null; then
+            flock -n 9 || { echo "launch.sh: waiting for another installation" >&2 && flock 9; }
+        fi
+        installed || install
+        exec 9>&-
+    fi
+}
+
+# What pyproject.toml declares as NAME>=VERSION, as NAME==VERSION.
+least() {
+    sed -n "s/^ *\"$1>=\([0-9.]*\)\",\$/$1==\1/p" "$here/pyproject.toml"
+}
+
+# Every mode and schedule with other versions of torch, each in an environment of its own.
+versions() {
+    local which
+    for which in "$@"; do
+        case $which in
+            lowest) pins="$(least torch) $(least torchvision)" ;;
+            newest) pins="--upgrade torch torchvision" && rm -f "$here/.venv-newest/.installed" ;; # since then newer
+            *)
+                echo "launch.sh: --versions=$which: lowest and newest are known" >&2
+                exit 2
+                ;;
+        esac
+        venv=$here/.venv-$which
+        ensure
+        "$venv/bin/python" -c 'import torch; print("torch", torch.__version__, flush=True)'
+        "$venv/bin/python" -m pytest --all tests/test_smoke.py
+    done
 }
 
 # One launcher a node, whatever the tasks per node.
@@ -93,14 +130,20 @@ case ${1:-help} in
         ;;
 esac
 
-if ! installed; then
-    exec 9>"$here/.venv.lock"
-    if command -v flock >/dev/null; then
-        flock -n 9 || { echo "launch.sh: waiting for another installation" >&2 && flock 9; }
-    fi
-    installed || install
-    exec 9>&-
-fi
+case $1-${2:-} in
+    test---versions)
+        cd "$here"
+        versions lowest newest
+        exit
+        ;;
+    test---versions=*)
+        cd "$here"
+        versions "${2#*=}"
+        exit
+        ;;
+esac
+
+ensure
 
 case $1 in
     test)

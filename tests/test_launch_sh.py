@@ -191,6 +191,22 @@ def test_it_starts_from_a_link(checkout: Checkout) -> None:
     assert "the digits" in answer.stdout
 
 
+def test_other_versions_are_tested_in_environments_of_their_own(checkout: Checkout) -> None:
+    code, out, _ = checkout.run("test", "--versions")
+    asked = [line for line in checkout.log.read_text().splitlines() if "pip install" in line]
+    least = re.findall(r'"(torch|torchvision)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert code == 0
+    assert len(asked) == 2 and not (checkout.home / ".venv").exists()
+    assert ".venv-lowest" in asked[0] and asked[0].endswith(" ".join(f"{name}=={version}" for name, version in least))
+    assert ".venv-newest" in asked[1] and asked[1].endswith("--upgrade torch torchvision")
+    assert out.count("-m pytest --all tests/test_smoke.py") == 2
+
+
+def test_a_version_that_fails_fails_the_whole(checkout: Checkout) -> None:
+    assert checkout.run("test", "--versions=lowest", CODE="1")[0] == 1
+    assert checkout.run("test", "--versions=2.0")[0] == 2
+
+
 def test_every_package_is_installed() -> None:
     """setuptools takes the list as it is written, so a forgotten folder would be missing from the wheel only."""
     written = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]

@@ -1,0 +1,109 @@
+"""Every mode and schedule, resume, options and predict once: what each torch of the declared range has to pass.
+
+`./launch.sh test --versions` runs this file with the lowest and the newest torch, each in an environment of its own.
+The exact and the long tests stay with the environment that `./launch.sh test` uses.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import version
+
+import pytest
+
+from tests.commands import PROJECT, QUIET, losses, ok, result
+from tests.test_resume_modes import ends_like, kill
+from trainer.strategies.pipeline import SCHEDULES
+
+BASE = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none"]
+BASE += ["schedule.warmup_epochs=0", "epochs=1", "save.every_steps=5", "timeout=60", *QUIET]
+SPLIT = ["mode=pipeline", "pipeline.microbatches=4"]
+WAYS = {
+    "dp": ["mode=dp", "devices=[cpu,cpu]"],
+    "ddp": ["mode=ddp", "nproc=2"],
+    "split": ["mode=split", "devices=[cpu,cpu]"],
+    "streams": [*SPLIT, "devices=[cpu,cpu]"],
+    **{name: [*SPLIT, "nproc=2", f"pipeline.schedule={name}"] for name in SCHEDULES},
+    "1f1b 2x2": [*SPLIT, "nproc=4", "pipeline.stages=2"],
+    "zbv 2x2": [*SPLIT, "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv"],
+}
+# What a torch may have changed under us: compilers, casts, parametrised optimizers, other families of models.
+OPTIONS = {
+    "compile": ["mode=ddp", "nproc=2", "compile=true"],
+    "compiled stages": [*SPLIT, "nproc=2", "compile=true"],
+    "fp16": ["mode=ddp", "nproc=2", "precision=fp16"],
+    "bf16 stages": [*SPLIT, "nproc=2", "precision=bf16", "pipeline.schedule=interleaved1f1b"],
+    "sync_bn": ["mode=ddp", "nproc=2", "model.name=cnn", "sync_bn=true"],
+    "deferred BatchNorm": [*SPLIT, "nproc=2", "model.name=cnn", "pipeline.schedule=zbv"],
+    "a ViT in stages": [*SPLIT, "nproc=2", "model.name=vit_tiny", "pipeline.schedule=dualpipev"],
+    "swin_t in stages": [
+        *SPLIT,
+        "nproc=2",
+        "model.name=swin_t",
+        "data.channels=3",
+        "data.image_size=32",
+        "max_steps=2",
+    ],
+    "everything": ["mode=ddp", "nproc=2", "ema=0.9", "mixup=0.2", "clip_grad_norm=1", "accumulate=2"],
+    "everything in stages": [*SPLIT, "nproc=2", "ema=0.9", "mixup=0.2", "clip_grad_norm=1", "accumulate=2"],
+    "deterministic": ["mode=single", "model.name=cnn", "deterministic=true"],
+    "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "hogwild": ["mode=hogwild", "nproc=2"],
+}
+
+
+def lowest():
+    """The lowest torch and torchvision that pyproject.toml declares."""
+    declared = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return {name: re.search(rf"^{name}>=([\d.]+)$", "\n".join(declared), re.M)[1] for name in ("torch", "torchvision")}
+
+
+def numbers(text):
+    return [int(part) for part in re.match(r"[\d.]+\d", text)[0].split(".")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The epoch in mode=single, uninterrupted."""
+    folder = tmp_path_factory.mktemp("smoke") / "single"
+    ok(*BASE, "mode=single", f"output={folder}")
+    return folder
+
+
+def test_this_torch_is_in_the_declared_range():
+    for name, least in lowest().items():
+        assert numbers(version(name)) >= numbers(least), f"{name} {version(name)} is below {least}"
+
+
+@pytest.mark.full("test_modes.py has the same ways, with more models")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_to_train_has_the_losses_of_single(way, whole, tmp_path):
+    """Killed on its way and continued: the run that was not stopped."""
+    words = [*BASE, *WAYS[way], f"output={tmp_path / 'run'}", "resume=auto"]
+    kill(12, *words)
+    ok(*words)
+    ends_like(tmp_path / "run", whole)
+
+
+@pytest.mark.full("test_modes.py has the same options")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_trains(option, tmp_path):
+    ok(*BASE, *OPTIONS[option], f"output={tmp_path / 'run'}", timeout=300)
+    found = losses(tmp_path / "run")
+    assert result(tmp_path / "run")["status"] == "completed"
+    assert len(found) == 2 if "swin" in option else sum(found[-5:]) < sum(found[:5])
+
+
+@pytest.mark.full("test_inference.py and others test each of these")
+def test_what_is_done_with_a_run(whole, tmp_path):
+    """Evaluate, predict, plan and compare."""
+    evaluated = ok("evaluate", f"checkpoint={whole}", "mode=single", *QUIET[:1])
+    assert f"{100 * result(whole)['val_top1']:.1f}" in evaluated.stdout
+    predicted = ok("predict", f"checkpoint={whole}", "devices=[cpu,cpu]", f"output={tmp_path / 'labels'}")
+    assert "360" in predicted.stdout
+    assert len((tmp_path / "labels" / "predictions.csv").read_text().splitlines()) == 361
+    ok("plan", "recipe=digits", "devices=[cpu,cpu]")
+    compared = ok("compare", "recipe=digits", "modes=[single,ddp,pipeline]", "devices=[cpu,cpu]", "repeats=2",
+                  f"output={tmp_path / 'compared'}", timeout=400)  # fmt: skip
+    assert "pipeline" in compared.stdout

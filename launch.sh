@@ -10,6 +10,7 @@ usage() {
     cat <<'TEXT'
 usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without one, in two processes)
        ./launch.sh evaluate checkpoint=RUN        evaluate a trained run again
+       ./launch.sh doctor                         what this machine offers, and what is wrong with it
        ./launch.sh recipes [NAME]                 list the recipes, or print one completely
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts

@@ -23,8 +23,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
-        from trainer.world import cuda_count
+        from trainer import cards
 
-        if not cuda_count():
+        if not cards.look().count:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -11,7 +11,7 @@ ROOMS = [
     {"errors", "faults"},
     {"recipe", "words"},
     {"checks"},
-    {"world", "topology", "interrupts", "devices"},
+    {"world", "topology", "interrupts", "devices", "cards", "peers"},
     {"data", "checkpoint", "metrics", "randomness", "run_folder", "graphs", "partition", "balance"},
     {"plots", "pool"},
     {"models", "tracking", "launching"},
@@ -21,7 +21,7 @@ ROOMS = [
     {"reporting", "resuming", "speed_test", "diagnosis"},
     {"meeting"},
     {"training"},
-    {"planning", "inference"},
+    {"planning", "inference", "doctor"},
     {"comparison"},
     {"__main__"},
 ]

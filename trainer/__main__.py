@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from trainer import checks, launching, recipe, world
-from trainer.errors import RecipeError, TrainerError, explain
+from trainer.errors import RecipeError, SetupError, TrainerError, explain
 from trainer.interrupts import leave_now
 from trainer.words import split
 
@@ -18,6 +18,7 @@ usage: python -m trainer [train] recipe=NAME [key=value ...]    train
        python -m trainer plan recipe=NAME [key=value ...]    memory, traffic and schedule without running anything
        python -m trainer predict checkpoint=RUN data.root=FOLDER [key=value ...]    label every image
        python -m trainer evaluate checkpoint=RUN [key=value ...]    evaluate a trained run again
+       python -m trainer doctor    what this machine offers, and what is wrong with it, ready to paste
        python -m trainer recipes [NAME] [key=value ...]    list the recipes, or print one completely
 
   recipe=NAME      a shipped recipe, a YAML file or a run folder
@@ -33,7 +34,7 @@ examples:
   python -m trainer recipe=digits mode=single epochs=2 output=runs/first
   torchrun --nproc_per_node=4 -m trainer recipe=resnet50 data.root=/data/imagenet
 """
-COMMANDS = ("train", "compare", "plan", "predict", "evaluate", "recipes", "help")
+COMMANDS = ("train", "compare", "plan", "predict", "evaluate", "doctor", "recipes", "help")
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
 
@@ -50,6 +51,7 @@ def answer(words: Sequence[str]) -> int:
     """The exit code of a command, after printing the one line of what went wrong, if anything did."""
     try:
         launching.die_with_parent()
+        check_folder()
         return run(words)
     except (Exception, KeyboardInterrupt) as error:
         line, code = explain(error)
@@ -57,6 +59,14 @@ def answer(words: Sequence[str]) -> int:
     if not launching.has_speaker() and (not _launched() or world.place().is_main):
         launching.say(line, code)
     return code
+
+
+def check_folder() -> None:
+    """Raises SetupError where the working folder was deleted, which neither torch nor relative paths survive."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise SetupError("the working folder was deleted: type cd and a folder that is there, and try again") from None
 
 
 def run(words: Sequence[str]) -> int:
@@ -80,6 +90,10 @@ def run(words: Sequence[str]) -> int:
         from trainer import inference
 
         return inference.command(rest)
+    if command == "doctor":
+        from trainer import doctor
+
+        return doctor.command(rest)
     if command == "recipes":
         return recipes(rest)
     if command == "help":

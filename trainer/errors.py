@@ -82,6 +82,24 @@ class Preempted(TrainerError):
     code = 143
 
 
+KINDS: dict[int, type[TrainerError]] = {
+    kind.code: kind
+    for kind in (
+        RecipeError,
+        SetupError,
+        CheckpointError,
+        NotFiniteError,
+        DeviceMemoryError,
+        PeerError,
+        FolderInUseError,
+        PredictionError,
+        DiskFullError,
+        Interrupted,
+        Preempted,
+    )
+}
+
+
 def explain(error: BaseException) -> tuple[str, int]:
     """What to print for an exception, and the exit code. Only what nobody foresaw, a bug, shows a traceback."""
     text = " ".join(str(error).split())
@@ -92,6 +110,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ValueError) and text.startswith("Expected more than 1 value per channel"):
         advice = "raise batch_size, or lower accumulate or pipeline.microbatches"
         return f"a batch of one value a channel cannot be normalised by BatchNorm: {advice}", RecipeError.code
+    if (fault := installation_fault(error)) is not None:
+        return fault, SetupError.code
     if is_out_of_memory(error):
         advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
         advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
@@ -100,6 +120,25 @@ def explain(error: BaseException) -> tuple[str, int]:
         where = f" at {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
     return "".join(traceback.format_exception(error)).rstrip(), 1
+
+
+# What torchvision says beside another torch than it was built for.
+MISFITS = ("operator torchvision::", "partially initialized module 'torchvision'")
+
+
+def installation_fault(error: BaseException) -> str | None:
+    """One line where torch or torchvision cannot be loaded, as of versions that do not fit; None for other errors."""
+    text = " ".join(str(error).split())
+    library = isinstance(error, ImportError | OSError) and (".so" in text or "DLL" in text)
+    absent = isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision")
+    if not absent and not any(sign in text for sign in MISFITS):
+        frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
+        if not library or not any("/torch/" in name or "/torchvision/" in name for name in frames):
+            return None
+    return (
+        f"torch or torchvision cannot be loaded ({text[:160]}): install the pair anew, "
+        "pip install --force-reinstall torch torchvision"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

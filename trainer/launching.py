@@ -27,7 +27,7 @@ from typing import Any
 from trainer import world
 from trainer.checks import check_processes
 from trainer.devices import assign_devices
-from trainer.errors import PeerError, RecipeError, SetupError, TrainerError
+from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
 from trainer.recipe import Recipe
 from trainer.run_folder import fresh_folder
 from trainer.topology import Launch, topology
@@ -57,8 +57,7 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
         launch = topology(os.environ, nproc, recipe, world.cuda_count, world.cores())
         size = launch.size
     check_processes(recipe, size, size // launch.nproc)
-    on_cpu = recipe.devices != "auto" and set(recipe.devices) == {"cpu"}
-    assign_devices(recipe, launch.nproc, 0 if on_cpu else world.cuda_count())
+    assign_devices(recipe, launch.nproc, world.cuda_wanted(recipe))
     return None if me.launched or size == 1 else launch
 
 
@@ -279,18 +278,20 @@ def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, An
     if code == 0:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
-    kinds = {kind.code: kind for kind in TrainerError.__subclasses__()}
-    raise kinds.get(code, TrainerError)(last or f"the training ended with exit code {code}")
+    raise KINDS.get(code, TrainerError)(last or f"the training ended with exit code {code}")
 
 
 def _pass_on(child: subprocess.Popen[str]) -> str:
-    """Copy a child's stderr to ours until it ends, and return its last word; an error is kept back, to be raised."""
-    last = ""
+    """Copy a child's stderr to ours until it ends, and return its last word; an error is kept back, to be raised.
+
+    A bug's last word is the last line of its traceback.
+    """
+    last = end = ""
     for line in child.stderr or ():
+        end = line.strip() or end
         if line.startswith("trainer: "):
-            last = line.strip().removeprefix("trainer: ").removeprefix("error: ")
+            last = end.removeprefix("trainer: ").removeprefix("error: ")
         if not line.startswith("trainer: error: "):
             sys.stderr.write(line)
             sys.stderr.flush()
-    child.wait()
-    return last
+    return end if child.wait() == TrainerError.code else last

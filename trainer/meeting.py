@@ -36,6 +36,7 @@ class Meeting:
             Interrupted, Preempted: on every rank, with this step saved.
         """
         run, step = self.run, self.run.position.step
+        run.world.heartbeat()
         loss = math.fsum(torch.stack(run.unlogged).tolist()) if log else 0.0
         bad = float(run.updater.is_bad())
         steps, seconds, waited = run.timer.stop()

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import faulthandler
-import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from trainer import cards
 from trainer.devices import assign_devices, numbered
-from trainer.errors import PeerError, SetupError
+from trainer.errors import SetupError
+from trainer.peers import check_sums
+from trainer.peers import lost_peers as lost_peers
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -66,15 +67,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cuda_count() -> int:
-    """CUDA devices torch can use. Asks torch only where a driver's device node shows that there may be one."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return 0
-    if not any(map(glob.glob, ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))):
-        return 0
-    import torch
+def cuda_count(everything: bool = True) -> int:
+    """CUDA devices torch can use.
 
-    return torch.cuda.device_count()
+    Raises:
+        SetupError, RecipeError: cards are here and torch cannot use them; with `everything`, not even one of them.
+    """
+    found = cards.look()
+    if found.fault is not None and (everything or not found.count):
+        raise found.fault
+    return found.count
+
+
+def cuda_for(devices: Sequence[str] | Literal["auto"]) -> int:
+    """CUDA devices torch can use, for one who wants `devices`; cards are not asked for by who wants the CPU."""
+    if devices == "auto":
+        return cuda_count()
+    return cuda_count(everything=False) if any(name != "cpu" for name in devices) else 0
+
+
+def cuda_wanted(recipe: Recipe) -> int:
+    """CUDA devices torch can use, for a recipe; Hogwild's weights are in the CPU's memory."""
+    return 0 if recipe.mode == "hogwild" and recipe.devices == "auto" else cuda_for(recipe.devices)
 
 
 def threads_per_process(recipe: Recipe, local_size: int, environment: Mapping[str, str] = os.environ) -> int:
@@ -122,12 +136,15 @@ class World:
 
         Raises:
             PeerError: the others did not come within `timeout` seconds.
+            SetupError: this machine cannot talk to them, or sums come out wrong.
         """
         if self.size == 1:
             return
         import torch.distributed as dist
 
         cuda = self.device.type == "cuda" and not self.shared  # NCCL wants a device for each rank
+        if cuda and not dist.is_nccl_available():
+            raise SetupError(cards.NO_NCCL)
         with lost_peers():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -137,6 +154,8 @@ class World:
             )
             names: list[Any] = [None] * self.size
             dist.all_gather_object(names, self.name)
+            if cuda:
+                check_sums(self.device, self.rank, self.size)
         self.devices = tuple(names)
 
     def _own_store(self) -> dict[str, Any]:
@@ -211,6 +230,13 @@ class World:
             dist.gather_object(value, boxes)
         return boxes or []
 
+    def heartbeat(self) -> None:
+        """Find out on the CPU whether all ranks are alive, before a wait for a device that may wait for a dead one."""
+        if self.size > 1 and self.device.type == "cuda":
+            import torch
+
+            self.sum_(torch.zeros(1))
+
     def barrier(self) -> None:
         if self.size > 1:
             import torch.distributed as dist
@@ -226,43 +252,27 @@ class World:
             dist.destroy_process_group()
 
 
-class lost_peers:
-    """Turn what a collective raises when a peer is gone or silent into a PeerError."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_broken_collective(error):
-            if "time" in str(error).lower():
-                faulthandler.dump_traceback(all_threads=True)
-            raise PeerError(f"rank {place().rank}: lost another rank (it died, or was silent for `timeout`)") from error
-
-
-def is_broken_collective(error: BaseException) -> bool:
-    """Whether torch raised this because a peer of a collective is gone or silent."""
-    signs = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
-    text = str(error).lower()
-    return type(error).__name__.startswith("Dist") or any(sign in text for sign in signs)
-
-
 def locate(recipe: Recipe) -> World:
     """Take this process's place: its device and its threads.
 
     Raises:
         RecipeError: other devices than the mode can use.
+        SetupError: a card that this torch cannot use, or copies between its cards that come out wrong.
     """
     import torch
 
     me = place()
-    cuda = cuda_count() if recipe.devices == "auto" or any(name != "cpu" for name in recipe.devices) else 0
+    cuda = cuda_wanted(recipe)
     assigned = assign_devices(recipe, me.local_size, cuda)
     drives = tuple(map(torch.device, assigned[me.local_rank]))
     device = drives[0]
     threads = threads_per_process(recipe, me.local_size)
     torch.set_num_threads(threads)
     if device.type == "cuda":
+        for card in dict.fromkeys(drives):
+            cards.check(card, cuda)
         torch.cuda.set_device(device)
+        cards.check_copies(cards.edges([drive for drive in drives if drive.type == "cuda"]))
     shared = device.type == "cuda" and len(set(assigned)) < len(assigned)
     world = World(me, device, threads, (), drives, shared)
     world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))

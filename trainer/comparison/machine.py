@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from trainer import world
+from trainer import cards, world
 
 BUSY = 0.2  # cores: what others may use before it is worth a word
 
@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
     memory = None
     with suppress(OSError, ValueError):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(n) for n in range(cards.look().count)]
     return {"cpu": name, "cores": world.cores(), "memory_bytes": memory, "gpus": gpus, "system": platform.platform()}
 
 

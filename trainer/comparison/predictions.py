@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import world
+from trainer import cards, world
 from trainer.comparison.entries import Entry
 from trainer.errors import TrainerError
 from trainer.planning import plan
@@ -43,6 +43,6 @@ def predictions(
 
 def _stands_in(entry: Entry) -> bool:
     """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
-    if "cpu" not in entry.recipe.devices and world.cuda_count():
+    if "cpu" not in entry.recipe.devices and cards.look().count:
         return False
     return (entry.mode == "pipeline" and entry.ranks == 1) or entry.ranks * entry.threads > world.cores()

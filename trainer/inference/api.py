@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.devices import prediction_devices
 from trainer.inference.labelling import Forward
 from trainer.pool import DevicePool
-from trainer.world import cores, cuda_count
+from trainer.world import cores, cuda_for
 
 
 def predict(
@@ -43,7 +43,7 @@ def predict(
         if isinstance(devices, str)
         else devices
     )
-    names = prediction_devices(chosen, cuda_count(), cores())
+    names = prediction_devices(chosen, cuda_for(chosen), cores())
     stream = _stream(model, inputs.cpu() if isinstance(inputs, Tensor) else inputs, names, batch_size)
     if not isinstance(inputs, Tensor):
         return stream

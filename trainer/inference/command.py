@@ -43,7 +43,7 @@ from trainer.pool import DevicePool, ItemError
 from trainer.recipe import Recipe
 from trainer.run_folder import write_atomically
 from trainer.words import split
-from trainer.world import Place, World, cores, cuda_count, place
+from trainer.world import Place, World, cores, cuda_for, place
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
 
@@ -187,8 +187,7 @@ def run(trained: Trained, folder: Path, me: Place) -> None:
         "batch_size": recipe.predict.batch_size,
         "precision": recipe.precision,
     }
-    cuda = cuda_count() if recipe.devices == "auto" or any(name != "cpu" for name in recipe.devices) else 0
-    devices = prediction_devices(recipe.devices, cuda, cores(), me.local_rank, me.local_size)
+    devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), me.local_rank, me.local_size)
     world = World(me, torch.device("cpu"), 1, ())
     world.connect(PATIENCE)
     folder = Path(world.share(str(folder)))  # its name may hold the time

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer import cards
 from trainer.data import Datasets, PhotoSource
 from trainer.data.augment import Finish
 from trainer.data.images import read_image, reason, with_channels
@@ -57,6 +58,8 @@ class Labeller:
         if device.type == "cpu" and (recipe.threads or recipe.predict.batch_size):
             # Kernels add up in another order on another number of threads, and a fixed batch promises the same bytes.
             torch.set_num_threads(recipe.threads or 1)
+        if device.type == "cuda":
+            cards.check(device, cards.look().count)
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device
         self.model = self.model.to(device, memory_format=layout).eval()  # type: ignore[call-overload]

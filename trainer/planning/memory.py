@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer import world
+from trainer import cards
 from trainer.errors import RecipeError
 from trainer.metrics import free_memory
 from trainer.planning import schedules
@@ -121,7 +121,7 @@ def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
     CPU devices share the machine's memory.
     """
     if layout.kind == "cuda":
-        if not world.cuda_count():
+        if not cards.look().count:
             return None
         return torch.cuda.get_device_properties(0).total_memory, f"{torch.cuda.get_device_name(0)}, which is here"
     text = "free on this machine" + (f", a share of {count}" if count > 1 else "")

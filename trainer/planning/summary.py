@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from trainer import cards
 from trainer.data import Shard, steps_per_epoch
 from trainer.errors import RecipeError
 from trainer.optimization import learning_rate, total_steps
@@ -17,7 +18,6 @@ from trainer.planning.measured import from_run, ring
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import Recipe
-from trainer.world import cuda_count
 
 
 def summarise(
@@ -208,7 +208,7 @@ def _assumptions(layout: Layout, images: Images) -> list[str]:
         notes.append("compiled operators may keep less than these activations")
     if layout.kind == "cpu" and recipe.devices == "auto" and recipe.mode != "hogwild":
         notes.append("no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB asks for its size")
-    if layout.kind == "cuda" and not cuda_count():
+    if layout.kind == "cuda" and not cards.look().count:
         notes.append("no GPU is here to ask: activations are those of the CPU's operators")
     if images.train is None:
         notes.append(f"training images are not counted: {images.note}")

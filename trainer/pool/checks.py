@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainer import cards
 from trainer.errors import RecipeError, SetupError
 
 MOVE = "move what does not pickle to the top of a module, undecorate it, or use flavour='thread'"
@@ -30,8 +31,8 @@ def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
             device = torch.device(name)
         except (RuntimeError, TypeError) as error:
             raise RecipeError(f"device {name!r}: {str(error).splitlines()[0]}: use 'cpu' or 'cuda:0'") from None
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise SetupError(f"device {name} is not here: this machine has {torch.cuda.device_count()} CUDA devices")
+        if device.type == "cuda" and (device.index or 0) >= (here := cards.look()).count:
+            raise here.fault or SetupError(f"device {name} is not here: this machine has {here.count} CUDA devices")
         found.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
     return found
 

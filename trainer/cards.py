@@ -1,0 +1,342 @@
+"""First contact with this machine's cards: can this torch use them, and does it compute and copy rightly on them?
+
+A run asks these questions as it starts, and `python -m trainer doctor` asks them all. Where no NVIDIA card is, nothing
+is asked and torch is not loaded.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from trainer.errors import DeviceMemoryError, RecipeError, SetupError, TrainerError, is_out_of_memory
+
+if TYPE_CHECKING:
+    import torch
+
+NONE_VISIBLE = {"", "-1", "none", "void", "nodevfiles"}  # of CUDA_VISIBLE_DEVICES; the last is SLURM's
+REINSTALL = "pip install --force-reinstall torch torchvision"
+# torch 2.14 is the last with builds for CUDA 12, which older drivers and cards before Turing need.
+CUDA_12 = 'pip install --force-reinstall "torch<2.15" torchvision --index-url https://download.pytorch.org/whl/cu126'
+NO_NCCL = f"this torch has no NCCL, which ranks on cards talk through: {REINSTALL}, or train with devices=[cpu]"
+ON_CPU = "or train on the CPU with devices=[cpu]"
+
+
+@dataclass(frozen=True)
+class Cards:
+    """How many CUDA devices torch can use, and why not all that are here, if so."""
+
+    count: int = 0
+    fault: TrainerError | None = None
+
+
+def look(environment: Mapping[str, str] = os.environ) -> Cards:
+    """Count the cards that torch can use. Torch is asked only where a driver's device node shows that there are some.
+
+    A machine without any, or a CUDA_VISIBLE_DEVICES that hides all, has none, and that is no fault.
+    """
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and shown.strip().lower() in NONE_VISIBLE:
+        return Cards()
+    nodes, perhaps = device_nodes()
+    if not nodes and not perhaps:
+        return Cards()
+    try:
+        names = visible(shown)
+    except RecipeError as fault:
+        return Cards(fault=fault)
+    if names == []:
+        return Cards()
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        what = f"torch {torch.__version__} is built without CUDA, and this machine has {_cards(nodes)}"
+        return Cards(fault=SetupError(f"{what}: install one with it, {REINSTALL}, {ON_CPU}") if nodes else None)
+    count, reason = runtime_count()
+    if not count and names is not None and "GPUs are available" in reason:
+        return Cards(fault=RecipeError(_fewer(str(shown), names, 0)))
+    if not count:
+        ours = nodes or torch.version.hip is not None
+        return Cards(fault=SetupError(explain_none(reason, nodes, torch.__version__)) if ours else None)
+    if names is not None and count < len(names):
+        return Cards(count, RecipeError(_fewer(str(shown), names, count)))
+    hidden = 0 if names is not None or count >= len(nodes) or glob.glob(MIG) else len(_openable(nodes)) - count
+    if hidden > 0:
+        listed = ",".join(f"cuda:{index}" for index in range(count))
+        return Cards(
+            count,
+            SetupError(
+                f"this machine has {_cards(nodes)} and CUDA sees {count}: {hidden} may have failed (nvidia-smi and "
+                f"dmesg tell); train on those it sees with devices=[{listed}]"
+            ),
+        )
+    return Cards(count)
+
+
+MIG = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*"  # a process sees one part of a divided card, so fewer is right
+
+
+def device_nodes() -> tuple[list[str], list[str]]:
+    """The device nodes of NVIDIA's cards, and of what may be a card that torch can use."""
+    nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    if not nodes and glob.glob("/usr/lib/wsl/lib/libcuda.so*"):
+        nodes = glob.glob("/dev/dxg")
+    return nodes, glob.glob("/dev/kfd") + glob.glob("/proc/driver/nvidia/gpus/*")
+
+
+def _cards(nodes: Sequence[str]) -> str:
+    return f"{len(nodes)} NVIDIA card{'s' * (len(nodes) > 1)} ({nodes[0]}{' ...' * (len(nodes) > 1)})"
+
+
+def _openable(nodes: Iterable[str]) -> list[str]:
+    """Those that this process may use: a container or SLURM denies others, and a card that failed cannot be opened."""
+    found = []
+    for node in nodes:
+        try:
+            os.close(os.open(node, os.O_RDWR))
+        except PermissionError:
+            continue
+        except OSError:
+            pass
+        found.append(node)
+    return found
+
+
+def visible(text: str | None) -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names; None where all are visible.
+
+    Raises:
+        RecipeError: CUDA would see other cards than are meant, or none.
+    """
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if "-1" in names:  # CUDA reads up to there
+        names = names[: names.index("-1")]
+    said = f"CUDA_VISIBLE_DEVICES={text[:80]}"
+    for name in names:
+        if not re.fullmatch(r"\d{1,4}|GPU-[0-9a-fA-F-]+|MIG-[\w/-]+", name):
+            raise RecipeError(
+                f"{said}: '{name[:40]}' is not a card; type CUDA_VISIBLE_DEVICES=0,1 (numbers, or names as nvidia-smi "
+                "-L prints them), or leave it unset for all cards"
+            )
+    if len(set(names)) < len(names):
+        once = ",".join(dict.fromkeys(names))
+        raise RecipeError(f"{said} names a card twice, and CUDA then sees none: type CUDA_VISIBLE_DEVICES={once}")
+    return names
+
+
+def _fewer(shown: str, names: Sequence[str], count: int) -> str:
+    said = f"CUDA_VISIBLE_DEVICES={shown[:80]}"
+    if count and names[count].startswith("MIG-"):
+        return (
+            f"{said}: CUDA gives a process one part of a divided card: name one, CUDA_VISIBLE_DEVICES={names[0]}, or "
+            "start a training for each part"
+        )
+    rest = f"type CUDA_VISIBLE_DEVICES={','.join(names[:count])} for those before it, " if count else ""
+    return (
+        f"{said}: there is no card {names[count]}, and CUDA leaves out what follows it: {rest}or leave it unset for "
+        "all cards; nvidia-smi -L lists them"
+    )
+
+
+def runtime_count() -> tuple[int, str]:
+    """CUDA's own count of devices, and the reason where it is none.
+
+    `torch.cuda.device_count()` asks the driver's management library instead, which also counts a card that has failed,
+    every whole card that is divided (MIG), and all cards under a driver that is too old.
+    """
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch._C._cuda_getDeviceCount()
+        if count:
+            return count, ""
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:
+            return 0, _one_line(error)
+    return 0, " ".join(str(one.message) for one in caught)
+
+
+# What CUDA says when it finds no device, why, and what helps.
+REASONS = (
+    (
+        "No HIP GPUs",
+        "torch {torch} is built for ROCm and finds no GPU",
+        "join the groups render and video, or see whether rocminfo lists it",
+    ),
+    ("too old", "the NVIDIA driver{driver} is too old for torch {torch}", "update the driver, or {cuda12}"),
+    (
+        "Found no NVIDIA driver",
+        "the driver's library libcuda.so.1 is missing",
+        "install NVIDIA's driver; in a container, start it with docker run --gpus all",
+    ),
+    (
+        "unsupported display driver",
+        "the driver's library and its kernel module differ",
+        "restart the machine; in a container, its libcuda must be the machine's",
+    ),
+    ("forward compatibility", "this card needs a newer driver", "update the driver, or {cuda12}"),
+    ("not yet initialized", "the cards' links are not ready", "start them: sudo systemctl start nvidia-fabricmanager"),
+    (
+        "busy or unavailable",
+        "another process holds the cards (exclusive mode)",
+        "end it, or sudo nvidia-smi -c DEFAULT",
+    ),
+    (
+        "GPUs are available",
+        "CUDA finds none",
+        "in a container, start it with docker run --gpus all; else see whether nvidia-smi lists them",
+    ),
+    ("unknown error", "CUDA fails with an unknown error", "sudo modprobe nvidia_uvm, or restart the machine"),
+)
+
+
+def explain_none(reason: str, nodes: Sequence[str], version: str) -> str:
+    """One line for cards that are here while CUDA sees none of them: the cause and what to type."""
+    here = f"this machine has {_cards(nodes)}, but " if nodes else ""
+    cause, remedy = f"CUDA cannot use it: {reason[:200] or 'it gives no reason'}", "see whether nvidia-smi lists it"
+    for sign, known, helps in REASONS:
+        if sign.lower() in reason.lower():
+            found = re.search(r"found version (\d+)", reason)
+            knows = f" (knows CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10})" if found else ""
+            words = {"driver": f" {driver_version()}".rstrip() + knows, "torch": version, "cuda12": CUDA_12}
+            cause, remedy = known.format(**words), helps.format(**words)
+            break
+    return f"{here}{cause}: {remedy}; {ON_CPU}"
+
+
+def driver_version() -> str:
+    """The NVIDIA kernel driver's, as 580.65.06; empty where there is none."""
+    with suppress(OSError), open("/sys/module/nvidia/version") as file:
+        return file.read().strip()
+    with suppress(OSError), open("/proc/driver/nvidia/version") as file:
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read())
+        return found[1] if found else ""
+    return ""
+
+
+# --- one card ---------------------------------------------------------------------------------------------------------
+
+
+def check(device: torch.device, count: int) -> None:
+    """Compute a little on a card.
+
+    Args:
+        device: the card.
+        count: of cards there are.
+
+    Raises:
+        SetupError: this torch has no code for it, or it does not compute.
+        DeviceMemoryError: others have filled it.
+    """
+    import torch
+
+    others = [f"cuda:{index}" for index in range(count) if index != device.index]
+    without = f"leave it out with devices=[{','.join(others)}]" if others else "train on the CPU with devices=[cpu]"
+    name = str(device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own pages about a card that it has no code for
+            name = f"{device} ({torch.cuda.get_device_name(device)})"
+            capability = torch.cuda.get_device_capability(device)
+        builds = [] if torch.version.hip else torch.cuda.get_arch_list()
+        if builds and not runs_on(capability, builds):
+            raise SetupError(f"{name} {_no_code(capability, builds, torch.__version__)}; or {without}")
+        total = int(torch.arange(4096, device=device).sum())
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise DeviceMemoryError(
+                f"{name} is full before anything was loaded: nvidia-smi lists the programs that hold it; or {without}"
+            ) from error
+        raise SetupError(
+            f"{name} does not compute ({_one_line(error)[:160]}): nvidia-smi -q and dmesg tell more, a restart of the "
+            f"machine may help; or {without}"
+        ) from error
+    if total != 4096 * 4095 // 2:
+        raise SetupError(f"{name} computes wrongly (a sum came out as {total}): the card is faulty; {without}")
+
+
+def runs_on(capability: tuple[int, int], builds: Iterable[str]) -> bool:
+    """Whether a build's code runs on a card: machine code (sm_86) within its generation, from its own number on;
+    PTX (compute_86) on every later one; code for one chip (sm_90a) or family (sm_100f) no further than that."""
+    card = 10 * capability[0] + capability[1]
+    for build in builds:
+        found = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", build)
+        if not found:
+            continue
+        number, only = int(found[2]), found[3]
+        if only == "a":
+            fits = card == number
+        elif found[1] == "compute" and not only:
+            fits = card >= number
+        else:
+            fits = card // 10 == number // 10 and card >= number
+        if fits:
+            return True
+    return False
+
+
+def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -> str:
+    numbers = sorted(int(found[0]) for build in builds if (found := re.findall(r"\d+", build)))
+    card = 10 * capability[0] + capability[1]
+    old = bool(numbers) and card < numbers[0]
+    has = ", ".join(f"{number // 10}.{number % 10}" for number in numbers)
+    return (
+        f"has compute capability {capability[0]}.{capability[1]}, and torch {version} has code for {has}: install "
+        f"{'an older build, ' + CUDA_12 if old else 'a newer torch, ' + REINSTALL + ' --upgrade'}"
+    )
+
+
+# --- from card to card ------------------------------------------------------------------------------------------------
+
+PATTERN = 1 << 20  # numbers of 4 bytes
+
+
+def edges(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+    """The ways that one process's copies take: between neighbours and to and from the first, each way once."""
+    first = devices[0]
+    ways = [*pairwise(devices), *((first, device) for device in devices[1:])]
+    both = [way for a, b in ways for way in ((a, b), (b, a))]
+    return [way for way in dict.fromkeys(both) if way[0] != way[1]]
+
+
+def copies(source: torch.device, target: torch.device, pattern: int) -> bool:
+    """Whether a copy from card to card arrives, compared through the host.
+
+    The target is written over first: memory that held the same numbers before would hide a copy that does nothing.
+    """
+    import torch
+
+    numbers = torch.arange(PATTERN, dtype=torch.int32) * 2 + 2 * pattern * PATTERN + 1
+    there, here = numbers.to(source), torch.zeros(PATTERN, dtype=torch.int32, device=target)
+    here.copy_(there, non_blocking=True)
+    return torch.equal(here.cpu(), numbers)
+
+
+def check_copies(ways: Sequence[tuple[torch.device, torch.device]]) -> None:
+    """Copy a pattern along each way.
+
+    Raises:
+        SetupError: on this machine copies between cards come out wrong.
+    """
+    wrong = [f"{a} to {b}" for number, (a, b) in enumerate(ways) if not copies(a, b, number + 1)]
+    if wrong:
+        raise SetupError(
+            f"copies from card to card come out wrong ({', '.join(wrong[:4])}{' ...' * (len(wrong) > 4)}): switch the "
+            "IOMMU or PCIe ACS off (in the BIOS, or iommu=off for the kernel) and update the driver; until then train "
+            "with NCCL_P2P_DISABLE=1 and mode=ddp, or on one card"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

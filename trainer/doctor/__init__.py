@@ -1,0 +1,35 @@
+"""`python -m trainer doctor`: what this machine offers to training, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.doctor import machine, software
+from trainer.doctor.devices import look_at_cards
+from trainer.doctor.findings import Findings
+from trainer.doctor.groups import Group
+from trainer.errors import RecipeError, SetupError
+
+
+def command(words: Sequence[str]) -> int:
+    """Print everything that the checks at a run's start see; 0, or 3 where something is wrong."""
+    if words:
+        raise RecipeError(f"doctor takes no words, and '{words[0][:80]}' is one: type python -m trainer doctor")
+    found = examine()
+    print(found.text(), flush=True)
+    return SetupError.code if found.problems else 0
+
+
+def examine() -> Findings:
+    """Look at everything. What fails becomes a problem of one line, and the rest goes on."""
+    found = Findings()
+    with Group("gloo", 2) as processes:  # they load torch while this process looks around
+        loaded = found.trying("software", software.versions, found)
+        if loaded:
+            cards = found.trying("cards", look_at_cards, found) or 0
+            found.trying("communication", software.communication, found, processes, cards)
+            found.trying("shared memory", machine.check_shared_memory)
+        found.trying("machine", machine.resources, found)
+        found.trying("limits", machine.limits, found)
+        found.trying("environment", machine.variables, found)
+    return found

@@ -1,0 +1,83 @@
+"""Versions, the parts of torch that training needs, and whether processes here can talk to each other."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import trainer
+from trainer import cards
+from trainer.doctor.findings import Findings
+from trainer.doctor.groups import Group
+
+SOFTWARE = "software"
+
+
+def versions(found: Findings) -> bool:
+    """Of everything that a report of a bug should name; returns whether torch and torchvision could be loaded."""
+    problems = len(found.problems)
+    found.row(SOFTWARE, "trainer", f"{_version('trainer')} ({Path(trainer.__file__).parent})")
+    found.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable})")
+    found.row(SOFTWARE, "system", platform.platform())
+    for name in ("torch", "torchvision"):
+        found.row(SOFTWARE, name, _version(name))
+        found.trying(name, importlib.import_module, name)
+    found.row(SOFTWARE, "NVIDIA driver", cards.driver_version() or "none")
+    loaded = len(found.problems) == problems
+    if loaded:
+        _build(found)
+    return loaded
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _build(found: Findings) -> None:
+    """What torch was built with."""
+    import torch
+
+    if torch.version.hip:
+        found.row(SOFTWARE, "built for", f"ROCm {torch.version.hip}")
+    found.row(SOFTWARE, "CUDA of torch", torch.version.cuda or "none: a build for the CPU")
+    if torch.version.cuda:
+        found.row(SOFTWARE, "cuDNN", _dotted(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
+        found.row(SOFTWARE, "code for", " ".join(torch.cuda.get_arch_list()) or "unknown")
+
+
+def _dotted(version: int | None) -> str:
+    """90200 is 9.2.0, and before that 8902 was 8.9.2."""
+    if version is None:
+        return "none"
+    major = version // 10_000 if version >= 90_000 else version // 1000
+    rest = version - major * (10_000 if version >= 90_000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def communication(found: Findings, processes: Group, count: int) -> None:
+    """Sum over two real processes on the CPU, and over the cards where there are several."""
+    import torch
+    import torch.distributed as dist
+
+    title = "between processes"
+    if not dist.is_available():
+        found.problem(f"this torch has no torch.distributed, so only modes of one process train: {cards.REINSTALL}")
+        return
+    found.row(title, "gloo, 2 processes", found.trying("gloo", processes.outcome) or "fails")
+    if torch.version.cuda is None:
+        return
+    if not dist.is_nccl_available():
+        found.row(title, "NCCL", "none")
+        if count > 1:
+            found.problem(cards.NO_NCCL)
+        return
+    found.row(title, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    if count > 1:
+        with Group("nccl", count) as ranks:
+            found.row(title, f"NCCL, {count} cards", found.trying("NCCL", ranks.outcome) or "fails")

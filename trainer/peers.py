@@ -1,0 +1,120 @@
+"""What an error raised by a collective means: a peer that is gone or silent, this machine's settings, or neither."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import PeerError, SetupError, TrainerError, is_out_of_memory
+
+if TYPE_CHECKING:
+    import torch
+
+# Of NCCL's own kinds, those that a peer or the way to it causes. Others (of CUDA, of usage) are this rank's own.
+NCCL_PEERS = ("ncclRemoteError", "ncclSystemError", "ncclInternalError", "timeout", "timed out", "aborted")
+STORES = ("Wait timeout", "Socket Timeout")  # all that torch's stores say
+GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+:\d+\]|Gloo connectFullMesh failed")
+
+
+class lost_peers:
+    """Turn what a collective raises when a peer is gone or silent into a PeerError, and what it raises where this
+    machine's settings are at fault into a SetupError. Everything else passes, and out of memory before all."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, TrainerError) or is_out_of_memory(error):
+            return
+        setting = wrong_setting(error)
+        if setting is not None:
+            raise SetupError(setting) from error
+        if is_broken_collective(error):
+            if "time" in str(error).lower():
+                faulthandler.dump_traceback(all_threads=True)
+            raise PeerError(
+                f"rank {os.environ.get('RANK', '0')}: lost another rank (it died, or was silent for `timeout`): "
+                f"{last_line(error)}"
+            ) from error
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether torch raised this because a peer of a collective is gone or silent.
+
+    Torch has classes for NCCL's and its stores' errors; gloo's are plain RuntimeErrors that begin with a place in its
+    source. The mere words may stand in a user's own error.
+    """
+    import torch.distributed as dist
+
+    text = str(error)
+    if not isinstance(error, getattr(dist, "DistError", ())):
+        return bool(GLOO.match(text)) or text in STORES
+    return "NCCL error" not in text or any(sign in text for sign in NCCL_PEERS)
+
+
+def wrong_setting(error: BaseException) -> str | None:
+    """One line where the machine's settings are at fault: what was found and what to type."""
+    import torch.distributed as dist
+
+    text = str(error)
+    nccl = isinstance(error, getattr(dist, "DistError", ())) and "nccl" in text.lower()
+    if nccl and ("/dev/shm" in text or "shared memory segment" in text):
+        return (
+            f"/dev/shm is too small for NCCL ({shared_memory()}): make it larger (docker run --shm-size=8g or "
+            "--ipc=host; mount -o remount,size=8g /dev/shm), or set NCCL_SHM_DISABLE=1"
+        )
+    if nccl and "no socket interface found" in text:
+        return _interface("NCCL_SOCKET_IFNAME")
+    if nccl and "Duplicate GPU" in text:
+        return "two ranks use one card, which NCCL cannot: start as many ranks as cards, or mode=local_sgd"
+    if GLOO.match(text) and ("Unable to find address for" in text or "Unable to find interface for" in text):
+        return _interface("GLOO_SOCKET_IFNAME")
+    return None
+
+
+def _interface(variable: str) -> str:
+    import socket
+
+    here = ", ".join(name for _, name in socket.if_nameindex())
+    chosen = os.environ.get(variable)
+    if chosen is None:
+        return f"no network interface can be used ({here}): set {variable} to the one that leads to the other nodes"
+    return f"{variable}={chosen[:40]} names no usable interface; this machine has {here}: set it to one, or unset it"
+
+
+def shared_memory() -> str:
+    """The size of /dev/shm and what is free of it, in MiB."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return "there is none"
+    size, free = (found.f_frsize * blocks >> 20 for blocks in (found.f_blocks, found.f_bavail))
+    return f"{size} MiB, {free} free"
+
+
+def last_line(error: BaseException) -> str:
+    """The line that tells most of a collective's error, without the place in gloo's source or C++'s stack."""
+    lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
+    lines = [GLOO.sub("", line, count=1).strip() for line in lines if line]
+    return lines[-1].partition(". This is typically")[0][:200] if lines else type(error).__name__
+
+
+def check_sums(device: torch.device, rank: int, size: int) -> None:
+    """All-reduce a known pattern.
+
+    Raises:
+        SetupError: the sum is wrong on this rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.arange(1 << 18, dtype=torch.int64)
+    sums = (numbers * (rank + 1) + rank).to(device)
+    dist.all_reduce(sums)
+    if not torch.equal(sums.cpu(), numbers * (size * (size + 1) // 2) + size * (size - 1) // 2):
+        raise SetupError(
+            f"rank {rank}: a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1 (and NCCL_SHM_DISABLE=1 if that "
+            "is not enough), or switch the IOMMU or PCIe ACS off and update the driver"
+        )

@@ -160,6 +160,8 @@ case $1 in
         ;;
     *)
         export TRAINER_TENSORBOARD="$0 tensorboard" # what a run's last line tells to type
-        exec "$venv/bin/python" -m trainer "$@"
+        hold=() # Ctrl-C while Python itself starts, which would show a traceback, waits until the trainer hears it
+        if env --block-signal=INT true 2>/dev/null; then hold=(env --block-signal=INT); fi
+        exec ${hold[@]+"${hold[@]}"} "$venv/bin/python" -m trainer "$@"
         ;;
 esac

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +105,14 @@ def test_commands(checkout: Checkout) -> None:
         (("tset",), f"{here}: -m trainer tset"),
     ):
         assert checkout.run(*words) == (0, expected + "\n", "")
+
+
+def test_ctrl_c_waits_for_the_trainer_while_python_starts(checkout: Checkout) -> None:
+    checkout.run("recipe=digits")
+    python = checkout.home / ".venv" / "bin" / "python"
+    python.write_text("#!/bin/bash\ngrep SigBlk /proc/self/status\n")
+    _, found, _ = checkout.run("recipe=digits")
+    assert int(found.split()[-1], 16) == 1 << (signal.SIGINT - 1)
 
 
 def test_two_first_uses_at_once(checkout: Checkout) -> None:

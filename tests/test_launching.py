@@ -117,6 +117,7 @@ def alive(pid: int) -> bool:
         ([Ending(0, -11, "", 1.0), Ending(1, 7, "lost", 0.0)], 0, 7, "rank 0 was killed by SIGSEGV"),
         ([Ending(0, 3, "b", 2.0), Ending(1, 2, "a", 1.0)], 1, 2, "a"),
         ([Ending(1, 2, "same", 1.0), Ending(0, 2, "same", 1.0)], 0, 2, "same"),
+        ([Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)], 0, 7, "rank 1 was silent"),  # torchrun's
         ([Ending(0, 143, "saved", 1.0), Ending(1, 143, "saved", 1.0)], 0, 143, "saved"),
         ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
         ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),

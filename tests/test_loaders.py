@@ -19,10 +19,12 @@ from PIL import Image
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from tests.commands import environment
+from trainer import fork_server
 from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, order, steps_per_epoch, workers
 from trainer.data.datasets import UserItems
 from trainer.data.images import read_image
 from trainer.errors import PeerError, RecipeError, SetupError
+from trainer.pool import DevicePool
 from trainer.recipe import load
 
 CPU = torch.device("cpu")
@@ -598,18 +600,22 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
 
 def test_a_worker_outlives_sigterm_from_its_first_moment():
     forkserver._forkserver._stop()  # another test's may be running, which does not know of this
-    worker = workers._fork_server().Process(target=_signalled_as_it_starts)
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 0
+    with DevicePool(["cpu"], abs) as pool:  # it has the same server
+        assert list(pool.map([-1])) == [1]
+        worker = fork_server.context("trainer.data.photos").Process(target=_signalled_as_it_starts)
+        worker.start()
+        worker.join(60)
+        assert worker.exitcode == 0
 
 
 def _signalled_as_it_starts():
     """DataLoader sets its own handler of SIGTERM before it calls `worker_init_fn`."""
     _set_worker_signal_handlers()
-    os.kill(os.getpid(), signal.SIGTERM)
+    for number in fork_server.SIGNALS:
+        os.kill(os.getpid(), number)
     workers._begin(0)
-    os.kill(os.getpid(), signal.SIGTERM)
+    for number in fork_server.SIGNALS:
+        os.kill(os.getpid(), number)
 
 
 def _group(pid):

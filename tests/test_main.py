@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.commands import environment
 from trainer import __main__ as cli
 from trainer import launching
 from trainer.errors import CheckpointError, DeviceMemoryError, PeerError, RecipeError
@@ -54,6 +55,15 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert code == 0
     (tmp_path / "printed.yaml").write_text(output)
     assert load(tmp_path / "printed.yaml").to_dict() == load("resnet50", "epochs=3").to_dict()
+
+
+@pytest.mark.parametrize("module", ["pydantic", "torch"])
+def test_ctrl_c_during_imports_ends_without_a_word(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(20)")
+    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    command = [sys.executable, "-m", "trainer", "recipe=digits", "mode=single", f"output={tmp_path / 'run'}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_recipes_into_a_reader_that_leaves() -> None:

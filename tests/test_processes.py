@@ -161,8 +161,8 @@ from tests.benchmarks.fork_hang import compute, hung
 def context(method):
     if method == "spawn":
         return multiprocessing.get_context(method)
-    from trainer.data.workers import _fork_server
-    return _fork_server()
+    from trainer import fork_server
+    return fork_server.context("trainer.data.photos")
 
 if __name__ == "__main__":
     method, rounds = sys.argv[1], int(sys.argv[2])
@@ -199,6 +199,38 @@ def test_the_demonstration():
     """Whether bare `fork` hangs is torch's affair; that the script ends well, and leaves nothing, is ours."""
     table = finish(PROJECT / "tests/benchmarks/fork_hang.py", "--methods=fork", "--rounds=1", "--limit=2", timeout=180)
     assert table.splitlines()[-1].split() in (["fork", "1", "1"], ["fork", "1", "0"])
+
+
+STARTING = """
+import sys
+from trainer import fork_server
+fork_server.context("takes_long")
+print("server", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_fork_server_that_still_imports_dies_with_its_process(tmp_path):
+    (tmp_path / "takes_long.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    main = subprocess.Popen(
+        [sys.executable, "-c", STARTING],
+        env=environment(PYTHONPATH=f"{tmp_path}:{PROJECT}"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert {main.stdout.readline(), main.stdout.readline()} == {"server\n", "importing\n"}
+        main.kill()
+        main.wait()
+        deadline = time.monotonic() + 5
+        while (left := members(main.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+    finally:
+        for pid in members(main.pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 # --- a user's script ----------------------------------------------------------------------------------------------

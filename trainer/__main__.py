@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Before all other imports, which Ctrl-C would leave with a traceback each; `run` takes it back.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # launch.sh has it blocked
+
+import logging
 import sys
 from collections.abc import Sequence
 
-from trainer import checks, launching, recipe, world
+from trainer import checks, interrupts, launching, recipe, world
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
 from trainer.interrupts import leave_now
 from trainer.words import split
@@ -55,6 +62,7 @@ def answer(words: Sequence[str]) -> int:
         return run(words)
     except (Exception, KeyboardInterrupt) as error:
         line, code = explain(error)
+        line = launching.last_look(line, code, error)
     launching.report(line, code)
     if not launching.has_speaker() and (not _launched() or world.place().is_main):
         launching.say(line, code)
@@ -81,14 +89,17 @@ def run(words: Sequence[str]) -> int:
     if command == "compare":
         from trainer import comparison
 
+        interrupts.raise_at_ctrl_c()
         return comparison.command(rest)
     if command == "plan":
         from trainer import planning
 
+        interrupts.raise_at_ctrl_c()
         return planning.command(rest)
     if command == "predict":
         from trainer import inference
 
+        interrupts.raise_at_ctrl_c()
         return inference.command(rest)
     if command == "doctor":
         from trainer import doctor
@@ -134,6 +145,7 @@ def evaluate(words: Sequence[str]) -> int:
     launching.load_plugin(own.get("plugin"))
     from trainer import evaluation
 
+    interrupts.raise_at_ctrl_c()
     evaluation.evaluate_run(own["checkpoint"], *rest)
     return 0
 

@@ -6,12 +6,12 @@ that failed reach the user unchanged. Nothing here imports torch before it start
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import world
+from trainer import family, interrupts, world
 from trainer.checks import check_processes
 from trainer.devices import assign_devices
 from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
@@ -34,6 +34,8 @@ from trainer.topology import Launch, topology
 
 # Set by our launcher for its ranks and by the API for the trainer it starts: whom to die with, who speaks for them.
 PARENT = "TRAINER_PARENT"
+KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
+SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
 
 
 def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
@@ -105,9 +107,16 @@ def verdict(endings: Iterable[Ending]) -> Ending:
 
     A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
     counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
+    One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause.
     """
+    endings = list(endings)
     follows = {130: 1, PeerError.code: 2, 143: 3}
-    first = min(endings, key=lambda end: (follows.get(_exit_code(end.code), 0), end.code >= 0, end.time, end.rank))
+    late = min(end.time for end in endings) + KILLED_LATE
+
+    def place(end: Ending) -> tuple[int, bool, float, int]:
+        return follows.get(_exit_code(end.code), 0), end.code >= 0 or end.time > late, end.time, end.rank
+
+    first = min(endings, key=place)
     return Ending(first.rank, _exit_code(first.code), first.line or _obituary(first), first.time)
 
 
@@ -154,7 +163,10 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
     quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    interrupts.raise_at_ctrl_c()
+    passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
+    handlers = {number: signal.getsignal(number) for number in passed_on}
+    arguments += _signals(run, recipe)
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
         arguments += [f"--log_dir={logs}", "--module", "trainer", *words]
         try:
@@ -166,6 +178,24 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
         return 0
     say(ending.line, ending.code)
     return ending.code
+
+
+def _signals(run: Any, recipe: Recipe) -> list[str]:
+    """Options of torchrun, where it has them: which signals it passes on, and how long before it kills.
+
+    What means save and go reaches the ranks as SIGTERM, as it goes to their loader workers too. Under nohup a terminal
+    that closes means nothing.
+    """
+    known = set(run.get_args_parser()._option_string_actions)
+    options = []
+    if "--signals-to-handle" in known:
+        options.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
+        for number in interrupts.IF_UNUSED:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if "--shutdown-timeout" in known:  # the ranks read it too
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + SAVING)))
+    return options
 
 
 def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending | None:
@@ -183,7 +213,8 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
         )
     except SignalException as stopped:
         # The agent has passed the signal on and waited. A rank that could not save tells by a code of its own.
-        ours = Ending(sys.maxsize, 128 + stopped.sigval, f"stopped by {stopped.sigval.name}", time.time())
+        code = interrupts.exit_code(stopped.sigval)
+        ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())
         return verdict([ours, *(end for end in _reports(logs).values() if end.code != PeerError.code)])
     except Exception as error:
         if not type(error).__name__.startswith(("Dist", "Rendezvous")):
@@ -221,10 +252,22 @@ def report(line: str, code: int) -> None:
         Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
 
 
+def last_look(line: str, code: int, error: BaseException) -> str:
+    """The line of a rank that lost another, which names those that were silent because somebody had stopped them."""
+    stopped = family.wake() if code == PeerError.code else []
+    if not stopped:
+        return line
+    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", str(error.__cause__))
+    silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
+    names = ", ".join(map(str, stopped))
+    return f"rank {names}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
+
+
 def say(line: str, code: int) -> None:
     """Print a run's last word: one line on stderr (or a bug's traceback)."""
     prefix = "" if line.startswith("Traceback") else "trainer: " if code in (130, 143) else "trainer: error: "
-    print(f"{prefix}{line}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal may be gone
+        print(f"{prefix}{line}", file=sys.stderr, flush=True)
 
 
 def has_speaker() -> bool:
@@ -238,10 +281,7 @@ def die_with_parent() -> None:
     if parent is None and not world.place().launched:
         return
     before = int(parent) if parent and parent.isdigit() else os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != before:  # it died before we asked
-        os._exit(PeerError.code)
+    family.die_with(before)
 
 
 def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:

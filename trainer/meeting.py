@@ -69,7 +69,9 @@ class Meeting:
         loss, bad, pace, interrupted, stopped, over = run.world.sum_(mine).tolist()
         pace /= run.world.size
         self.next = done + max(1, min(1000, int(1 / max(pace, 1e-6))))
-        run.interrupts.beat(3 * pace)
+        run.interrupts.beat()
+        if slow := run.interrupts.too_slow(pace):
+            run.tracker.say(slow)
         return loss, bad, (Interrupted if interrupted else Preempted if stopped else None), over > 0
 
     def _log(self, loss: float, lr: float, norm: Tensor | None) -> None:
@@ -98,4 +100,5 @@ def leave(run: Run, stop: type[TrainerError]) -> None:
     resuming.save(run)
     folder = run.world.share(str(run.tracker.path))
     saved = f"; saved step {run.position.step}: continue with output={folder} resume=auto" if not run.speed_only else ""
-    raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else 'SIGTERM'}{saved}")
+    name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have heard it
+    raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else name}{saved}")

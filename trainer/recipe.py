@@ -195,6 +195,7 @@ class Recipe(_Section):
     devices: Devices = "auto"
     threads: Positive | None = None  # per process; null: cores / local ranks
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # seconds to wait for a silent rank or worker
+    grace: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0  # seconds a step may still take after SIGTERM
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = None
     resume_weights_only: bool = False  # start the optimizer anew where a checkpoint's does not fit
@@ -251,7 +252,7 @@ class Recipe(_Section):
 
 # What a continued run may change: where it runs and what it writes, never what it computes.
 FREE_ON_RESUME = {"mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "predict"}
-FREE_ON_RESUME |= {"resume_weights_only", "data.root", "data.workers", "data.download"}
+FREE_ON_RESUME |= {"grace", "resume_weights_only", "data.root", "data.workers", "data.download"}
 
 
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

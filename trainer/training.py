@@ -15,7 +15,7 @@ from trainer.checkpoint import Position, State
 from trainer.data import Datasets, Loader, Shard, open_datasets, steps_per_epoch
 from trainer.errors import Interrupted, Preempted, RecipeError, explain
 from trainer.evaluation import evaluate
-from trainer.interrupts import LONGEST, Interrupts
+from trainer.interrupts import Interrupts
 from trainer.meeting import Meeting, leave
 from trainer.metrics import StepTimer, forward_flops, peak_flops, peak_memory
 from trainer.models import build, initialise
@@ -51,7 +51,7 @@ def run(recipe: Recipe, own_process: bool = False) -> dict[str, Any]:
     `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot.
     """
     this: Run | None = None
-    with Interrupts(own_process) as interrupts, ExitStack() as closing:
+    with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
         try:
             this = prepare(recipe, interrupts, closing)
             loop(this)
@@ -174,7 +174,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)
     batches = run.loader.training(epoch, start)
     meeting = Meeting(run)
-    run.interrupts.beat(LONGEST)
+    run.interrupts.beat()
     strategy.train()
     unlogged = run.unlogged
     run.timer.start()
@@ -253,7 +253,7 @@ def end_epoch(run: Run, epoch: int) -> None:
 
 def measure(run: Run) -> dict[str, Any]:
     """Evaluate under the averaged weights where there are any. Signals are heard between batches."""
-    run.interrupts.beat(LONGEST)
+    run.interrupts.beat()
     run.strategy.settle(run.average.tensors() if run.average is not None else {})
     meeting, begun, total = Meeting(run, 0), time.perf_counter(), run.loader.evaluation_batches
 

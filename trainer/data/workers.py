@@ -5,13 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import signal
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from trainer import fork_server
 from trainer.data.folders import unreadable
 from trainer.data.order import Array
 from trainer.data.photos import Failure, Key, Reader
@@ -154,7 +154,7 @@ class PhotoFeed:
                     collate_fn=_as_it_is,
                     timeout=min(POLL, self.patience),
                     worker_init_fn=_begin,
-                    multiprocessing_context=_fork_server(),
+                    multiprocessing_context=fork_server.context("torchvision", "trainer.data.photos"),
                     generator=torch.Generator(),  # else it draws from the global one
                     prefetch_factor=PREFETCH,
                     persistent_workers=True,
@@ -216,28 +216,13 @@ class PhotoFeed:
         return f"{what}; {awaited}; data.workers=0 reads in this process"
 
 
-def _fork_server() -> Any:
-    """The context to start workers in. Never fork this process: after OpenMP or CUDA has started, the child hangs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.data.preload"])
-    resource_tracker.ensure_running()  # first: it clears the signal mask when it starts
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # see preload
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return context
-
-
 def _as_it_is(report: Any) -> Any:
     return report
 
 
 def _begin(_: int) -> None:
     """In a new worker: leave signals to the parent, and go when it goes, however it goes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    fork_server.ignore_signals()
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_follow, args=[parent.sentinel], daemon=True).start()

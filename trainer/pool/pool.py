@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from trainer import fork_server
 from trainer.errors import RecipeError, SetupError
 from trainer.pool.batching import Batching
 from trainer.pool.checks import check_devices, check_importable, check_worker, one_of, unpicklable
@@ -223,10 +224,7 @@ def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequenc
     except Exception as error:
         raise unpicklable(worker, error) from error
     served = method == "forkserver"
-    context: Any = multiprocessing.get_context("forkserver") if served else multiprocessing.get_context("spawn")
-    server: Any = multiprocessing.forkserver._forkserver if served else None
-    if server and server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything
-        context.set_forkserver_preload(["torch", "trainer.pool.preload"])
+    context: Any = fork_server.context("trainer.pool.worker") if served else multiprocessing.get_context("spawn")
     threads = threads_each(count)
 
     def start(seat: Seat, wake: Callable[[], None]) -> ProcessHandle:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer import family, fork_server
 from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
 from trainer.pool.transport import Message, Parcel, Place, Slot, fetch, pack, pack_rows, store
@@ -143,9 +142,7 @@ def main(
     environment: dict[str, str],
 ) -> None:
     """A worker process, from its start to the parent's end of the pipe closing."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when it ends
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    fork_server.ignore_signals()
     die_with_parent()
     for name in os.environ.keys() - environment.keys():  # the fork server's is as old as the server
         del os.environ[name]
@@ -171,8 +168,7 @@ def die_with_parent() -> None:
     if alive is not None:  # the server waits until all have closed it; one that hangs would keep it for ever
         os.close(alive)
         server._forkserver_alive_fd = server._forkserver_address = None
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
+    family.die_with(os.getppid())
     parent = parent_process()
     if parent is None or not parent.is_alive():  # it died before we asked
         os._exit(1)

@@ -1,0 +1,58 @@
+"""Parents and siblings as the kernel knows them: who dies with whom, which rank lives, which is stopped. Linux only.
+
+A rank that is gone or stopped cannot say so. Its siblings see it: they have the same launcher for a parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+PARENT_DIED = 7  # the exit code of a child that finds no parent
+STACKS = signal.SIGUSR2  # a rank that gets it writes its stacks to stderr, and goes on
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, however it dies; or leave, if it is dead already.
+
+    To the kernel a parent is the thread that started this process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(PARENT_DIED)
+
+
+def living() -> dict[int, tuple[int, str]]:
+    """Ranks of this machine that live, this one too: rank -> process id, and the kernel's letter for its state."""
+    found: dict[int, tuple[int, str]] = {}
+    if "RANK" not in os.environ or not os.path.isdir("/proc"):
+        return found
+
+
+def wake() -> list[int]:
+    """Let stopped siblings write their stacks and run again, so that they find their peers gone and leave too.
+
+    Returns:
+        Their ranks. Nobody else would: a stopped process hears no signal but SIGKILL, which torchrun sends after 30 s.
+    """
+    stopped = {rank: pid for rank, (pid, state) in living().items() if state == "T"}
+    for pid in stopped.values():
+        with suppress(OSError):
+            if _handles(pid, STACKS):
+                os.kill(pid, STACKS)
+            os.kill(pid, signal.SIGCONT)
+    return sorted(stopped)
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, that would end it otherwise."""
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -260,37 +261,47 @@ class ProcessPipeline(Staged):
         self.world.max_(flag)
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        """Micro-batch after micro-batch through this replica's stages; the rank of the last stage has the logits."""
+        """Micro-batches in waves through this replica's stages; the rank of the last stage has the logits.
+
+        NCCL does what it is given in order, and a send may last until its receive begins. With several stages a rank a
+        wave of as many micro-batches as there are other ranks is what the ring of ranks takes in before the first comes
+        round: more would have every rank send and none receive.
+        """
+        count, wave = self.plan.microbatches, max(1, self.ranks - 1)
+        wires = {
+            index: Wire(stage, self.in_precision, index == 0, index == self.last)
+            for index, stage in self.stages.items()
+        }
+        pieces = inputs.chunk(count) if 0 in self.own else ()
         found: list[Tensor] = []
-        pending: list[tuple[Any, Tensor]] = []  # a tensor must live until it is sent
+        sending: deque[tuple[Any, Tensor]] = deque()  # a tensor must live until it is sent
         with lost_peers(), torch.no_grad():
-            for index in self.own:
-                arrived = self._arrivals(index, inputs, found)
-                found = []
-                for received in arrived:
-                    wire = Wire(self.stages[index], self.in_precision, index == 0, index == self.last)
-                    out = wire(received)
-                    if index == self.last or self.holders[index + 1] == self.place:
-                        found.append(out)
-                    else:
+            for first in range(0, count, wave):
+                here = list(pieces[first : first + wave])  # for this rank's next stage
+                for index in self.own:
+                    arriving: Iterator[Tensor] = iter(here)
+                    if index and self.holders[index - 1] != self.place:
+                        arriving = (self._receive(index) for _ in range(min(wave, count - first)))
+                    here = []
+                    for received in arriving:
+                        out = wires[index](received)
+                        if index == self.last or self.holders[index + 1] == self.place:
+                            here.append(out)
+                            continue
                         to = self._rank(self.holders[index + 1])
-                        pending.append((dist.isend(out, to, group=self.pipe_group), out))
-            for work, _ in pending:
+                        sending.append((dist.isend(out, to, group=self.pipe_group), out))
+                        if len(sending) > 2 * wave:
+                            sending.popleft()[0].wait()
+                found += here if self.last in self.own else []
+            for work, _ in sending:
                 work.wait()
         return torch.cat(found) if self.last in self.own else None
 
-    def _arrivals(self, index: int, inputs: Tensor, local: Sequence[Tensor]) -> Iterator[Tensor]:
-        """A stage's micro-batches: this rank's images, its own stage before, or another rank's."""
-        count = self.plan.microbatches
-        if index == 0:
-            yield from inputs.chunk(count)
-        elif self.holders[index - 1] == self.place:
-            yield from local
-        else:
-            for _ in range(count):
-                received = torch.empty_like(self._arriving[index])
-                dist.recv(received, self._rank(self.holders[index - 1]), group=self.pipe_group)
-                yield received
+    def _receive(self, index: int) -> Tensor:
+        """A micro-batch of a stage, from the rank that has the one before."""
+        received = torch.empty_like(self._arriving[index])
+        dist.recv(received, self._rank(self.holders[index - 1]), group=self.pipe_group)
+        return received
 
     def _rank(self, place: int) -> int:
         return self.replica * self.ranks + place

@@ -1,0 +1,263 @@
+"""What ranks send each other, recorded from the code that sends it, and played as NCCL would: without buffers.
+
+NCCL does what a rank gives a communicator in that order, and may let a send last until its receive has begun; gloo
+buffers, so that tests over gloo pass where GPUs would wait for ever. Two parts:
+
+- `on_ranks` runs ranks as threads of one process that has a `torch.distributed` made of queues: messages arrive, sends
+  never wait, and each rank's calls are noted in their order. Strategies, schedules and `World` are the real ones.
+- `stuck` plays the notes back as the hardest machine would: each rank one queue over all communicators, the CPU's and
+  the device's alike, a call leaves it only together with its counterparts, nothing is buffered. Orders that pass here
+  pass on any number of streams and with any buffers, for these only let more calls begin.
+
+Which calls go where under "cpu:gloo,cuda:nccl": objects (`share`, `gather`, `gather_object`) and tensors on the CPU,
+such as what `Meeting` sums, go through gloo; tensors on the device, barriers (the group is bound to a device) and all
+that DDP does go through NCCL.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from trainer.strategies import stages
+from trainer.world import Place, World
+
+SECONDS = 60  # after which a rank's thread that waits for another gives up
+
+
+class Call(NamedTuple):
+    """One part of what a rank was told to do.
+
+    Attributes:
+        kind: "send", "recv", or a collective's name.
+        peer: the other rank; -1 for collectives.
+        ranks: of the group.
+        what: elements and data type, or whatever else must agree.
+    """
+
+    kind: str
+    peer: int
+    ranks: tuple[int, ...]
+    what: Any = None
+
+    def answers(self, other: Call, me: int, them: int) -> bool:
+        """Whether a send and a receive belong to each other."""
+        kinds = {self.kind, other.kind} == {"send", "recv"}
+        same = (self.ranks, self.what) == (other.ranks, other.what)
+        return kinds and same and (self.peer, other.peer) == (them, me)
+
+
+Queue = list[list[Call]]  # a rank's calls; what is batched together is one entry
+
+
+def stuck(queues: list[Queue]) -> list[Call] | None:
+    """Play the ranks' queues; None if all come to their end, else what each rank waits for (nothing where it ended)."""
+    queues = [[list(entry) for entry in reversed(entries)] for entries in queues]
+    heads = [entries.pop() if entries else [] for entries in queues]
+
+    def done(rank: int, call: Call) -> None:
+        heads[rank].remove(call)
+        if not heads[rank] and queues[rank]:
+            heads[rank] = queues[rank].pop()
+
+    waiting = list(range(len(queues)))
+    while waiting:
+        rank = waiting.pop()
+        for call in list(heads[rank]):
+            if call.peer < 0:
+                if all(call in heads[other] for other in call.ranks):
+                    for other in call.ranks:
+                        done(other, call)
+                    waiting += call.ranks
+                continue
+            answer = next((c for c in heads[call.peer] if c.answers(call, call.peer, rank)), None)
+            if answer is not None:
+                done(rank, call)
+                done(call.peer, answer)
+                waiting += [rank, call.peer]
+                break
+    left = [next(iter(head), Call("nothing", -1, ())) for head in heads]
+    return left if any(heads) else None
+
+
+class _Group(NamedTuple):
+    ranks: tuple[int, ...]
+    group_name: str
+
+
+class _P2POp(NamedTuple):
+    op: Any
+    tensor: torch.Tensor
+    peer: int
+    group: Any = None
+    tag: int = 0
+
+    @property
+    def group_peer(self) -> int:
+        return self.group.ranks.index(self.peer)
+
+
+class _Done:
+    """A send that has arrived in the queue, or a receive that is made when it is waited for."""
+
+    def __init__(self, act: Any = None) -> None:
+        self.act = act
+
+    def wait(self) -> None:
+        if self.act is not None:
+            self.act()
+
+
+class Network:
+    """A `torch.distributed` for threads, by the names that this package and torch's pipelines call."""
+
+    def __init__(self, size: int) -> None:
+        self.notes: list[Queue] = [[] for _ in range(size)]
+        self._every = _Group(tuple(range(size)), "0")
+        self._me = threading.local()
+        self._mail: dict[tuple[int, int, _Group], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._gates: dict[tuple[int, ...], tuple[threading.Barrier, dict[int, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> dict[str, Any]:
+        own = [name for name in vars(type(self)) if not name.startswith("_") and name not in ("names", "enter")]
+        return {**{name: getattr(self, name) for name in own}, "P2POp": _P2POp}
+
+    def enter(self, rank: int) -> None:
+        self._me.rank, self._me.batch = rank, None
+
+    def _note(self, call: Call) -> None:
+        if self._me.batch is not None:
+            self._me.batch.append(call)
+        else:
+            self.notes[self._me.rank].append([call])
+
+    def _peer(self, group: _Group, rank: int | None, inside: int | None) -> int:
+        return group.ranks[inside] if rank is None and inside is not None else rank  # type: ignore[return-value]
+
+    def _exchange(self, kind: str, group: _Group | None, value: Any, what: Any = None) -> dict[int, Any]:
+        """Every member's value, by rank, once all have called."""
+        ranks = (group or self._every).ranks
+        self._note(Call(kind, -1, ranks, what))
+        with self._lock:
+            gate, slots = self._gates.setdefault(ranks, (threading.Barrier(len(ranks), timeout=SECONDS), {}))
+        slots[self._me.rank] = value
+        gate.wait()
+        values = dict(slots)
+        gate.wait()
+        return values
+
+    # Groups.
+
+    def new_group(self, ranks: Any = None, timeout: Any = None, **_: Any) -> _Group:
+        return _Group(tuple(ranks), ".".join(map(str, ranks)))
+
+    def get_rank(self, group: _Group | None = None) -> int:
+        return (group or self._every).ranks.index(self._me.rank)
+
+    def get_world_size(self, group: _Group | None = None) -> int:
+        return len((group or self._every).ranks)
+
+    def get_global_rank(self, group: _Group, inside: int) -> int:
+        return group.ranks[inside]
+
+    def get_backend(self, group: Any = None) -> str:
+        return "nccl"
+
+    def is_initialized(self) -> bool:
+        return True
+
+    # Point to point.
+
+    def isend(
+        self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> _Done:
+        group = group or self._every
+        to = self._peer(group, dst, group_dst)
+        self._note(Call("send", to, group.ranks, (tensor.numel(), tensor.dtype)))
+        assert tensor.is_contiguous(), "NCCL refuses it"
+        self._mail[self._me.rank, to, group].put(tensor.detach().clone())
+        return _Done()
+
+    def irecv(
+        self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> _Done:
+        group = group or self._every
+        source = self._peer(group, src, group_src)
+        self._note(Call("recv", source, group.ranks, (tensor.numel(), tensor.dtype)))
+        mail = self._mail[source, self._me.rank, group]
+
+        def act() -> None:
+            with torch.no_grad():
+                tensor.copy_(mail.get(timeout=SECONDS).view(tensor.shape))
+
+        return _Done(act)
+
+    def send(self, *arguments: Any, **options: Any) -> None:
+        self.isend(*arguments, **options).wait()
+
+    def recv(self, *arguments: Any, **options: Any) -> None:
+        self.irecv(*arguments, **options).wait()
+
+    def batch_isend_irecv(self, operations: list[_P2POp]) -> list[_Done]:
+        self._me.batch = []
+        works = [one.op(one.tensor, one.peer, one.group) for one in operations]
+        self.notes[self._me.rank].append(self._me.batch)
+        self._me.batch = None
+        return works
+
+    # Collectives.
+
+    def all_reduce(self, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        found = self._exchange("all_reduce", group, tensor.clone(), (tensor.numel(), tensor.dtype, str(op)))
+        values = torch.stack([found[rank] for rank in sorted(found)])
+        tensor.copy_(values.amax(0) if op == dist.ReduceOp.MAX else values.sum(0))
+
+    def broadcast(self, tensor: Any, src: int, group: Any = None) -> None:
+        what = (tensor.numel(), tensor.dtype, src)
+        tensor.copy_(self._exchange("broadcast", group, tensor.detach().clone(), what)[src])
+
+    def barrier(self, group: Any = None) -> None:
+        self._exchange("barrier", group, None)
+
+    def broadcast_object_list(self, box: list[Any], src: int, group: Any = None) -> None:
+        box[:] = pickle.loads(self._exchange("broadcast_object_list", group, pickle.dumps(box), src)[src])
+
+    def gather_object(self, value: Any, boxes: list[Any] | None = None, dst: int = 0, group: Any = None) -> None:
+        found = self._exchange("gather_object", group, pickle.dumps(value), dst)
+        if boxes is not None:
+            boxes[:] = [pickle.loads(found[rank]) for rank in (group or self._every).ranks]
+
+
+def on_ranks(size: int, work: Any) -> tuple[list[Any], list[Queue]]:
+    """What `work(world)` returns on each rank, and what each rank told its communicators, in order."""
+    network = Network(size)
+
+    def rank(number: int) -> Any:
+        network.enter(number)
+        place = Place(number, size, number, size, 0, True)
+        return work(World(place, torch.device("cpu"), 1, tuple(f"cpu:{n}" for n in range(size))))
+
+    one_at_a_time, all_done, trace = threading.Lock(), threading.Barrier(size, timeout=SECONDS), stages.trace
+
+    def traced(*arguments: Any) -> Any:
+        """Torch's tracer changes classes while it works: no rank goes on before all have traced."""
+        with one_at_a_time:
+            found = trace(*arguments)
+        all_done.wait()
+        return found
+
+    with (
+        mock.patch.multiple(dist, **network.names()),
+        mock.patch.object(stages, "trace", traced),
+        ThreadPoolExecutor(size) as pool,
+    ):
+        return list(pool.map(rank, range(size))), network.notes

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -67,6 +68,35 @@ def test_alone_every_exchange_is_the_identity():
     assert alone.sum_(torch.tensor([2.0])).item() == 2
     alone.barrier()
     alone.close()
+
+
+def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
+    """Nodes may differ: where two ranks share a card on one, all of them talk over gloo."""
+    import torch
+    from torch.distributed import HashStore
+
+    def agree(*found):
+        store, size = HashStore(), len(found)
+        worlds = [
+            world.World(world.Place(rank, size, rank % 2, 2, 0, True), torch.device(name), 1, (), (), shared)
+            for rank, (name, shared) in enumerate(found)
+        ]
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(lambda one: one.agree(store), worlds))
+        for one in worlds:
+            one.devices = tuple(other.name for other in worlds)
+        return worlds
+
+    unlike = agree(("cuda:0", True), ("cuda:0", True), ("cuda:0", False), ("cuda:1", False))
+    assert [one.shared for one in unlike] == [True] * 4
+    assert unlike[0].devices == ("cuda:0@0#0", "cuda:0@0#1", "cuda:0@1#2", "cuda:1@1#3")
+    assert [one.sharing() for one in unlike] == [2, 2, 1, 1] and unlike[0].count() == 3
+    alike = agree(("cuda:0", False), ("cuda:1", False))
+    assert [one.shared for one in alike] == [False] * 2 and alike[0].devices == ("cuda:0", "cuda:1")
+    assert [one.sharing() for one in alike] == [1, 1]
+    assert [one.sharing() for one in agree(("cpu", False), ("cpu", False))] == [2, 2]
+    with pytest.raises(SetupError, match=r"rank 1 trains on a GPU and rank 0 has none.*devices=\[cpu\]"):
+        agree(("cpu", False), ("cuda:0", False))
 
 
 def test_jobs_have_names_of_their_own():

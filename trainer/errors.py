@@ -7,6 +7,7 @@ Every exception here carries one line for the user: what was found, what is allo
 from __future__ import annotations
 
 import errno
+import re
 import traceback
 
 
@@ -112,6 +113,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"a batch of one value a channel cannot be normalised by BatchNorm: {advice}", RecipeError.code
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
+    if (nondeterministic := _nondeterministic(text)) is not None:
+        return nondeterministic, RecipeError.code
     if is_out_of_memory(error):
         advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
         advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
@@ -139,6 +142,22 @@ def installation_fault(error: BaseException) -> str | None:
         f"torch or torchvision cannot be loaded ({text[:160]}): install the pair anew, "
         "pip install --force-reinstall torch torchvision"
     )
+
+
+def _nondeterministic(text: str) -> str | None:
+    """What deterministic=true met, in one line: torch raises it for every operation that it has no such kernel for."""
+    found = re.search(r"(\w+) does not have a deterministic implementation", text)
+    if found is not None:
+        operation = found[1]
+        words = re.sub("_(backward|forward|out|cuda|template|with_indices)", "", operation).split("_")
+        layer = "".join(word[:1].upper() + word[1:] for word in words)
+        return (
+            f"deterministic=true: torch has no deterministic {operation} (the work of {layer}) on this device: "
+            "use deterministic=false, devices=[cpu], or a model without it (resnet18, vit_b_16)"
+        )
+    if "not deterministic because it uses CuBLAS" in text:
+        return "deterministic=true: set CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8, or leave it unset, which is the same"
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

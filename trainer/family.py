@@ -32,6 +32,15 @@ def living() -> dict[int, tuple[int, str]]:
     found: dict[int, tuple[int, str]] = {}
     if "RANK" not in os.environ or not os.path.isdir("/proc"):
         return found
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError, ValueError):  # it ended meanwhile, or is not ours to look at
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getppid() and state not in "ZX":
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                rank = [word[5:] for word in words if word.startswith(b"RANK=")]
+                if rank:
+                    found[int(rank[0])] = int(pid), state
+    return found
 
 
 def wake() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed Python, NumPy and torch alike on every rank, so that each builds the same model."""
     seed_ranks(seed, 0)
     if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not deterministic
 

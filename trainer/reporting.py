@@ -16,6 +16,9 @@ from trainer.run import Run
 from trainer.tracking import without_nan
 
 SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
+# Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
+# Normalization", arXiv:1803.08494, table 2).
+FEW = 16
 KEPT_KEYS = (*SPEED_KEYS, "verdict")  # of a run that is continued with nothing left to train
 
 
@@ -44,12 +47,40 @@ def banner(run: Run) -> str:
         + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
         "folder": str(run.tracker.path),
     }
+    if (few := few_for_batch_norm(run)) is not None:
+        lines["batchnorm"] = few
     if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
         lines["warning"] = (
             f"the warm-up is as long as the run: lr never reaches {recipe.optimizer.lr:g}; set schedule.warmup_epochs=0"
         )
     return f"trainer {trainer.__version__}: {recipe.name}\n" + "\n".join(
         f"  {key:<8} {value}" for key, value in lines.items()
+    )
+
+
+def few_for_batch_norm(run: Run) -> str | None:
+    """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
+    recipe, strategy = run.recipe, run.strategy
+    parts = strategy.shard().count
+    rows = recipe.batch_size // (parts * recipe.accumulate)
+    instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.accumulate > 1)
+    if recipe.sync_bn:
+        rows *= parts
+    elif recipe.mode == "ddp" and parts > 1:
+        instead.insert(0, "sync_bn=true")
+    elif recipe.mode == "dp" and run.world.device.type == "cuda":
+        rows = -(-rows // len(run.world.drives))
+        instead.insert(0, "mode=ddp sync_bn=true")
+    elif recipe.mode == "pipeline":
+        whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
+        if whole >= 2 * FEW:
+            instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")
+    if not strategy.batch_norm or rows >= FEW or rows == recipe.batch_size:
+        return None
+    return (
+        f"mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} they are too rough: "
+        f"accuracy suffers and losses differ from mode=single. Try {', '.join(instead)}, or a model without BatchNorm "
+        "(cnn_gn, vit_tiny, vit_b_16, convnext_tiny)"
     )
 
 

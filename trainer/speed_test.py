@@ -28,8 +28,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
         per_image = 0.0  # not to be known from shapes alone: as the recipe says
     per_image *= 0.5 if recipe.precision != "fp32" else 1.0
     weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())  # weights, gradients, momentum, buckets
-    share = 1 if world.device.type == "cuda" else world.place.local_size
-    room = SHARE * free_memory(world.device) / share - weights
+    room = SHARE * free_memory(world.device) / world.sharing() - weights
     pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
     pieces = world.share(pieces)
     say(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer import diagnosis, faults, launching, reporting, resuming, strategies, timeline
 from trainer.checkpoint import Position, State
@@ -90,6 +91,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     shard = strategy.shard()
     rows = recipe.batch_size // (shard.count * recipe.accumulate)
     strategy.say, strategy.samples = tracker.say, len(data.train)
+    strategy.batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
     strategy.known = world.share(tracker.known())
     strategy.setup(model, (rows, data.channels, data.image_size, data.image_size))
     tracker.remember(strategy.known)

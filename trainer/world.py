@@ -22,6 +22,7 @@ from trainer.recipe import Recipe
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -136,21 +137,28 @@ class World:
 
         Raises:
             PeerError: the others did not come within `timeout` seconds.
-            SetupError: this machine cannot talk to them, or sums come out wrong.
+            SetupError: some ranks have a GPU and others none, this machine cannot talk to them, or sums come out wrong.
         """
         if self.size == 1:
             return
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
-        cuda = self.device.type == "cuda" and not self.shared  # NCCL wants a device for each rank
-        if cuda and not dist.is_nccl_available():
-            raise SetupError(cards.NO_NCCL)
+        limit = datetime.timedelta(seconds=timeout)
         with lost_peers():
+            store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
+            store.set_timeout(limit)
+            self.agree(store)
+            cuda = self.device.type == "cuda" and not self.shared  # NCCL wants a device for each rank
+            if cuda and not dist.is_nccl_available():
+                raise SetupError(cards.NO_NCCL)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                timeout=datetime.timedelta(seconds=timeout),
+                timeout=limit,
                 device_id=self.device if cuda else None,
-                **self._own_store(),
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
             )
             names: list[Any] = [None] * self.size
             dist.all_gather_object(names, self.name)
@@ -158,26 +166,36 @@ class World:
                 check_sums(self.device, self.rank, self.size)
         self.devices = tuple(names)
 
-    def _own_store(self) -> dict[str, Any]:
+    def agree(self, store: Store) -> None:
+        """Find out what all ranks are on, before there is a group: nodes may differ, and a backend is for all."""
+        store.set(f"device/{self.rank}", f"{self.device}{'#' * self.shared}")
+        found = [store.get(f"device/{rank}").decode() for rank in range(self.size)]
+        self.shared = any(device.endswith("#") for device in found)
+        with_gpu = ["cuda" in device for device in found]
+        if any(with_gpu) and not all(with_gpu):
+            raise SetupError(
+                f"rank {with_gpu.index(True)} trains on a GPU and rank {with_gpu.index(False)} has none: "
+                "start on nodes that all have GPUs, or write devices=[cpu]"
+            )
+
+    def _own_store(self) -> Store | None:
         """After a restart, keys of this attempt: the launcher's store still holds the addresses of ranks that died, and
         a rank that reads them waits for the dead (seen with torch 2.15 in one restart of three)."""
         if not self.place.restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            return {}
+            return None
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.size, is_master=False)
-        own = PrefixStore(f"restart-{self.place.restarts}", store)
-        return {"store": own, "rank": self.rank, "world_size": self.size}
+        return PrefixStore(f"restart-{self.place.restarts}", store)
 
     @property
     def name(self) -> str:
         """This rank's device for humans, different for each: cpu:<rank>, cuda:0@1 on node 1, cuda:0#3 for rank 3 of
-        several on one card."""
+        several on one card, or in a job where some share one."""
         me = self.place
-        if self.shared:
-            return f"{self.device}#{me.rank}"
         if self.size == 1 or self.device.type == "cuda":
-            return str(self.device) + (f"@{me.rank // me.local_size}" if me.size > me.local_size else "")
+            node = f"@{me.rank // me.local_size}" if me.size > me.local_size else ""
+            return f"{self.device}{node}" + (f"#{me.rank}" if self.shared else "")
         return f"cpu:{self.rank}"
 
     def driven(self) -> dict[str, torch.device]:
@@ -185,6 +203,13 @@ class World:
         if len(self.drives) < 2:
             return {self.name: self.device}
         return {str(device): device for device in self.drives}
+
+    def sharing(self) -> int:
+        """Ranks on this rank's device: all of this machine's on its CPU."""
+        if self.device.type != "cuda":
+            return self.place.local_size
+        cards = [name.partition("#")[0] for name in self.devices]
+        return max(1, cards.count(self.name.partition("#")[0]))
 
     def count(self) -> int:
         """Devices over all ranks; workers that share a card count it once."""

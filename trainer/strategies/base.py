@@ -40,6 +40,7 @@ class Strategy:
         self._autocast = AUTOCAST.get(recipe.precision)
         self._smoothing = recipe.loss.label_smoothing
         self.scale: Callable[[Tensor], Tensor] | None = None  # the fp16 scaler's, set by the loop
+        self.batch_norm = False  # whether the model has such layers, set by the loop
         self.samples = 0  # training images of an epoch, set by the loop
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
         self.known: dict[str, Any] = {}

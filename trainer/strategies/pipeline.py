@@ -59,6 +59,17 @@ def _tasks(actions: Sequence[Any]) -> Iterator[Task]:
             yield Task(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
 
 
+class as_raised:
+    """Torch wraps what a stage raises into a text on its tensors: what was raised says more, as out of memory does."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+            raise error.__cause__ from None
+
+
 class _Received(torch.autograd.Function):
     """The identity; its gradient, which goes back to the rank before, is contiguous. That of `cat` would not be."""
 
@@ -199,16 +210,16 @@ class ProcessPipeline(Staged):
         forward, backward, weights = part.forward_one_chunk, part.backward_one_chunk, part.backward_weight_one_chunk
 
         def timed_forward(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.task(self.place, Task("F", index, chunk)):
+            with self.recorder.task(self.place, Task("F", index, chunk)), as_raised():
                 return forward(chunk, *args, **kwargs)
 
         def timed_backward(chunk: int, *args: Any, **kwargs: Any) -> Any:
             kind = "B" if kwargs.get("full_backward", True) else "I"
-            with self.recorder.task(self.place, Task(kind, index, chunk)):
+            with self.recorder.task(self.place, Task(kind, index, chunk)), as_raised():
                 return backward(chunk, *args, **kwargs)
 
         def timed_weights(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.task(self.place, Task("W", index, chunk)):
+            with self.recorder.task(self.place, Task("W", index, chunk)), as_raised():
                 return weights(chunk, *args, **kwargs)
 
         for name, method in (

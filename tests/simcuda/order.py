@@ -1,0 +1,152 @@
+"""Streams, events, and what happens before what on a simulated machine."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.cuda._sanitizer import StreamSynchronizations
+
+_ids = itertools.count(1)
+
+
+class Order:
+    """The partial order of everything that streams are given; its lock guards the whole machine."""
+
+    def __init__(self) -> None:
+        self.syncs = StreamSynchronizations()
+        self.lock = threading.RLock()
+        self._number = 0
+        self._last: dict[int, int] = {}  # of each stream, the number of its last kernel
+        self._on_their_way: list[tuple[int, int, Callable[[], Any]]] = []  # copies to the host
+
+    def next(self, stream: Stream) -> int:
+        """The number of what the stream does next."""
+        self._number += 1
+        self.syncs.update_seq_num(stream.id, self._number)
+        return self._number
+
+    def kernel(self, stream: Stream) -> int:
+        number = self._last[stream.id] = self.next(stream)
+        return number
+
+    def after(self, stream: Stream, number: int, other: int) -> bool:
+        """Whether the stream's next work surely comes after what stream `other` did at `number`."""
+        return self.syncs.is_ordered_after(stream.id, number, other)
+
+    def seen_by_host(self, stream: int, number: int) -> bool:
+        return self.syncs.host_sync_state.get(stream, 0) >= number
+
+    def idle(self, streams: list[Stream]) -> bool:
+        """Whether the host knows that these streams have done all their kernels."""
+        return all(self.seen_by_host(stream.id, self._last.get(stream.id, 0)) for stream in streams)
+
+    def arrive_later(self, stream: Stream, number: int, copy: Callable[[], Any]) -> None:
+        """Do `copy` once the host has waited for the stream's `number`."""
+        self._on_their_way.append((stream.id, number, copy))
+
+    def host_waits(self, streams: list[Stream]) -> None:
+        """The host waits until the streams have done what they were given."""
+        for stream in streams:
+            self.syncs.all_streams_wait_for_stream(stream.id)
+        self.arrived()
+
+    def arrived(self) -> None:
+        late = []
+        for stream, number, copy in self._on_their_way:
+            if self.seen_by_host(stream, number):
+                copy()
+            else:
+                late.append((stream, number, copy))
+        self._on_their_way = late
+
+
+class Stream:
+    """A stand-in for `torch.cuda.Stream`."""
+
+    def __init__(self, machine: Any, index: int) -> None:
+        self.machine, self.device_index, self.id = machine, index, next(_ids)
+        machine.order.syncs.create_stream(self.id)
+        machine.streams.append(self)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.device_index)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.machine)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        with self.machine.order.lock:
+            self.machine.order.syncs.stream_wait_for_event(self.id, event.id)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.machine.waits.note("synchronize")
+        with self.machine.order.lock:
+            self.machine.order.host_waits([self])
+
+    def query(self) -> bool:
+        return self.machine.order.idle([self])
+
+    def __enter__(self) -> Stream:
+        here = self.machine.here
+        here.entered.append((here.device, here.current.get(self.device_index)))
+        here.device, here.current[self.device_index] = self.device_index, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        here = self.machine.here
+        here.device, before = here.entered.pop()
+        if before is None:
+            del here.current[self.device_index]
+        else:
+            here.current[self.device_index] = before
+
+    def __repr__(self) -> str:
+        return f"stream {self.id} of {self.device}"
+
+
+class Event:
+    """A stand-in for `torch.cuda.Event`."""
+
+    def __init__(self, machine: Any, enable_timing: bool = False) -> None:
+        self.machine, self.timing, self.id = machine, enable_timing, next(_ids)
+        self.place: tuple[int, int] | None = None  # stream and number
+        machine.order.syncs.create_event(self.id)
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.machine.current_stream()
+        with self.machine.order.lock:
+            self.place = (stream.id, self.machine.order.next(stream))
+            self.machine.order.syncs.record_state(self.id, stream.id)
+        self.at = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.machine.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        self.machine.waits.note("synchronize")
+        with self.machine.order.lock:
+            self.machine.order.syncs.all_streams_wait_for_event(self.id)
+            self.machine.order.arrived()
+
+    def query(self) -> bool:
+        """Whether the host has surely waited for it; a real one may be complete earlier."""
+        return self.place is None or self.machine.order.seen_by_host(*self.place)
+
+    def elapsed_time(self, end: Event) -> float:
+        for event in (self, end):
+            if not event.timing or event.place is None:
+                raise RuntimeError("elapsed_time of an event without enable_timing, or never recorded")
+            if not event.query():
+                raise RuntimeError("elapsed_time of an event that is not complete (cudaErrorNotReady)")
+        return 1e3 * (end.at - self.at)

@@ -1,0 +1,308 @@
+"""A simulated machine, and everything of torch that asks for devices, answered by it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import comm
+from torch.utils import _foreach_utils as grouping
+
+from tests.simcuda.functions import Functions, index_of
+from tests.simcuda.kernels import SAME, Kernels
+from tests.simcuda.memory import Memory
+from tests.simcuda.order import Event, Order, Stream
+from tests.simcuda.waits import Waits, named, project_frames
+
+
+class Here(threading.local):
+    """What CUDA and torch keep for each thread."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.current: dict[int, Stream] = {}  # where it is not the default stream
+        self.entered: list[Any] = []
+        self.target: int | str | None = SAME  # where what is being made shall be
+        self.hint: int | None = None  # where the arguments of the present function are
+
+
+class Machine:
+    """Devices, their streams and memory, and what was found wrong.
+
+    Attributes:
+        broken: devices on which an earlier kernel failed: whoever waits for them gets its error.
+    """
+
+    def __init__(self, count: int, name: str, size: int) -> None:
+        self.count, self.name, self.size = count, name, size
+        self.here, self.order, self.waits = Here(), Order(), Waits()
+        self.streams: list[Stream] = []
+        self.memory = Memory(self.order)
+        self.default = [Stream(self, index) for index in range(count)]
+        self.generators: list[Tensor] = []
+        self.broken: set[int] = set()
+        self.emptied = 0
+        self.seed_all(0)
+
+    @property
+    def errors(self) -> list[str]:
+        """Races, reuse and clocks read too early, each once."""
+        return list(dict.fromkeys(self.memory.errors))
+
+    def index(self, device: Any = None) -> int:
+        index = self.here.device if device is None else index_of(device)
+        if index is None or not 0 <= index < self.count:
+            raise RuntimeError(f"CUDA error: invalid device ordinal ({device})")
+        return index
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self.index(device)
+        return self.here.current.get(index, self.default[index])
+
+    def streams_of(self, index: int) -> list[Stream]:
+        return [stream for stream in self.streams if stream.device_index == index]
+
+    def synchronize(self, device: Any = None) -> None:
+        index = self.index(device)
+        self.waits.note("synchronize")
+        if index in self.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        with self.order.lock:
+            self.order.host_waits(self.streams_of(index))
+
+    def seed_all(self, seed: int) -> None:
+        self.generators = [torch.Generator().manual_seed(seed).get_state() for _ in range(self.count)]
+
+    def seed(self, seed: int) -> None:
+        self.generators[self.here.device] = torch.Generator().manual_seed(seed).get_state()
+
+    def set_generator(self, state: Tensor, device: Any = "cuda") -> None:
+        self.generators[self.index(device)] = state.clone()
+
+    def clock(self) -> float:
+        """`time.perf_counter`; who times a device with it must have waited for it."""
+        frames = project_frames(sys._getframe(1))
+        if self.waits.measuring and frames and frames[0] is sys._getframe(1):
+            name = named(frames[0])
+            busy = [stream for stream in self.streams if not self.order.idle([stream])]
+            if name in self.waits.measuring and busy:
+                self.memory.errors.append(f"CLOCK: {name} reads the clock while {busy[0]} may be at work")
+        return _clock()
+
+
+_clock = time.perf_counter
+
+
+@contextmanager
+def simulated(count: int = 2, name: str = "NVIDIA H100 80GB HBM3", size: int = 80 << 30) -> Iterator[Machine]:
+    """Devices cuda:0 to cuda:`count - 1` for torch in this process, of `size` bytes each."""
+    machine = Machine(count, name, size)
+    with ExitStack() as stack:
+        for owner, stubs in _stubs(machine).items():
+            for attribute, stub in stubs.items():
+                stack.enter_context(mock.patch.object(owner, attribute, stub, create=True))
+        environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+        stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+        stack.enter_context(_modes(machine))
+        yield machine
+
+
+@contextmanager
+def _modes(machine: Machine) -> Iterator[None]:
+    """Both modes; they are a thread's own."""
+    with Functions(machine), Kernels(machine):
+        yield
+
+
+def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
+    stubs: dict[Any, dict[str, Any]] = {
+        torch.cuda: _cuda(machine),
+        torch.accelerator: _accelerator(machine),
+        torch: _autocast(),
+        torch.autograd: {"_engine_run_backward": _in_functions(torch.autograd._engine_run_backward, machine)},
+        comm: _between_devices(machine),
+        dist: {"init_process_group": _gloo_for_nccl(dist.init_process_group)},
+        glob: {"glob": _with_driver(glob.glob)},
+        time: {"perf_counter": machine.clock},
+        torch.Tensor: {"record_stream": lambda tensor, stream: machine.memory.record_stream(tensor, stream)},
+        threading.Thread: {"run": _in_modes(threading.Thread.run, machine)},
+        torch.nn.parallel.comm.nccl: {"is_available": lambda _: False},
+    }
+    original = grouping._group_tensors_by_device_and_dtype
+    for module in list(sys.modules.values()):
+        if vars(module).get("_group_tensors_by_device_and_dtype") is original:
+            stubs.setdefault(module, {})["_group_tensors_by_device_and_dtype"] = _by_device
+    return stubs
+
+
+def _cuda(machine: Machine) -> dict[str, Any]:
+    memory, index = machine.memory, machine.index
+
+    def limits(device: Any = None) -> tuple[int, int]:
+        return machine.size - memory.allocated(index(device)), machine.size
+
+    def reset(device: Any = None) -> None:
+        memory.peak[index(device)] = memory.allocated(index(device))
+
+    def empty() -> None:
+        machine.emptied += 1
+        memory.empty_cache()
+
+    properties = SimpleNamespace(
+        name=machine.name, total_memory=machine.size, major=9, minor=0, multi_processor_count=132, is_integrated=0
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: machine.count,
+        "current_device": lambda: machine.here.device,
+        "set_device": lambda device: setattr(machine.here, "device", index(device)),
+        "device": lambda device: _on_device(machine, device),
+        "Stream": lambda device=None, **_: Stream(machine, index(device)),
+        "Event": lambda enable_timing=False, **_: Event(machine, enable_timing),
+        "stream": lambda stream: nullcontext() if stream is None else stream,
+        "current_stream": machine.current_stream,
+        "default_stream": lambda device=None: machine.default[index(device)],
+        "synchronize": machine.synchronize,
+        "is_current_stream_capturing": lambda: False,
+        "manual_seed": machine.seed,
+        "manual_seed_all": machine.seed_all,
+        "get_rng_state": lambda device="cuda": machine.generators[index(device)].clone(),
+        "set_rng_state": machine.set_generator,
+        "memory_allocated": lambda device=None: memory.allocated(index(device)),
+        "memory_reserved": lambda device=None: memory.reserved(index(device)),
+        "max_memory_allocated": lambda device=None: memory.peak[index(device)],
+        "reset_peak_memory_stats": reset,
+        "empty_cache": empty,
+        "mem_get_info": limits,
+        "get_device_name": lambda device=None: machine.name,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_arch_list": lambda: ["sm_90"],
+        "can_device_access_peer": lambda device, peer: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+    }
+
+
+@contextmanager
+def _on_device(machine: Machine, device: Any) -> Iterator[None]:
+    before = machine.here.device
+    machine.here.device = before if device is None else machine.index(device)
+    try:
+        yield
+    finally:
+        machine.here.device = before
+
+
+def _accelerator(machine: Machine) -> dict[str, Any]:
+    return {
+        "is_available": lambda: True,
+        "device_count": lambda: machine.count,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": lambda: machine.here.device,
+        "set_device_index": lambda device: setattr(machine.here, "device", machine.index(device)),
+        "device_index": lambda device: _on_device(machine, device),
+        "current_stream": machine.current_stream,
+        "synchronize": machine.synchronize,
+    }
+
+
+def _autocast() -> dict[str, Any]:
+    """CUDA's own thread-local state is torch's (fp16 until someone says otherwise); the CPU's follows it and acts."""
+    enabled, dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def set_enabled(kind: Any, value: Any = None) -> None:
+        enabled(kind, value)
+        if kind == "cuda":
+            dtype("cpu", torch.get_autocast_dtype("cuda"))
+            enabled("cpu", value)
+
+    def set_dtype(kind: str, value: torch.dtype) -> None:
+        dtype(kind, value)
+        if kind == "cuda":
+            dtype("cpu", value)
+
+    return {"set_autocast_enabled": set_enabled, "set_autocast_dtype": set_dtype}
+
+
+def _between_devices(machine: Machine) -> dict[str, Any]:
+    """What `nn.DataParallel` copies, in Python: torch's own is compiled for CUDA tensors."""
+
+    def broadcast(tensors: Sequence[Tensor], devices: Sequence[Any], buffer_size: int = 0) -> list[list[Tensor]]:
+        copies: list[list[Tensor]] = [list(tensors)]
+        for device in devices[1:]:
+            own = index_of(device) == machine.memory.device(tensors[0])  # a second copy on the same card
+            copies.append([t.detach().to(f"cuda:{index_of(device)}", non_blocking=True, copy=own) for t in tensors])
+        return copies
+
+    def scatter(
+        tensor: Tensor, devices: Sequence[Any], chunk_sizes: Any = None, dim: int = 0, streams: Any = None
+    ) -> tuple[Tensor, ...]:
+        parts = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+        return tuple(
+            part.to(f"cuda:{index_of(device)}", non_blocking=True) for part, device in zip(parts, devices, strict=False)
+        )
+
+    def gather(tensors: Sequence[Tensor], dim: int = 0, destination: Any = None) -> Tensor:
+        sizes, shape = [tensor.shape[dim] for tensor in tensors], list(tensors[0].shape)
+        shape[dim] = sum(sizes)
+        out = torch.empty(shape, dtype=tensors[0].dtype, device=f"cuda:{index_of(destination)}")
+        for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
+            part.copy_(tensor, non_blocking=True)
+        return out
+
+    return {"broadcast_coalesced": broadcast, "scatter": scatter, "gather": gather}
+
+
+def _by_device(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for position, row in enumerate(zip(*lists, strict=False)):
+        entry = found.setdefault((row[0].device, row[0].dtype), ([[] for _ in lists], []))
+        for own, value in zip(entry[0], row, strict=True):
+            own.append(value)
+        entry[1].append(position)
+    return found
+
+
+def _gloo_for_nccl(init: Callable[..., None]) -> Callable[..., None]:
+    def join(backend: str, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        init("gloo" if "nccl" in backend else backend, *args, **kwargs)
+
+    return join
+
+
+def _with_driver(real: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def found(pattern: str, **kwargs: Any) -> list[str]:
+        return ["/dev/nvidia0"] if str(pattern).startswith("/dev/nvidia") else real(pattern, **kwargs)
+
+    return found
+
+
+def _in_modes(run: Callable[[threading.Thread], None], machine: Machine) -> Callable[[threading.Thread], None]:
+    def simulating(thread: threading.Thread) -> None:
+        with _modes(machine):
+            run(thread)
+
+    return simulating
+
+
+def _in_functions(run: Callable[..., Any], machine: Machine) -> Callable[..., Any]:
+    """A backward pass: its kernels' Python asks for devices too, and a mode is off while it answers for `backward`."""
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if torch._C._len_torch_function_stack() else Functions(machine):
+            return run(*args, **kwargs)
+
+    return backward

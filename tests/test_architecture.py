@@ -14,7 +14,7 @@ ROOMS = [
     {"world", "topology", "devices", "cards", "peers"},
     {"family"},
     {"interrupts", "fork_server", "preload"},
-    {"data", "checkpoint", "metrics", "randomness", "run_folder", "graphs", "partition", "balance"},
+    {"data", "checkpoint", "metrics", "precision", "randomness", "run_folder", "graphs", "partition", "balance"},
     {"plots", "pool"},
     {"models", "tracking", "launching"},
     {"strategies"},

@@ -219,6 +219,8 @@ def test_exactness():
     assert verdict(ddp, 1.05, ["batch norm"]) == "differs" and verdict(ddp, 2.1, ["batch norm"]) == "disagrees"
     assert verdict(local, 1.2) == "other maths"
     assert verdict(half) == "not compared" and "precision" in judge(half, losses, single, losses, []).text
+    one, two = listed(modes=["single precision=tf32", "ddp precision=tf32"]).values()  # both checked in fp32
+    assert [verdict(two, reference=one), verdict(two, 1.0002, reference=one)] == ["exact", "disagrees"]
     assert verdict(ddp, reference=None) == "not compared"
     assert judge(ddp, [], single, losses, []).text == "-"
 
@@ -246,7 +248,7 @@ class Machine:
         self.losses = {}  # mode -> factor
         self.noise, self.timed = 0.003, True
 
-    def __call__(self, command, log):
+    def __call__(self, command, log, environment=None):
         words = dict(word.partition("=")[::2] for word in command[3:])
         path, mode = Path(words["output"]), words["mode"]
         repeat = int(path.name)
@@ -297,6 +299,20 @@ def test_repeats_are_interleaved_after_a_check(machine):
     compared("single", "ddp", "split", repeats=2)
     names = ["single", "ddp", "split"]
     assert machine.ran == [(name, repeat) for repeat in range(3) for name in names]
+
+
+def test_losses_are_compared_in_full_precision(machine, monkeypatch):
+    """On a GPU: without TF32, and without a race among kernels that rounds otherwise for every shape."""
+    asked = []
+
+    def noted(command, log, environment=None):
+        asked.append(("precision=fp32" in command, dict(environment or {})))
+        return machine(command, log)
+
+    monkeypatch.setattr(running, "execute", noted)
+    compared("single", "ddp precision=tf32", "ddp precision=bf16", repeats=1)
+    exact = {"TRAINER_EXACT": "1"}
+    assert asked == [(False, exact), (True, exact), (False, exact), *[(False, {})] * 3]
 
 
 def test_repeats_of_which_nothing_is_said_are_as_many_as_it_takes(machine):

@@ -77,6 +77,74 @@ def test_flops_of_resnet50():
     assert flops == pytest.approx(2 * 4.09e9, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "capability", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", (9, 0), 989),
+        ("NVIDIA H100 80GB HBM3", "tf32", (9, 0), 495),
+        ("NVIDIA A100-SXM4-80GB", "fp32", (8, 0), 19.5),
+        ("NVIDIA L40", "bf16", (8, 9), 181),  # not L4's
+        ("Tesla T4", "tf32", (7, 5), 8.1),  # it has none, and computes in fp32
+        ("Tesla V100-SXM2-16GB", "bf16", (7, 0), None),
+        ("NVIDIA T400", "fp16", (7, 5), None),
+        ("NVIDIA RTX A1000", "fp16", (8, 6), None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", (8, 0), None),
+    ],
+)
+def test_peaks_are_of_the_very_card_and_precision(monkeypatch, name, precision, capability, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    peak = metrics.peak_flops(torch.device("cuda", 0), precision)
+    assert peak == (None if tflops is None else pytest.approx(1e12 * tflops))
+    assert metrics.peak_flops(torch.device("cpu"), precision) is None
+
+
+class Device:
+    """A stream whose work ends when it ends: an event on it is reached when all work before it is done."""
+
+    def __init__(self, clock, monkeypatch):
+        self.clock, self.free = clock, clock.now
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+
+            def record(self):
+                self.at = max(device.clock.now, device.free)
+
+            def elapsed_time(self, other):
+                return 1e3 * (other.at - self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(metrics, "synchronise", lambda devices: self.synchronise())
+
+    def work(self, seconds):
+        self.free = max(self.clock.now, self.free) + seconds
+
+    def synchronise(self):
+        self.clock.now = max(self.clock.now, self.free)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(("reading", "computing", "waited"), [(0.3, 0.4, 0.0), (0.6, 0.4, 0.2), (0.5, 0.0, 0.5)])
+def test_a_wait_that_the_device_computes_through_costs_nothing(monkeypatch, reading, computing, waited, pieces):
+    clock = Clock(monkeypatch)
+    device = Device(clock, monkeypatch)
+    timer = StepTimer([torch.device("cuda", 0)], warmup=1)
+    for _ in range(20):
+        seconds = 0.0
+        for _ in range(pieces):
+            timer.ask()
+            clock.now += reading / pieces  # the host stands in next(batches)
+            seconds += timer.arrive()
+            device.work(computing / pieces)
+        timer.step(seconds)
+    timer.stop()
+    expected = waited / max(reading, computing)
+    assert timer.summary(8)["data_wait_fraction"] == pytest.approx(expected, abs=0.02)
+
+
 def test_utilisation():
     assert metrics.model_flops_utilisation(1000, 10**9, 30e12) == pytest.approx(0.1)
 

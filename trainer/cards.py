@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NONE_VISIBLE = {"", "-1", "none", "void", "nodevfiles"}  # of CUDA_VISIBLE_DEVICES; the last is SLURM's
 REINSTALL = "pip install --force-reinstall torch torchvision"
 # torch 2.14 is the last with builds for CUDA 12, which older drivers and cards before Turing need.
-CUDA_12 = 'pip install --force-reinstall "torch<2.15" torchvision --index-url https://download.pytorch.org/whl/cu126'
+CUDA_12 = "torch 2.14 for CUDA 12.6 (the command is on pytorch.org, under previous versions)"
 NO_NCCL = f"this torch has no NCCL, which ranks on cards talk through: {REINSTALL}, or train with devices=[cpu]"
 ON_CPU = "or train on the CPU with devices=[cpu]"
 
@@ -174,7 +174,7 @@ REASONS = (
         "torch {torch} is built for ROCm and finds no GPU",
         "join the groups render and video, or see whether rocminfo lists it",
     ),
-    ("too old", "the NVIDIA driver{driver} is too old for torch {torch}", "update the driver, or {cuda12}"),
+    ("too old", "the NVIDIA driver{driver} is too old for torch {torch}", "update the driver, or install {cuda12}"),
     (
         "Found no NVIDIA driver",
         "the driver's library libcuda.so.1 is missing",
@@ -185,7 +185,7 @@ REASONS = (
         "the driver's library and its kernel module differ",
         "restart the machine; in a container, its libcuda must be the machine's",
     ),
-    ("forward compatibility", "this card needs a newer driver", "update the driver, or {cuda12}"),
+    ("forward compatibility", "this card needs a newer driver", "update the driver, or install {cuda12}"),
     ("not yet initialized", "the cards' links are not ready", "start them: sudo systemctl start nvidia-fabricmanager"),
     (
         "busy or unavailable",
@@ -293,7 +293,7 @@ def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -
     has = ", ".join(f"{number // 10}.{number % 10}" for number in numbers)
     return (
         f"has compute capability {capability[0]}.{capability[1]}, and torch {version} has code for {has}: install "
-        f"{'an older build, ' + CUDA_12 if old else 'a newer torch, ' + REINSTALL + ' --upgrade'}"
+        f"{CUDA_12 if old else 'a newer torch, ' + REINSTALL + ' --upgrade'}"
     )
 
 

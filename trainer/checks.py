@@ -31,6 +31,7 @@ REFUSED = {
 OPTIONS = {
     "fp16": ("precision", "fp16"),
     "bf16": ("precision", "bf16"),
+    "tf32": ("precision", "tf32"),
     "compile": ("compile", True),
     "channels_last": ("channels_last", True),
     "ema": ("ema", 0.9),

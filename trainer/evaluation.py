@@ -17,6 +17,7 @@ from trainer.data import Batch, Loader, open_datasets
 from trainer.errors import CheckpointError
 from trainer.metrics import Sums
 from trainer.models import build, initialise
+from trainer.precision import set_precision
 from trainer.randomness import seed_everything
 from trainer.recipe import Recipe
 from trainer.strategies import Strategy
@@ -75,6 +76,7 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, Any]:
     weights, metadata = read_weights(path)
     recipe = recipe_of(path, metadata, words)
     seed_everything(recipe.seed, recipe.deterministic)
+    set_precision(recipe.precision)
     world = locate(recipe)
     recipe = recipe.replace(mode="single" if world.size == 1 else "ddp", model__weights=None, model__init_from=None)
     check_processes(recipe, world.size)

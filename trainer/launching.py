@@ -34,6 +34,7 @@ from trainer.topology import Launch, topology
 
 # Set by our launcher for its ranks and by the API for the trainer it starts: whom to die with, who speaks for them.
 PARENT = "TRAINER_PARENT"
+EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
 SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
 

@@ -19,16 +19,31 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense bf16/fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "T4": 65e12,
+from trainer.precision import computed_in
+
+# Dense peaks in TFLOP/s from NVIDIA's data sheets, by torch's name of the card: a chip has others in other shapes,
+# and a part of one (MIG) none. fp32 is without tensor cores; what a card computes by other means only has no peak.
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+_HOPPER, _AMPERE = (67.0, 495.0, 989.0, 989.0), (19.5, 156.0, 312.0, 312.0)
+PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
+    "NVIDIA H200": _HOPPER,
+    "NVIDIA H100 80GB HBM3": _HOPPER,
+    "NVIDIA H100 PCIe": (51.0, 378.0, 756.0, 756.0),
+    "NVIDIA A100-SXM4-40GB": _AMPERE,
+    "NVIDIA A100-SXM4-80GB": _AMPERE,
+    "NVIDIA A100-PCIE-40GB": _AMPERE,
+    "NVIDIA A100 80GB PCIe": _AMPERE,
+    "NVIDIA L40S": (91.6, 183.0, 362.0, 362.0),
+    "NVIDIA L40": (90.5, 90.5, 181.0, 181.0),
+    "NVIDIA L4": (30.3, 60.0, 121.0, 121.0),
+    "NVIDIA A40": (37.4, 74.8, 149.7, 149.7),
+    "NVIDIA A30": (10.3, 82.0, 165.0, 165.0),
+    "NVIDIA A10": (31.2, 62.5, 125.0, 125.0),
+    "Tesla V100-SXM2-16GB": (15.7, None, 125.0, None),
+    "Tesla V100-SXM2-32GB": (15.7, None, 125.0, None),
+    "Tesla V100-PCIE-16GB": (14.0, None, 112.0, None),
+    "Tesla V100-PCIE-32GB": (14.0, None, 112.0, None),
+    "Tesla T4": (8.1, None, 65.0, None),
 }
 
 
@@ -70,7 +85,8 @@ def synchronise(devices: Sequence[torch.device]) -> None:
 class StepTimer:
     """Times of steps, and of waiting for data within them, cut into windows that end at synchronised moments.
 
-    On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock.
+    On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock. Waiting for data
+    then is what both did: the host waits while the device still computes, and that costs nothing.
     """
 
     MARKED = 8  # on CUDA the optimizer's part is looked at in one step of so many: an event costs some microseconds
@@ -88,7 +104,8 @@ class StepTimer:
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
         self._events: list[torch.cuda.Event] = []
         self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
-        self._mark = 0.0
+        self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # the device's, by step
+        self._mark = self._asked = 0.0
         # Of each step its end's time, the seconds it waited for data, and those of its optimizer's part.
         self._pending: list[tuple[float, float, float]] = []
         self.start()
@@ -98,6 +115,7 @@ class StepTimer:
         self._pending.clear()
         if self.cuda:
             self._marks.clear()
+            self._gaps.clear()
             self._events = [self._event()]
         self._begun = time.perf_counter()
 
@@ -112,6 +130,20 @@ class StepTimer:
             self._mark = time.perf_counter()
         elif len(self._pending) % self.MARKED == 0:
             self._marks.append((len(self._pending), self._event()))
+
+    def ask(self) -> None:
+        """A micro-batch is asked for: what the device has been given so far is all it does until it comes."""
+        if self.cuda:
+            first = not self._gaps or self._gaps[-1][0] < len(self._pending)
+            self._before = self._events[-1] if first else self._event()
+        self._asked = time.perf_counter()
+
+    def arrive(self) -> float:
+        """It is here; seconds that the host waited."""
+        waited = time.perf_counter() - self._asked
+        if self.cuda:
+            self._gaps.append((len(self._pending), self._before, self._event()))
+        return waited
 
     def step(self, waited: float) -> None:
         """A step has been issued, after waiting so long for its data."""
@@ -133,6 +165,11 @@ class StepTimer:
             durations = [b - a for a, b in pairwise(ends)]
         seconds = time.perf_counter() - self._begun
         waits = [wait for _, wait, _ in self._pending]
+        if self._gaps:
+            idle = [0.0] * len(waits)
+            for step, before, after in self._gaps:
+                idle[step] += before.elapsed_time(after) / 1e3
+            waits = [min(pair) for pair in zip(waits, idle, strict=True)]
         first = self.seen
         self._note_updates()
         self.seen += len(durations)
@@ -266,12 +303,13 @@ def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
     return int(counter.get_total_flops())
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The device's published dense 16-bit peak in FLOP/s, or None where it is not known."""
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's published dense peak in FLOP/s in a precision, or None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    peak = known[_PRECISIONS.index(computed_in(precision, device))] if known else None
+    return None if peak is None else 1e12 * peak
 
 
 def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak: float) -> float:

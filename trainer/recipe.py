@@ -184,7 +184,7 @@ class Recipe(_Section):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     channels_last: bool = True
     compile: bool = False
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None

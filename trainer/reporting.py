@@ -12,6 +12,8 @@ import torchvision
 import trainer
 from trainer.evaluation import described
 from trainer.metrics import model_flops_utilisation
+from trainer.precision import computed_in
+from trainer.precision import described as described_precision
 from trainer.run import Run
 from trainer.tracking import without_nan
 
@@ -30,8 +32,9 @@ def banner(run: Run) -> str:
     devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
     parts = run.strategy.shard().count
     part = "worker" if recipe.every_sample else "replica" if parts < size else "device"
-    options = [recipe.precision, *(word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word))]
+    options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
+    options.insert(0, described_precision(recipe.precision, world.device))
     local = recipe.batch_size // parts
     batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
     batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
@@ -182,6 +185,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "devices": list(run.world.devices),
             "batch_size": recipe.batch_size,
             "accumulate": recipe.accumulate,
+            "precision": computed_in(recipe.precision, run.world.device),
             "epochs": len(history.losses),
             "steps": run.position.step,
             "status": status,

@@ -9,6 +9,7 @@ from torch import nn
 from trainer.data import Datasets
 from trainer.metrics import activation_bytes, free_memory
 from trainer.recipe import Recipe
+from trainer.strategies.base import AUTOCAST
 from trainer.world import World
 
 STEPS, SECONDS = 20, 120.0
@@ -26,7 +27,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
         per_image = activation_bytes(model, (2, data.channels, data.image_size, data.image_size)) / 2
     except (NotImplementedError, RuntimeError):
         per_image = 0.0  # not to be known from shapes alone: as the recipe says
-    per_image *= 0.5 if recipe.precision != "fp32" else 1.0
+    per_image *= 0.5 if recipe.precision in AUTOCAST else 1.0
     weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())  # weights, gradients, momentum, buckets
     room = SHARE * free_memory(world.device) / world.sharing() - weights
     pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)

@@ -21,6 +21,7 @@ from trainer.meeting import Meeting, leave
 from trainer.metrics import StepTimer, forward_flops, peak_flops, peak_memory
 from trainer.models import build, initialise
 from trainer.optimization import MovingAverage, Updater, build_optimizer, learning_rate, total_steps
+from trainer.precision import set_precision
 from trainer.randomness import seed_everything, seed_ranks
 from trainer.recipe import Recipe
 from trainer.run import Run
@@ -73,6 +74,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     begun = time.perf_counter()
     keep_freed_memory()
     seed_everything(recipe.seed, recipe.deterministic)
+    set_precision(recipe.precision)
     data = open_datasets(recipe)
     world = locate(recipe)
     steps = steps_per_epoch(len(data.train), recipe, strategies.create(recipe, world).shard())
@@ -85,7 +87,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker.say)
     size = sum(parameter.numel() for parameter in model.parameters())
-    peak, flops = utilisation_base(model, data, world)
+    peak, flops = utilisation_base(model, data, world, recipe.precision)
 
     strategy = strategies.create(recipe, world)
     shard = strategy.shard()
@@ -143,9 +145,9 @@ def build_model(recipe: Recipe, data: Datasets, state: State | None) -> nn.Modul
     return model
 
 
-def utilisation_base(model: nn.Module, data: Datasets, world: World) -> tuple[float | None, int]:
-    """The device's peak FLOP/s and one image's forward FLOPs, where both can be known."""
-    peak = peak_flops(world.device)
+def utilisation_base(model: nn.Module, data: Datasets, world: World, precision: str) -> tuple[float | None, int]:
+    """The device's peak FLOP/s in this precision and one image's forward FLOPs, where both can be known."""
+    peak = peak_flops(world.device, precision)
     if peak is None:
         return None, 0
     try:
@@ -188,9 +190,9 @@ def train_epoch(run: Run, epoch: int) -> None:
             group["lr"] = lr
         waited, loss = 0.0, None
         for micro in range(recipe.accumulate):
-            asked = time.perf_counter()
+            run.timer.ask()
             batch = next(batches)
-            waited += time.perf_counter() - asked
+            waited += run.timer.arrive()
             if faults.active and faults.fault(run.world.rank, step):
                 batch.inputs.fill_(torch.nan)
             part = strategy.forward_backward(batch, weight, sync=micro == recipe.accumulate - 1)

@@ -210,7 +210,7 @@ def _advice(bound: str, measured: Measured, recipe: Recipe, setting: Setting) ->
     if bound == "logging":
         return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
     faster = [] if recipe.channels_last else ["channels_last=true"]
-    faster += ["precision=bf16"] if recipe.precision == "fp32" and (gpu or _has_bf16()) else []
+    faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _has_bf16()) else []
     return faster + (["compile=true"] if gpu and not recipe.compile else [])
 
 

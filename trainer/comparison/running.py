@@ -71,8 +71,12 @@ class Runner:
     def path(self, entry: Entry, repeat: int) -> Path:
         return self.folder / "runs" / entry.slug / str(repeat)
 
-    def run(self, entry: Entry, repeat: int, words: Sequence[str]) -> dict[str, Any]:
+    def run(
+        self, entry: Entry, repeat: int, words: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """result.json of the run with these words, which is started unless it has ended well before.
+
+        `environment` is added to this process's.
 
         Raises:
             TrainerError: it failed, with its last line; `code` is its exit code.
@@ -87,7 +91,7 @@ class Runner:
         path.mkdir(parents=True)
         write_atomically(path / "words.json", json.dumps(command) + "\n")
         log = path.with_suffix(".log")
-        code = execute([sys.executable, "-m", "trainer", *command, f"output={path}"], log)
+        code = execute([sys.executable, "-m", "trainer", *command, f"output={path}"], log, environment)
         done = finished(path, command)
         if code != 0 or done is None:
             raise Failed(last_line(log, code), code if code > 0 else 128 - code if code < 0 else 1)
@@ -120,7 +124,8 @@ def check(runner: Runner, entry: Entry, rows: Rows) -> None:
     """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
     steps = min(CHECKED_STEPS, entry.recipe.max_steps or CHECKED_STEPS)
     words = {"max_steps": str(steps), "logging.every_steps": "1", "logging.tensorboard": "false"}
-    rows.results[0] = runner.run(entry, 0, merged(entry.words, {**QUIET, **words, "logging.verdict": "false"}))
+    words |= {"logging.verdict": "false", **({"precision": "fp32"} if entry.recipe.precision == "tf32" else {})}
+    rows.results[0] = runner.run(entry, 0, merged(entry.words, {**QUIET, **words}), {launching.EXACT: "1"})
     rows.losses = [float(row["train_loss"]) for row in steps_of(runner.path(entry, 0))]
 
 
@@ -213,7 +218,7 @@ def merged(words: Sequence[str], more: Mapping[str, str]) -> list[str]:
     return list({**by_key, **{key: f"{key}={value}" for key, value in more.items()}}.values())
 
 
-def execute(command: Sequence[str], log: Path) -> int:
+def execute(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
     """Run to the end with its output in `log`; Ctrl-C is passed on, and waited for."""
     with log.open("w", encoding="utf-8") as output:
         try:
@@ -223,7 +228,7 @@ def execute(command: Sequence[str], log: Path) -> int:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, launching.PARENT: str(os.getpid())},
+                env={**os.environ, **(environment or {}), launching.PARENT: str(os.getpid())},
                 start_new_session=True,
             )
         except OSError as error:

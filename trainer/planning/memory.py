@@ -17,6 +17,7 @@ from trainer.planning.layout import Layout, lay_out
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.strategies import STRATEGIES
+from trainer.strategies.base import AUTOCAST
 from trainer.strategies.dp import rows_of_devices
 from trainer.strategies.local_sgd import BUCKET
 
@@ -157,7 +158,7 @@ def advice(shadow: Shadow, layout: Layout, memory: int) -> list[dict[str, Any]]:
             _tried(shadow, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
         )
         tried.append(next(filter(None, wider), None))
-    if recipe.precision == "fp32":
+    if recipe.precision not in AUTOCAST:
         tried.append(_tried(shadow, layout, memory, "16-bit activations", precision="bf16"))
     if pieces is not None:
         smaller = recipe.batch_size * recipe.accumulate // pieces

@@ -31,6 +31,7 @@ from trainer.planning import schedules
 from trainer.planning.images import Images
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Measured, ring
+from trainer.precision import set_precision
 from trainer.world import Place, World
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
@@ -147,6 +148,8 @@ def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(chosen.threads or 1)
+    set_precision(chosen.precision)
+    torch.backends.cudnn.benchmark = not chosen.deterministic  # as training does
     if task["count"] > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=task["count"])

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from trainer import launching
-from trainer.errors import NotFiniteError, PeerError, RecipeError, TrainerError
+from trainer.errors import NotFiniteError, PeerError, RecipeError, SetupError, TrainerError
 from trainer.launching import Ending, verdict
 from trainer.recipe import load
 
@@ -281,3 +281,28 @@ def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeyp
     with pytest.raises(TrainerError, match="no module of that name"):
         launching.train_in_children(recipe, "absent")
     assert list((work / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "kind", "expected"),
+    [
+        (1, "step 3\nTraceback (most recent call last):\n  ...\nZeroDivisionError: a bug\n", TrainerError, "a bug"),
+        (1, "", TrainerError, "the training ended with exit code 1"),
+        (3, "trainer: error: no card\n", SetupError, "^no card$"),
+        (5, "trainer: error: the loss is nan\n", NotFiniteError, "^the loss is nan$"),
+        (77, "trainer: error: odd\n", TrainerError, "^odd$"),
+    ],
+)
+def test_the_api_raises_by_exit_code_whatever_was_imported(
+    work: Path, monkeypatch: pytest.MonkeyPatch, code: int, stderr: str, kind: type[TrainerError], expected: str
+) -> None:
+    from trainer import comparison  # with a kind of TrainerError of its own
+
+    assert comparison.compare
+    child = work / "child"
+    child.write_text(f"#!/bin/sh\nprintf '%s' '{stderr}' >&2\nexit {code}\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    with pytest.raises(TrainerError, match=expected) as found:
+        launching.train_in_children(load("digits"))
+    assert type(found.value) is kind

@@ -159,6 +159,13 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 6, "out of memory: "),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 6, "out of memory: "),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 28, "the disk is full at /data/x: "),
+        (
+            RuntimeError("operator torchvision::nms does not exist"),
+            3,
+            "torch or torchvision cannot be loaded (operator",
+        ),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "torch or torchvision cannot be loaded (No"),
+        (ImportError("mine.so: undefined symbol"), 1, "ImportError: mine.so: undefined symbol"),
         (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
         (RuntimeError("size mismatch"), 1, "RuntimeError: size mismatch"),
     ],
@@ -197,6 +204,30 @@ def test_several_ranks_are_started_with_the_same_words(
     words = ["recipe=digits", "nproc=2", "devices=[cpu]", "epochs=3"]
     assert outcome(capsys, *words) == (5, "", "")
     assert started == [(["recipe=digits", "devices=[cpu]", "epochs=3"], launching.Launch(2))]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipe=digits", "mode=single"),
+        ("predict", "checkpoint=x"),
+        ("compare",),
+        ("plan", "recipe=digits"),
+        ("doctor",),
+    ],
+)
+def test_in_a_deleted_folder_every_command_says_so(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, output, errors = outcome(capsys, *words)
+    assert (code, output) == (3, "")
+    assert (
+        errors == "trainer: error: the working folder was deleted: type cd and a folder that is there, and try again\n"
+    )
 
 
 def test_rejecting_imports_nothing_heavy() -> None:

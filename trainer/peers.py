@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 # Of NCCL's own kinds, those that a peer or the way to it causes. Others (of CUDA, of usage) are this rank's own.
 NCCL_PEERS = ("ncclRemoteError", "ncclSystemError", "ncclInternalError", "timeout", "timed out", "aborted")
 STORES = ("Wait timeout", "Socket Timeout")  # all that torch's stores say
-GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+:\d+\]|Gloo connectFullMesh failed")
+PLACE = r"\[(enforce fail at )?\S*gloo/\S+:\d+\]"  # in gloo's source
+GLOO = re.compile(rf"{PLACE}|Gloo connectFullMesh failed")
 
 
 class lost_peers:
@@ -97,7 +98,7 @@ def shared_memory() -> str:
 def last_line(error: BaseException) -> str:
     """The line that tells most of a collective's error, without the place in gloo's source or C++'s stack."""
     lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
-    lines = [GLOO.sub("", line, count=1).strip() for line in lines if line]
+    lines = [re.sub(PLACE, "", line, count=1).strip() for line in lines if line]
     return lines[-1].partition(". This is typically")[0][:200] if lines else type(error).__name__
 
 

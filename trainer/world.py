@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer import cards
 from trainer.devices import assign_devices, numbered
-from trainer.errors import SetupError
+from trainer.errors import SetupError, TrainerError
 from trainer.peers import check_sums
 from trainer.peers import lost_peers as lost_peers
 from trainer.recipe import Recipe
@@ -68,23 +68,29 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cuda_count(everything: bool = True) -> int:
+def cuda_count() -> int:
     """CUDA devices torch can use.
 
     Raises:
-        SetupError, RecipeError: cards are here and torch cannot use them; with `everything`, not even one of them.
+        SetupError, RecipeError: cards are here that torch cannot use.
     """
     found = cards.look()
-    if found.fault is not None and (everything or not found.count):
+    if found.fault is not None:
         raise found.fault
     return found.count
 
 
 def cuda_for(devices: Sequence[str] | Literal["auto"]) -> int:
-    """CUDA devices torch can use, for one who wants `devices`; cards are not asked for by who wants the CPU."""
-    if devices == "auto":
+    """CUDA devices torch can use, for one who wants `devices`: the CPU asks for none, and who names cards does not
+    mind that others cannot be used."""
+    if devices != "auto" and all(name == "cpu" for name in devices):
+        return 0
+    try:
         return cuda_count()
-    return cuda_count(everything=False) if any(name != "cpu" for name in devices) else 0
+    except TrainerError:
+        if devices != "auto" and (count := cards.look().count):
+            return count
+        raise
 
 
 def cuda_wanted(recipe: Recipe) -> int:

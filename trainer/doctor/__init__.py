@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from trainer.doctor import machine, software
 from trainer.doctor.devices import look_at_cards
 from trainer.doctor.findings import Findings
-from trainer.doctor.groups import Group
 from trainer.errors import RecipeError, SetupError
 
 
@@ -23,13 +22,12 @@ def command(words: Sequence[str]) -> int:
 def examine() -> Findings:
     """Look at everything. What fails becomes a problem of one line, and the rest goes on."""
     found = Findings()
-    with Group("gloo", 2) as processes:  # they load torch while this process looks around
-        loaded = found.trying("software", software.versions, found)
-        if loaded:
-            cards = found.trying("cards", look_at_cards, found) or 0
-            found.trying("communication", software.communication, found, processes, cards)
-            found.trying("shared memory", machine.check_shared_memory)
-        found.trying("machine", machine.resources, found)
-        found.trying("limits", machine.limits, found)
-        found.trying("environment", machine.variables, found)
+    if found.trying("software", software.versions, found):
+        found.trying("gloo", software.processes, found)  # before CUDA is used
+        cards = found.trying("cards", look_at_cards, found) or 0
+        found.trying("NCCL", software.nccl, found, cards)
+        found.trying("shared memory", machine.check_shared_memory)
+    found.trying("machine", machine.resources, found)
+    found.trying("limits", machine.limits, found)
+    found.trying("environment", machine.variables, found)
     return found

@@ -2,60 +2,109 @@
 
 from __future__ import annotations
 
+import datetime
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import Any
 
-from trainer.errors import SetupError
+from trainer.errors import SetupError, explain
 
-PATIENCE = 180.0  # seconds; loading torch from a slow disk or on a busy machine takes most of it
+PATIENCE = 60.0  # seconds
 
 
 class Group:
-    """`size` processes that sum a pattern, from the moment this block is entered; they end with it."""
+    """`size` processes that sum a pattern, from the moment this block is entered; they end with it.
+
+    On the CPU they are forked, which saves them seconds of loading torch, so this must come before CUDA is used.
+    """
 
     def __init__(self, backend: str, size: int) -> None:
         self.backend, self.size = backend, size
 
     def __enter__(self) -> Group:
         self.begun = time.monotonic()
-        self._folder = tempfile.TemporaryDirectory(prefix="trainer-")
-        command = [sys.executable, "-m", "trainer.doctor.rank", self.backend]
-        store = os.path.join(self._folder.name, "store")
-        pipe = subprocess.PIPE
-        self.children = [
-            subprocess.Popen([*command, str(rank), str(self.size), store], stdout=pipe, stderr=pipe, text=True)
-            for rank in range(self.size)
-        ]
+        self.folder = tempfile.TemporaryDirectory(prefix="trainer-")
+        forked = self.backend == "gloo" and sys.platform == "linux"
+        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+        self.children, self.answers = [], []
+        for rank in range(self.size):
+            answer, mine = context.Pipe(duplex=False)
+            where = os.path.join(self.folder.name, "store")
+            child = context.Process(target=_rank, args=(self.backend, rank, self.size, where, mine), daemon=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # newer Pythons', of threads that libraries may have begun
+                child.start()
+            mine.close()
+            self.children.append(child)
+            self.answers.append(answer)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for child in self.children:
+        for child, answer in zip(self.children, self.answers, strict=True):
             child.kill()
-            child.communicate()
-        self._folder.cleanup()
+            child.join()
+            answer.close()
+        self.folder.cleanup()
 
     def outcome(self) -> str:
-        """That it works, with the seconds it took.
+        """That it works.
 
         Raises:
-            SetupError: it does not, with the first process's reason.
+            SetupError: it does not, with the reason of the process that failed by itself.
         """
-        reasons = []
-        for rank, child in enumerate(self.children):
-            try:
-                said, _ = child.communicate(timeout=max(1.0, self.begun + PATIENCE - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                reasons.append(f"process {rank} was silent for {PATIENCE:.0f} s")
-                continue
-            if child.returncode:
-                reasons.append(said.strip() or f"process {rank} ended with exit code {child.returncode}")
+        reasons = [reason for rank in range(self.size) if (reason := self._answer(rank))]
         if reasons:
             own = [reason for reason in reasons if "lost another rank" not in reason]
             raise SetupError(f"{self.backend} does not work between {self.size} processes here: {(own or reasons)[0]}")
         return "sums come out right"
+
+    def _answer(self, rank: int) -> str:
+        if not self.answers[rank].poll(max(1.0, self.begun + PATIENCE - time.monotonic())):
+            return f"process {rank} was silent for {PATIENCE:.0f} s"
+        try:
+            return str(self.answers[rank].recv())
+        except EOFError:
+            self.children[rank].join(1)
+            return f"process {rank} ended with exit code {self.children[rank].exitcode}"
+
+
+def _rank(backend: str, rank: int, size: int, store: str, answer: Connection) -> None:
+    """Be one of the processes, and answer with what went wrong."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries' own words; the answer says it all
+    reason = ""
+    try:
+        _take_part(backend, rank, size, store)
+    except Exception as error:
+        reason = explain(error)[0].splitlines()[-1]
+    answer.send(reason)
+    answer.close()
+    os._exit(0)  # a clean exit may abort while gloo's threads run
+
+
+def _take_part(backend: str, rank: int, size: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from trainer.peers import check_sums, lost_peers
+
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with lost_peers():
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=PATIENCE / 2),
+        )
+        check_sums(device, rank, size)
+        dist.barrier()

@@ -36,7 +36,7 @@ def resources(found: Findings) -> None:
     if limit.isdigit() and int(limit) < 1 << 60:
         found.row(title, "memory's limit (cgroup)", f"{int(limit) / GIB:.1f} GiB")
     found.row(title, "/dev/shm", shared_memory())
-    usage = shutil.disk_usage(".")
+    usage = shutil.disk_usage(os.getcwd())
     found.row(title, "disk of this folder", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
     if usage.free < GIB:
         found.problem("less than 1 GiB of disk is free here: free some, or train with output= on another disk")

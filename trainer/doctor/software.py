@@ -13,7 +13,7 @@ from trainer import cards
 from trainer.doctor.findings import Findings
 from trainer.doctor.groups import Group
 
-SOFTWARE = "software"
+SOFTWARE, PROCESSES = "software", "between processes"
 
 
 def versions(found: Findings) -> bool:
@@ -60,24 +60,30 @@ def _dotted(version: int | None) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def communication(found: Findings, processes: Group, count: int) -> None:
-    """Sum over two real processes on the CPU, and over the cards where there are several."""
-    import torch
+def processes(found: Findings) -> None:
+    """Sum over two real processes on the CPU."""
     import torch.distributed as dist
 
-    title = "between processes"
     if not dist.is_available():
         found.problem(f"this torch has no torch.distributed, so only modes of one process train: {cards.REINSTALL}")
         return
-    found.row(title, "gloo, 2 processes", found.trying("gloo", processes.outcome) or "fails")
-    if torch.version.cuda is None:
+    with Group("gloo", 2) as ranks:
+        found.row(PROCESSES, "gloo, 2 processes", found.trying("gloo", ranks.outcome) or "FAILS, see below")
+
+
+def nccl(found: Findings, count: int) -> None:
+    """Sum over the cards, where there are several."""
+    import torch
+    import torch.distributed as dist
+
+    if torch.version.cuda is None or not dist.is_available():
         return
     if not dist.is_nccl_available():
-        found.row(title, "NCCL", "none")
+        found.row(PROCESSES, "NCCL", "none")
         if count > 1:
             found.problem(cards.NO_NCCL)
         return
-    found.row(title, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    found.row(PROCESSES, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
     if count > 1:
         with Group("nccl", count) as ranks:
-            found.row(title, f"NCCL, {count} cards", found.trying("NCCL", ranks.outcome) or "fails")
+            found.row(PROCESSES, f"NCCL, {count} cards", found.trying("NCCL", ranks.outcome) or "FAILS, see below")

@@ -1,0 +1,275 @@
+"""First contact with cards that are not as they should be, on stubs: one line with what to type."""
+
+from __future__ import annotations
+
+import glob
+
+import pytest
+import torch
+
+from trainer import __main__ as cli
+from trainer import cards, launching, training, world
+from trainer.errors import DeviceMemoryError, SetupError
+from trainer.recipe import load
+
+CUDA = [torch.device("cuda", index) for index in range(4)]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with `nodes` NVIDIA cards of which CUDA sees `count`, or none for a `reason`."""
+
+    def make(nodes, count=0, reason="", shown=None, cuda="13.0", hip=None, perhaps=()):
+        names = [f"/dev/nvidia{index}" for index in range(nodes)]
+        monkeypatch.setattr(cards, "device_nodes", lambda: (names, list(perhaps)))
+        monkeypatch.setattr(cards, "_openable", lambda nodes: nodes)
+        monkeypatch.setattr(cards, "driver_version", lambda: "535.104.05")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: count, raising=False)
+
+        def init():
+            raise RuntimeError(reason)
+
+        monkeypatch.setattr(torch.cuda, "init", init)
+        if shown is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+
+    return make
+
+
+def typed(monkeypatch, capsys, *words):
+    """What a user sees who types this: exit code, stderr, and the recipes that came as far as training."""
+    ran = []
+    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", launching.PARENT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launching, "die_with_parent", lambda: None)
+    monkeypatch.setattr(training, "run", lambda recipe, own_process: ran.append(recipe))
+    monkeypatch.setattr(launching, "start", lambda recipe, words, launch: ran.append(launch) or 0)
+    code = cli.answer(words)
+    return code, capsys.readouterr().err, ran
+
+
+BROKEN = [
+    (
+        "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver",
+        ["driver 535.104.05 (knows CUDA 12.2) is too old for torch", "update the driver", "torch<2.15", "whl/cu126"],
+    ),
+    ("Found no NVIDIA driver on your system. Please check", ["libcuda.so.1 is missing", "docker run --gpus all"]),
+    (
+        "Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver / cuda driver",
+        ["differ", "restart the machine"],
+    ),
+    ("Error 804: forward compatibility was attempted on non supported HW", ["needs a newer driver"]),
+    ("Error 802: system not yet initialized", ["nvidia-fabricmanager"]),
+    ("all CUDA-capable devices are busy or unavailable", ["nvidia-smi -c DEFAULT"]),
+    ("CUDA unknown error - this may be due to an incorrectly set up environment", ["nvidia_uvm"]),
+    ("No CUDA GPUs are available", ["CUDA finds none", "nvidia-smi"]),
+    ("something quite new", ["CUDA cannot use it: something quite new", "nvidia-smi"]),
+]
+
+
+@pytest.mark.parametrize(("reason", "says"), BROKEN, ids=[reason[:30] for reason, _ in BROKEN])
+def test_cards_that_cuda_cannot_use_stop_with_what_to_type(machine, monkeypatch, capsys, reason, says):
+    machine(2, reason=reason)
+    for words in (["mode=single"], [], ["devices=[cuda:0]", "mode=single"]):
+        code, line, ran = typed(monkeypatch, capsys, "recipe=digits", *words)
+        assert (code, ran, line.count("\n")) == (3, [], 1)
+        for part in ["this machine has 2 NVIDIA cards", "devices=[cpu]", *says]:
+            assert part in line
+    for words in (["recipe=digits", "devices=[cpu]"], ["recipe=digits_hogwild"]):
+        assert typed(monkeypatch, capsys, *words)[:2] == (0, "")
+
+
+def test_without_a_card_the_cpu_trains_without_a_word(machine, monkeypatch, capsys):
+    machine(0, reason="Found no NVIDIA driver")
+    assert typed(monkeypatch, capsys, "recipe=digits", "mode=single")[:2] == (0, "")
+    machine(0, reason="Found no NVIDIA driver", perhaps=["/dev/kfd"])  # a processor with AMD graphics
+    assert typed(monkeypatch, capsys, "recipe=digits", "mode=single")[:2] == (0, "")
+    for shown in ("", " ", "-1", "none", "NoDevFiles", "-1,0"):
+        machine(2, reason="No CUDA GPUs are available", shown=shown)
+        assert typed(monkeypatch, capsys, "recipe=digits", "mode=single")[:2] == (0, "")
+
+
+def test_builds_for_other_machines(machine, monkeypatch, capsys):
+    machine(1, cuda=None)
+    code, line, _ = typed(monkeypatch, capsys, "recipe=digits", "mode=single")
+    assert code == 3 and "built without CUDA" in line and cards.REINSTALL in line and "devices=[cpu]" in line
+    machine(0, reason="No HIP GPUs are available", cuda=None, hip="7.2", perhaps=["/dev/kfd"])
+    code, line, _ = typed(monkeypatch, capsys, "recipe=digits", "mode=single")
+    assert code == 3 and "groups render and video" in line
+
+
+@pytest.mark.parametrize(
+    ("shown", "count", "says"),
+    [
+        ("0,0", 0, "type CUDA_VISIBLE_DEVICES=0"),
+        ("all", 0, "'all' is not a card; type CUDA_VISIBLE_DEVICES=0,1"),
+        ("cuda:0", 0, "'cuda:0' is not a card"),
+        ("0;1", 0, "'0;1' is not a card"),
+        ("0,", 0, "'' is not a card"),
+        ("7", 0, "there is no card 7"),
+        ("0,7,1", 1, "there is no card 7, and CUDA leaves out what follows it: type CUDA_VISIBLE_DEVICES=0 for"),
+        ("GPU-8932f937,GPU-ffffffff", 1, "there is no card GPU-ffffffff"),
+        ("MIG-a5f2-1,MIG-a5f2-2", 1, "one part of a divided card: name one, CUDA_VISIBLE_DEVICES=MIG-a5f2-1"),
+    ],
+)
+def test_an_odd_CUDA_VISIBLE_DEVICES_is_usage(machine, monkeypatch, capsys, shown, count, says):
+    machine(4, count, "No CUDA GPUs are available", shown)
+    code, line, ran = typed(monkeypatch, capsys, "recipe=digits")
+    assert (code, ran, line.count("\n")) == (2, [], 1) and says in line
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "shown"),
+    [(4, 4, None), (4, 2, "2, 3"), (4, 1, "0,-1,2"), (4, 1, "GPU-8932f937-d72c"), (2, 1, "MIG-GPU-8932/1/0")],
+)
+def test_cards_as_they_should_be(machine, nodes, count, shown):
+    machine(nodes, count, shown=shown)
+    assert cards.look() == cards.Cards(count) and world.cuda_count() == count
+
+
+def test_one_of_several_cards_failed(machine, monkeypatch, capsys):
+    machine(4, 3)
+    code, line, _ = typed(monkeypatch, capsys, "recipe=digits")
+    assert code == 3 and "has 4 NVIDIA cards" in line and "devices=[cuda:0,cuda:1,cuda:2]" in line
+    code, line, ran = typed(monkeypatch, capsys, "recipe=digits", "devices=[cuda:0,cuda:1,cuda:2]", "batch_size=96")
+    assert (code, line) == (0, "") and ran[0].nproc == 3
+    monkeypatch.setattr(cards, "_openable", lambda nodes: nodes[:3])  # the fourth is another job's
+    assert world.cuda_count() == 3
+    machine(4, 1)
+    monkeypatch.setattr(glob, "glob", lambda pattern: [pattern] if pattern == cards.MIG else [])
+    assert world.cuda_count() == 1  # divided cards: a process sees one part
+
+
+def test_fewer_cards_than_processes(machine, monkeypatch, capsys):
+    machine(2, 2)
+    code, line, _ = typed(monkeypatch, capsys, "recipe=digits", "nproc=4", "batch_size=96")
+    assert code == 2 and "4 processes for 2 devices" in line and "nproc=2" in line
+
+
+@pytest.mark.parametrize(
+    ("capability", "builds", "runs"),
+    [
+        ((8, 9), ["sm_75", "sm_80", "sm_86", "sm_90"], True),  # machine code of its generation
+        ((8, 0), ["sm_75", "sm_86", "sm_90"], False),  # from its own number on
+        ((6, 1), ["sm_75", "sm_80"], False),
+        ((12, 0), ["sm_80", "sm_90"], False),
+        ((12, 0), ["sm_80", "compute_90"], True),  # PTX, compiled when it starts
+        ((8, 0), ["compute_90"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 0), ["sm_90a", "compute_90a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((12, 1), ["sm_100f", "sm_120"], True),
+    ],
+)
+def test_which_cards_a_build_has_code_for(capability, builds, runs):
+    assert cards.runs_on(capability, builds) is runs
+
+
+@pytest.fixture
+def card(monkeypatch):
+    def make(capability, error=None, total=4096 * 4095 // 2):
+        def arange(*_, **__):
+            if error is not None:
+                raise error
+            return torch.tensor([total])
+
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P40")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+        monkeypatch.setattr(torch, "arange", arange)
+
+    return make
+
+
+def test_a_card_that_this_torch_has_no_code_for(card):
+    card((6, 1))
+    with pytest.raises(SetupError) as old:
+        cards.check(CUDA[1], 3)
+    for part in ("cuda:1 (Tesla P40) has compute capability 6.1", "code for 7.5, 8.0", "cu126", "[cuda:0,cuda:2]"):
+        assert part in str(old.value)
+    card((12, 0))
+    with pytest.raises(SetupError, match=r"a newer torch.*devices=\[cpu\]"):
+        cards.check(CUDA[0], 1)
+    card((8, 6))
+    cards.check(CUDA[0], 1)
+
+
+def test_a_card_that_does_not_compute(card):
+    card((8, 0), RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore\nlines"))
+    with pytest.raises(SetupError, match=r"cuda:0 \(Tesla P40\) does not compute .*ECC.*\[cuda:1\]"):
+        cards.check(CUDA[0], 2)
+    card((8, 0), RuntimeError("CUDA error: out of memory"))
+    with pytest.raises(DeviceMemoryError, match="full before anything was loaded"):
+        cards.check(CUDA[0], 1)
+    card((8, 0), total=7)
+    with pytest.raises(SetupError, match="computes wrongly"):
+        cards.check(CUDA[0], 1)
+
+
+def test_every_way_between_cards_is_taken():
+    assert cards.edges(CUDA[:1]) == [] == cards.edges([CUDA[0], CUDA[0]])
+    assert set(cards.edges(CUDA[:2])) == {(CUDA[0], CUDA[1]), (CUDA[1], CUDA[0])}
+    ways = {(a.index, b.index) for a, b in cards.edges(CUDA)}
+    chain, star = [(0, 1), (1, 2), (2, 3)], [(0, 2), (0, 3)]
+    assert ways == {way for a, b in chain + star for way in ((a, b), (b, a))}
+
+
+def nothing(target, source, non_blocking=False):
+    return target
+
+
+def one_bit(target, source, non_blocking=False):
+    target.add_(source)
+    target[-1] ^= 1 << 20
+    return target
+
+
+@pytest.mark.parametrize("copy", [nothing, one_bit])
+def test_a_copy_that_corrupts_is_found(monkeypatch, copy):
+    here = torch.device("cpu")
+    cards.check_copies([(here, here)])
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    with pytest.raises(SetupError, match=r"cpu to cpu\): switch the IOMMU.*NCCL_P2P_DISABLE=1 and mode=ddp"):
+        cards.check_copies([(here, here)])
+
+
+@pytest.mark.parametrize("words", [["mode=dp"], ["mode=split"], ["mode=pipeline"]])
+def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
+    """Copies from the second card to the first are wrong here, those the other way are right."""
+    monkeypatch.setattr(world, "cuda_count", lambda: 2)
+    monkeypatch.setattr(world, "place", world.Place)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    checked = []
+    monkeypatch.setattr(cards, "check", lambda device, count: checked.append((str(device), count)))
+    monkeypatch.setattr(cards, "copies", lambda source, target, pattern: source == CUDA[0])
+    with pytest.raises(SetupError, match=r"\(cuda:1 to cuda:0\)"):
+        world.locate(load(None, *words, "threads=2"))
+    assert checked == [("cuda:0", 2), ("cuda:1", 2)]
+
+
+def test_ranks_on_cards_need_nccl(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    rank = world.World(world.Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
+    with pytest.raises(SetupError, match="no NCCL"):
+        rank.connect(1.0)
+
+
+def test_a_pool_says_what_is_wrong_with_the_cards(machine):
+    from trainer.pool.checks import check_devices
+
+    machine(1, reason="The NVIDIA driver on your system is too old")
+    with pytest.raises(SetupError, match="too old"):
+        check_devices(["cuda:0"])
+    machine(0)
+    with pytest.raises(SetupError, match="has 0 CUDA devices"):
+        check_devices(["cuda:0"])
+
+
+def test_nodes_that_may_not_be_opened_are_not_ours(tmp_path):
+    mine, failed = tmp_path / "nvidia0", tmp_path / "nvidia1"
+    mine.touch()
+    assert cards._openable([str(mine), str(failed)]) == [str(mine), str(failed)]  # one that fails is still here

@@ -1,0 +1,192 @@
+"""What a collective's error means, by the texts of gloo, NCCL and torch's stores."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.commands import PROJECT, QUIET, trainer
+from trainer import peers
+from trainer.errors import PeerError, SetupError, explain
+from trainer.meeting import Meeting
+from trainer.world import Place, World
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled error, NCCL version 2.30.7\n"
+
+
+def outcome(error):
+    """What the error becomes inside of a collective: its exit code, our line or its traceback, and the exception."""
+    try:
+        with peers.lost_peers():
+            raise error
+    except Exception as found:
+        line, code = explain(found)
+        return code, line, found
+
+
+@pytest.mark.parametrize(
+    ("error", "tells"),
+    [
+        (
+            RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [127.0.0.1]:4771. This is typically caused by"),
+            "Connection closed by peer [127.0.0.1]:4771",
+        ),
+        (
+            RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
+            "Timed out waiting 4000ms for recv operation to complete",
+        ),
+        (RuntimeError("Gloo connectFullMesh failed with timeout"), "Gloo connectFullMesh failed with timeout"),
+        (RuntimeError("Wait timeout"), "Wait timeout"),
+        (dist.DistStoreError("wait timeout after 3000ms, keys: /x"), "keys: /x"),
+        (dist.DistNetworkError("The client socket has timed out\nException raised from poll\nframe #0"), "timed out"),
+        (dist.DistBackendError(f"{NCCL}ncclRemoteError: A call failed\nLast error:\nsocket closed"), "socket closed"),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(1)"), "WorkNCCL(1)"),
+    ],
+)
+def test_a_lost_peer(error, tells, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    code, line, found = outcome(error)
+    assert code == 7 and line.startswith("rank 3: lost another rank (it died, or was silent for `timeout`): ")
+    assert line.endswith(tells) and found.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("timeout while reading shard 3"),
+        RuntimeError("my nccl wrapper: timed out"),
+        RuntimeError("the gloo of this image is too bright"),
+        RuntimeError("connection reset by my database"),
+        dist.DistBackendError(f"{NCCL}ncclUnhandledCudaError: Call to CUDA function failed.\n\nillegal access"),
+        dist.DistBackendError(f"{NCCL}ncclInvalidUsage: This usually reflects invalid usage"),
+    ],
+)
+def test_an_error_of_ones_own_keeps_its_traceback(error):
+    code, line, found = outcome(error)
+    assert (code, found) == (1, error) and line.startswith("Traceback")
+
+
+def test_out_of_memory_comes_first():
+    full = f"{NCCL}ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    assert outcome(dist.DistBackendError(full))[0] == 6
+    assert outcome(RuntimeError("CUDA out of memory while waiting for nccl"))[0] == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            dist.DistBackendError(
+                f"{NCCL}ncclSystemError: System call failed.\nLast error:\nError while creating shared memory segment "
+                "/dev/shm/nccl-Wq4z (size 9637888), error: No space left on device (28)"
+            ),
+            ["/dev/shm is too small for NCCL (", "MiB", "--shm-size=8g", "NCCL_SHM_DISABLE=1"],
+        ),
+        (
+            dist.DistBackendError(f"{NCCL}ncclInvalidUsage\nLast error:\nBootstrap : no socket interface found"),
+            ["NCCL_SOCKET_IFNAME=eth7 names no usable interface; this machine has lo", "unset it"],
+        ),
+        (
+            dist.DistBackendError(f"{NCCL}ncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1"),
+            ["two ranks use one card"],
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != "
+                "nullptr. Unable to find address for: eth7"
+            ),
+            ["GLOO_SOCKET_IFNAME=eth7 names no usable interface"],
+        ),
+    ],
+)
+def test_a_setting_of_this_machine(error, says, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+    code, line, _ = outcome(error)
+    assert code == 3 and all(part in line for part in says)
+
+
+@pytest.mark.full("two cold ranks to see gloo's text, which stands in the table above")
+def test_a_wrong_interface_on_the_command_line():
+    words = ["recipe=digits", "devices=[cpu]", "nproc=2", "batch_size=32", *QUIET]
+    done = trainer(*words, env={"GLOO_SOCKET_IFNAME": "eth77"})
+    assert done.returncode == 3 and "GLOO_SOCKET_IFNAME=eth77 names no usable interface" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+OWN = """
+from torch import nn
+import trainer
+
+class Net(nn.Linear):
+    def forward(self, inputs):
+        if self.training:
+            raise RuntimeError("timeout: nccl and gloo are only words here")
+        return super().forward(inputs.flatten(1))
+
+@trainer.register_model("own_words")
+def own_words(num_classes, channels, image_size):
+    return Net(channels * image_size**2, num_classes)
+"""
+
+
+@pytest.mark.full("two ranks to see one traceback; the texts are a table above")
+def test_ones_own_error_on_the_command_line(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    words = ["recipe=digits", "plugin=own", "model.name=own_words", "nproc=2", "batch_size=32", *QUIET]
+    done = trainer(*words, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{PROJECT}"})
+    assert done.returncode == 1, done.stderr
+    assert "RuntimeError: timeout: nccl and gloo are only words here" in done.stderr
+    assert "lost another rank" not in done.stderr.rstrip().splitlines()[-1]
+
+
+def test_a_wrong_sum_is_found(monkeypatch):
+    def all_reduce(numbers, spoilt=0):
+        other = torch.arange(len(numbers)) * 2 + 1  # rank 1's part
+        numbers += other
+        numbers[-1] += spoilt
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    peers.check_sums(torch.device("cpu"), 0, 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers: all_reduce(numbers, 1))
+    with pytest.raises(SetupError, match="NCCL_P2P_DISABLE=1"):
+        peers.check_sums(torch.device("cpu"), 0, 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers: None)
+    with pytest.raises(SetupError, match="NCCL_P2P_DISABLE=1"):
+        peers.check_sums(torch.device("cpu"), 0, 2)
+
+
+class Dead:
+    """Whatever waits for the device never returns: a dead rank's part of a sum is missing."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"waited for the device: {name}")
+
+
+def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
+    devices = []
+
+    def all_reduce(values, *_):
+        devices.append(values.device.type)
+        raise RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [10.0.0.2]:4771")
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    world = World(Place(0, 2, 0, 1, 0, True), torch.device("cuda", 0), 1, ())
+    run = SimpleNamespace(world=world, position=SimpleNamespace(step=7), updater=Dead(), timer=Dead(), unlogged=[])
+    meeting = Meeting(run)
+    for log in (False, True):
+        with pytest.raises(PeerError, match=r"Connection closed by peer \[10.0.0.2\]"):
+            meeting.hold(log, 0.1, None)
+    assert devices == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(("size", "device"), [(1, "cuda:0"), (1, "cpu"), (2, "cpu")])
+def test_no_heartbeat_where_nothing_waits_for_a_device_of_others(monkeypatch, size, device):
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: pytest.fail("costs a message"))
+    World(Place(0, size, 0, size), torch.device(device), 1, ()).heartbeat()

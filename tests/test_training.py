@@ -5,6 +5,7 @@ Importing torch costs seconds and a torchrun five: tests share a run where they 
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -389,6 +390,62 @@ def test_a_failing_rank_ends_all_with_its_own_code(fault, code, tmp_path):
     )
     assert done.returncode == code, done.stderr
     assert time.monotonic() - begun < 60 and "Traceback" not in done.stderr
+
+
+CHILDREN_OF_A_PLUGIN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainer import register_dataset
+
+@register_dataset("counted")
+def counted(data):
+    images, labels = torch.arange(64 * 64).reshape(64, 1, 8, 8).to(torch.uint8), torch.arange(64) % 2
+    for _ in DataLoader(TensorDataset(images, labels), 16, num_workers=1, multiprocessing_context="forkserver"):
+        pass
+    return (images, labels), (images, labels), ["a", "b"]
+"""
+
+
+def test_a_plugins_children_that_end_are_no_signal_to_stop(tmp_path):
+    """DataLoader installs a handler of SIGCHLD when it starts workers, here in the process that trains."""
+    (tmp_path / "counting.py").write_text(CHILDREN_OF_A_PLUGIN)
+    words = ["plugin=counting", "data.name=counted", "mode=single", "model.name=mlp", "batch_size=16", "epochs=2"]
+    done = trainer(*words, *QUIET, f"output={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.full("compiling takes a minute and a C++ compiler")
+def test_photos_with_workers_and_a_compiler_are_trained(photos, tmp_path):
+    """Loader workers and the compiler's processes end while steps take long."""
+    words = ["recipe=finetune", "model.weights=null", "model.name=cnn_gn", f"data.root={photos}", "data.image_size=32"]
+    words += ["batch_size=8", "epochs=2", "data.workers=1", "compile=true", "mode=single", *QUIET]
+    ok(*words, f"output={tmp_path / 'run'}", timeout=600)
+    assert result(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.full("compiling takes a minute and a C++ compiler")
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_a_signal_while_compiling(mode, tmp_path):
+    """It reaches the compiler's processes too, where it goes to the group."""
+    folder = tmp_path / "run"
+    words = ["recipe=digits", "model.name=cnn_gn", "compile=true", "epochs=200", f"mode={mode}", *QUIET]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *words, f"output={folder}"],
+        env=environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: any((tmp_path / "cache").rglob("*.cpp")), process, 240)
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 143 and "Traceback" not in output, output
 
 
 def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):

@@ -1,0 +1,337 @@
+"""Storms: whole jobs killed, signalled and stopped at random moments, continued, and held against an undisturbed run.
+
+    python -m tests.storms --kills=400 --signals=600 --stops=200 --seed=7
+
+A storm hits one run folder several times; each hit comes from the seed, which a failure names. After each hit: no
+process left, nothing in shared memory, no traceback, an exit code that fits; at the end every step once, and losses and
+weights of the undisturbed run, to the bit where the mode is deterministic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.commands import blocks, environment, result, steps
+
+WORDS = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "epochs=6", "ema=0.9"]
+WORDS += ["threads=1", "save.every_steps=5", "logging.every_steps=1", "logging.progress=false", "resume=auto"]
+PIPELINE = ["mode=pipeline", "pipeline.microbatches=4"]
+TWO, FOUR = "pipeline.cuts=['7']", "pipeline.cuts=['1','4','7']"  # by name: measured twice, two runs might differ
+MODES = {
+    "single": ["mode=single"],
+    "dp": ["mode=dp", "devices=[cpu,cpu]"],
+    "ddp": ["mode=ddp", "nproc=2"],
+    "split": ["mode=split", "devices=[cpu,cpu]", TWO],
+    "streams": [*PIPELINE, "devices=[cpu,cpu]", TWO],
+    "1f1b": [*PIPELINE, "nproc=2", TWO],
+    "gpipe": [*PIPELINE, "nproc=2", "pipeline.schedule=gpipe", TWO],
+    "interleaved1f1b": [*PIPELINE, "nproc=2", "pipeline.schedule=interleaved1f1b", FOUR],
+    "zbv": [*PIPELINE, "nproc=2", "pipeline.schedule=zbv", FOUR],
+    "1f1b 2x2": [*PIPELINE, "nproc=4", "pipeline.stages=2", TWO],
+    "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "hogwild": ["mode=hogwild", "nproc=2"],
+}
+SEVERAL = [name for name, words in MODES.items() if any(word.startswith("nproc=") for word in words)]
+TIMEOUT = 5  # seconds that a stopped rank is waited for
+PHASES = ("start-up", "banner", "steps", "steps", "evaluation", "saving", "end")
+SIGNALS = ("SIGTERM", "SIGTERM to all", "SIGINT", "SIGINT twice", "SIGHUP", "SIGUSR1")
+
+
+def slack() -> float:
+    """By how much a machine that others use is slower than a quiet one."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+@dataclass
+class Hit:
+    """What was done to a job, when, and how it ended."""
+
+    kind: str
+    phase: str
+    at: str = ""
+    victim: str = ""
+    code: int | None = None
+    seconds: float = 0.0
+    output: str = ""
+
+
+class Job:
+    """One start of a run, all its processes known by a mark in their environment."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.blocks = blocks()
+        self.out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the job
+        self.begun = time.monotonic()
+        self.rows = len(steps(folder)) if (folder / "steps.csv").exists() else 0
+        self.main = subprocess.Popen(
+            [sys.executable, "-m", "trainer", *words, f"output={folder}"],
+            env=environment(STORM=self.mark),
+            stdin=subprocess.DEVNULL,
+            stdout=self.out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def text(self) -> str:
+        self.out.seek(0)
+        return self.out.read()
+
+    def members(self) -> dict[int, str]:
+        """Living processes of this job: pid -> RANK, or "" for the launcher and helpers."""
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, IndexError):
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                    continue
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"STORM={self.mark}".encode() in words:
+                    ranks = [word[5:].decode() for word in words if word.startswith(b"RANK=")]
+                    found[int(pid)] = ranks[0] if ranks else ""
+        return found
+
+    def ranks(self) -> dict[str, int]:
+        """The pid of each rank: of its processes the one that the launcher started."""
+        found: dict[str, int] = {}
+        for pid, rank in sorted(self.members().items()):
+            if rank:
+                found.setdefault(rank, pid)
+        return found or {"0": self.main.pid}
+
+    def wait_for(self, phase: str, dice: random.Random) -> str | None:
+        """Until a moment of this phase; what it was, or None when the job ended before."""
+        log, checkpoints = self.folder / "steps.csv", self.folder / "checkpoints"
+        delay = dice.uniform(0, 4)
+        target = dice.randint(1, 45)
+        pause = dice.uniform(0, 0.05)
+        until = {
+            "start-up": lambda: time.monotonic() - self.begun > delay,
+            "banner": lambda: "trainer 0.1.0" in self.text(),
+            "steps": lambda: self._count(log) >= self.rows + target,
+            "evaluation": lambda: self._count(log) % 22 == 0 and self._count(log) > self.rows,
+            "saving": lambda: checkpoints.is_dir() and any(".tmp-" in name for name in os.listdir(checkpoints)),
+            "end": lambda: "done" in self.text() or (self.folder / "last.safetensors").exists(),
+        }[phase]
+        deadline = self.begun + 60 * slack()
+        while not until():
+            if self.main.poll() is not None:
+                return None
+            assert time.monotonic() < deadline, f"no {phase} within a minute:\n{self.text()}"
+            time.sleep(0.002)
+        time.sleep(pause if phase in ("banner", "evaluation", "end") else 0)
+        return f"{time.monotonic() - self.begun:.2f} s, {self._count(log)} rows"
+
+    @staticmethod
+    def _count(log: Path) -> int:
+        try:
+            return max(0, log.read_bytes().count(b"\n") - 1)
+        except OSError:
+            return 0
+
+    def end(self, limit: float) -> tuple[int, float]:
+        """Its exit code and the seconds until all its processes were gone, which `limit` bounds."""
+        asked = time.monotonic()
+        code = None
+        while time.monotonic() - asked < limit:
+            code = self.main.poll()
+            if code is not None and not self.members():
+                return code, time.monotonic() - asked
+            time.sleep(0.02)
+        left = self.members()
+        self.clear()
+        raise AssertionError(f"after {limit:.0f} s exit code {code}, left: {left}\n{self.text()}")
+
+    def clear(self) -> None:
+        for pid in self.members():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.main.wait()
+
+    def orphaned_blocks(self) -> set[str]:
+        """New blocks of shared memory that no living process maps; other programs may have some for a moment."""
+        left = blocks() - self.blocks
+        for pid in filter(str.isdigit, os.listdir("/proc")) if left else ():
+            with suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                left -= {name for name in left if name in maps}
+        return {name for name in left if (Path("/dev/shm") / name).exists()}
+
+
+def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
+    """Kill, signal or stop a job in a phase, wait for its end and look at it; None when the job had ended before."""
+    hit = Hit(kind, phase)
+    at = job.wait_for(phase, dice)
+    if at is None:
+        return None
+    hit.at, limit = at, 5.0
+    with suppress(ProcessLookupError):  # it has just ended
+        if kind == "kill":
+            pid, rank = dice.choice(sorted(job.members().items()))
+            hit.victim = f"rank {rank}" if rank else "the launcher" if pid == job.main.pid else "a helper"
+            os.kill(pid, signal.SIGKILL)
+            if hit.victim == "a helper":  # a launcher's own, or none of ours: the job need not end of it
+                limit = 60.0
+        elif kind == "stop":
+            rank, pid = dice.choice(sorted(job.ranks().items()))
+            hit.victim, limit = f"rank {rank}", TIMEOUT + 5.0
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            limit = 20.0
+            name, _, rest = kind.partition(" ")
+            number = signal.Signals[name]
+            targets = list(job.members()) if rest == "to all" else [job.main.pid]
+            for pid in targets:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if rest == "twice":
+                time.sleep(dice.uniform(0, 0.5))
+                with suppress(ProcessLookupError):
+                    os.kill(job.main.pid, number)
+    hit.code, hit.seconds = job.end(limit * slack())
+    hit.output = job.text()
+    check(hit, job)
+    return hit
+
+
+def check(hit: Hit, job: Job) -> None:
+    """That a job ended as it should."""
+    code = hit.code if hit.code is None or hit.code >= 0 else 128 - hit.code
+    name = hit.kind.split()[0]
+    finished = [0] if '"completed"' in _read(job.folder / "result.json") else []  # the hit came too late
+    if name == "kill":
+        allowed = [0, 7, 128 + signal.SIGKILL] if hit.victim == "a helper" else [7, 128 + signal.SIGKILL, *finished]
+    elif name == "stop":
+        allowed = [7, *finished]
+    elif name == "SIGINT":
+        allowed = [130, *finished]
+    else:
+        early = [128 + signal.Signals[name]] if hit.phase == "start-up" else []
+        allowed = [143, *early, *finished]
+    assert code in allowed, (code, allowed, hit.output)
+    assert "Traceback" not in hit.output, hit.output
+    if name == "stop" and code == 7:
+        assert f"{hit.victim} was silent for {TIMEOUT} s: it is stopped" in hit.output, hit.output
+    assert not job.orphaned_blocks()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+class Storms:
+    """Storms over all modes, with the undisturbed run of each."""
+
+    def __init__(self, home: Path, seed: int) -> None:
+        self.home, self.seed = home, seed
+        self.count = 0
+        self.whole: dict[str, Path] = {}
+
+    def undisturbed(self, mode: str) -> Path:
+        if mode not in self.whole:
+            self.whole[mode] = self.home / f"whole {mode}"
+            finish(self.whole[mode], *WORDS, *MODES[mode])
+        return self.whole[mode]
+
+    def storm(self, mode: str, kinds: list[str]) -> list[Hit]:
+        """Hit one run again and again, end it undisturbed, and compare."""
+        self.count += 1
+        dice = random.Random(f"{self.seed} {self.count}")
+        folder = self.home / f"{self.count} {mode}"
+        words = [*WORDS, *MODES[mode], *([f"timeout={TIMEOUT}"] if "stop" in kinds else [])]
+        hits: list[Hit] = []
+        for kind in kinds:
+            phases = PHASES[2:6] if kind == "stop" else PHASES
+            job = Job(folder, *words)
+            try:
+                hit = strike(job, kind, dice.choice(phases), dice)
+            except BaseException as error:
+                error.add_note(f"--seed={self.seed}, storm {self.count}, {mode}, {kinds}, after {hits}, in {folder}")
+                raise
+            finally:
+                job.clear()
+            if hit is None:
+                break
+            hits.append(hit)
+            print(f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12} {hit.code} {hit.seconds:.1f} s")
+        try:
+            finish(folder, *words)
+            self.compare(mode, folder)
+        except BaseException as error:
+            error.add_note(f"--seed={self.seed}, storm {self.count}, {mode}, {hits}, in {folder}")
+            raise
+        return hits
+
+    def compare(self, mode: str, folder: Path) -> None:
+        rows, facts = steps(folder), result(folder)
+        assert facts["status"] == "completed"
+        assert [int(row["step"]) for row in rows] == list(range(1, facts["steps"] + 1)), [row["step"] for row in rows]
+        if mode == "hogwild":  # lock-free updates
+            return
+        whole = self.undisturbed(mode)
+        for key in ("step", "epoch", "train_loss", "lr"):
+            assert [row[key] for row in rows] == [row[key] for row in steps(whole)], key
+        for name in ("last.safetensors", "best.safetensors"):
+            assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+        assert facts["losses"] == result(whole)["losses"]
+
+    def run(self, kinds: tuple[str, ...], count: int, modes: list[str]) -> list[Hit]:
+        """`count` hits of these kinds, one after the other, over these modes; three a storm."""
+        hits: list[Hit] = []
+        for mode in itertools.cycle(modes):
+            left = count - len(hits)
+            if left <= 0:
+                return hits
+            hits += self.storm(mode, [kinds[(len(hits) + n) % len(kinds)] for n in range(min(3, left))])
+        return hits
+
+
+def finish(folder: Path, *words: str) -> None:
+    """A run to its end."""
+    job = Job(folder, *words)
+    try:
+        code, _ = job.end(120 * slack())
+        assert code == 0 and "Traceback" not in job.text(), job.text()
+        assert not job.orphaned_blocks()
+    finally:
+        job.clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, count in (("kills", 40), ("signals", 60), ("stops", 20)):
+        parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    asked = parser.parse_args()
+    print(f"--seed={asked.seed}", flush=True)
+    several = [mode for mode in asked.modes if mode in SEVERAL]
+    with tempfile.TemporaryDirectory(prefix="storms-") as home:
+        storms = Storms(Path(home), asked.seed)
+        begun = time.monotonic()
+        for kinds, count, modes in (
+            (("kill",), asked.kills, asked.modes),
+            (SIGNALS, asked.signals, asked.modes),
+            (("stop",), asked.stops, several),
+        ):
+            if modes:
+                print(f"{len(storms.run(kinds, count, modes))} x {', '.join(kinds)}", flush=True)
+        print(f"all held, {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

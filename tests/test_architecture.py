@@ -9,6 +9,7 @@ import trainer
 
 ROOMS = [
     {"errors", "faults"},
+    {"files"},
     {"recipe", "words"},
     {"checks"},
     {"world", "topology", "devices", "cards", "peers"},
@@ -16,7 +17,7 @@ ROOMS = [
     {"interrupts", "fork_server", "preload"},
     {"data", "checkpoint", "metrics", "precision", "randomness", "run_folder", "graphs", "partition", "balance"},
     {"plots", "pool"},
-    {"models", "tracking", "launching"},
+    {"models", "events", "tracking", "launching"},
     {"strategies"},
     {"evaluation", "optimization", "timeline", "verdict"},
     {"run"},

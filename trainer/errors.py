@@ -10,6 +10,8 @@ import errno
 import re
 import traceback
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
+
 
 class TrainerError(Exception):
     """Base of every error this package raises on purpose."""
@@ -103,7 +105,7 @@ KINDS: dict[int, type[TrainerError]] = {
 
 def explain(error: BaseException) -> tuple[str, int]:
     """What to print for an exception, and the exit code. Only what nobody foresaw, a bug, shows a traceback."""
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     if isinstance(error, TrainerError):
         return text, error.code
     if isinstance(error, KeyboardInterrupt):
@@ -119,7 +121,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
         advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
         return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in FULL:
         where = f" at {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
     return "".join(traceback.format_exception(error)).rstrip(), 1
@@ -131,7 +133,7 @@ MISFITS = ("operator torchvision::", "partially initialized module 'torchvision'
 
 def installation_fault(error: BaseException) -> str | None:
     """One line where torch or torchvision cannot be loaded, as of versions that do not fit; None for other errors."""
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     library = isinstance(error, ImportError | OSError) and (".so" in text or "DLL" in text)
     absent = isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision")
     if not absent and not any(sign in text for sign in MISFITS):
@@ -160,8 +162,16 @@ def _nondeterministic(text: str) -> str | None:
     return None
 
 
+def text_of(error: BaseException) -> str:
+    """`str(error)`, also of an exception that cannot say what it is."""
+    try:
+        return str(error)
+    except BaseException as broken:
+        return f"its own text raises {type(broken).__name__}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the machine ran out of memory. Torch has a class for one and only messages for others."""
     signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return memory or (isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs))
+    return memory or (isinstance(error, RuntimeError | OSError) and any(sign in text_of(error) for sign in signs))

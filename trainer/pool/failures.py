@@ -6,7 +6,7 @@ import pickle
 import traceback
 from dataclasses import dataclass
 
-from trainer.errors import PredictionError, is_out_of_memory
+from trainer.errors import PredictionError, is_out_of_memory, text_of
 
 LONGEST = 20_000  # characters of a traceback that travel: its end
 
@@ -43,7 +43,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, whole: bool = False) -> Failure:
         """Describe an exception that was just caught."""
-        text = " ".join(str(error).split())
+        text = " ".join(text_of(error).split())
         message = f"{type(error).__name__}: {text}" if text else type(error).__name__
         trace = "".join(traceback.format_exception(error))[-LONGEST:]
         return cls(message[:LONGEST], trace, is_out_of_memory(error), whole, _pickled(error))

@@ -1,0 +1,136 @@
+"""Files as they may be found: damaged, endless, a folder, a pipe. Read with a limit and never waited for.
+
+A run folder outlives machines and passes through many hands, so what lies beside the checkpoints is not to be trusted:
+what cannot be used is left out with a sentence, and what cannot be written ends in one line.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import FULL, DiskFullError, SetupError, TrainerError
+
+LIMIT = 64 * 2**20  # bytes of a side file that are read; ours are far smaller
+
+
+def open_streams() -> None:
+    """Give a program that was started without stdin, stdout or stderr (`>&- 2>&-`) empty ones.
+
+    Otherwise the next files that are opened take their numbers, and what libraries print goes into them.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def opened(path: str | Path) -> BinaryIO:
+    """A regular file, to be read; anything else is an error at once, so that no pipe and no device is waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return open(descriptor, "rb")
+
+
+def read(path: str | Path, limit: int = LIMIT) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is no file, or is larger than `limit` bytes.
+    """
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise OSError(errno.EOVERFLOW, f"it has {size:,} bytes, at most {limit:,} are read", str(path))
+        return file.read(size)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        OSError: as `read`.
+        ValueError: it holds something else.
+    """
+    try:
+        found = json.loads(read(path))
+    except (ValueError, RecursionError):
+        raise ValueError("it holds no JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    return found
+
+
+def usable_json(path: Path, warn: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none, and where it is damaged, which `warn` is told."""
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warn(f"{path} is left out: {why(error)}")
+        return {}
+
+
+def why(error: Exception) -> str:
+    """Why a file could not be used, in a few words."""
+    return str((error.strerror if isinstance(error, OSError) else None) or error)
+
+
+def draft_of(path: Path) -> Path:
+    """A name beside `path` that nothing has."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
+def put(draft: Path, path: Path) -> None:
+    """Give a draft its name. A folder that is in the way keeps what it holds under another."""
+    if path.is_dir() and not path.is_symlink():
+        path.rename(path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}"))
+    os.replace(draft, path)
+
+
+def remove(path: Path) -> None:
+    """Remove what may be a folder, or not there; what stays is somebody else's trouble."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+@contextmanager
+def writing(folder: Path, again: str = "resume=auto") -> Iterator[None]:
+    """What the operating system refuses, as the error that names the folder; the words `again` go on from there.
+
+    Raises:
+        DiskFullError, SetupError.
+    """
+    try:
+        yield
+    except TrainerError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        if error.errno in FULL:
+            advice = f"what was saved before is intact: free some space, then {again}"
+            raise DiskFullError(f"{folder}: the disk is full ({reason}); {advice}") from error
+        raise SetupError(f"{folder} cannot be written ({reason}); choose another folder with output=...") from error

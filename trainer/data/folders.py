@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.data.images import read_image, reason
+from trainer.data.images import formats, read_image, reason
 from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
@@ -98,15 +98,27 @@ def statistics(
 
 
 def readable_suffixes() -> frozenset[str]:
-    """Suffixes, with the dot and in small letters, of the kinds of image that Pillow reads."""
-    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
+    """Suffixes, with the dot and in small letters, of the kinds of image that are read."""
+    kinds = formats()
+    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in kinds)
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether to look for images below it: not below a link that leads back to a folder above it, or to itself."""
+    try:
+        if not entry.is_dir() or not entry.is_symlink():
+            return entry.is_dir()
+    except OSError:
+        return False  # as a link to itself: whatever reads it will say so
+    target, here = os.path.realpath(entry.path), os.path.realpath(os.path.dirname(entry.path))
+    return os.path.commonpath([target, here]) != target
 
 
 def scan(folder: Path, suffixes: frozenset[str]) -> tuple[list[str], PhotoFolder]:
     """The class folders in alphabetical order, and their images, subfolders included, in order too."""
     try:
         classes = sorted(
-            entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
+            entry.name for entry in os.scandir(folder) if is_folder(entry) and not entry.name.startswith(".")
         )
         files = [sorted(_images(os.path.join(folder, name), name, suffixes)) for name in classes]
     except OSError as error:
@@ -126,7 +138,7 @@ def scan(folder: Path, suffixes: frozenset[str]) -> tuple[list[str], PhotoFolder
 def _images(folder: str, below: str, suffixes: frozenset[str]) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir():
+            if is_folder(entry):
                 if not entry.name.startswith("."):
                     yield from _images(entry.path, f"{below}/{entry.name}", suffixes)
             elif os.path.splitext(entry.name)[1].lower() in suffixes:

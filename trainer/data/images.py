@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from typing import Any
 
@@ -13,24 +14,63 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
 
+from trainer import files
+from trainer.errors import text_of
+
+# What Pillow may open, whatever a file is called: its readers of other formats start programs (EPS: Ghostscript), hold
+# no pixels, or are rarely met and rarely mended. HEIF and JXL where a package that reads them is installed.
+FORMATS = (
+    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000"),
+    *("TGA", "ICO", "DIB", "PCX", "SGI", "QOI"),
+)
+LARGEST = 2**30  # bytes of an image file, and of the values that it may become
+
 
 def read_image(path: str, channels: int) -> Tensor:
     """Decode a file to (channels, height, width) uint8.
 
     JPEG goes through torchvision, which is twice as fast; what it does not take, and every other kind, through Pillow.
     """
-    data = np.fromfile(path, np.uint8)
+    with files.opened(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise ValueError(f"the file is larger than {LARGEST:,} bytes")
+        data = np.fromfile(file, np.uint8)
     if not data.size:
         raise ValueError("the file is empty")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd metadata in images that are fine, and torchvision's about itself
         if data[:2].tobytes() == b"\xff\xd8":
+            height, width = jpeg_size(data)
+            if height * width * channels > LARGEST:
+                raise ValueError(f"{width} x {height} pixels are more than an image has")
             with contextlib.suppress(RuntimeError):
                 mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
                 image: Tensor = decode_jpeg(torch.from_numpy(data), mode=mode)
                 return image
-        with Image.open(path) as opened:
+        with Image.open(path, formats=formats()) as opened:
             return from_pillow(opened, channels)
+
+
+def formats() -> list[str]:
+    """Those of `FORMATS` that Pillow can open here."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def jpeg_size(data: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
+    """Height and width as a JPEG's frame header tells them, before any pixel is allocated; (0, 0) without one."""
+    place, end = 2, len(data) - 8
+    while place < end and data[place] == 0xFF:
+        kind = data[place + 1]
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            high, low, wide, narrow = data[place + 5 : place + 9].tolist()
+            return 256 * high + low, 256 * wide + narrow
+        # Fill bytes and markers that stand alone are one and two bytes long; the others tell their length.
+        step = 1 if kind == 0xFF else 2
+        if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
+            step += 256 * int(data[place + 2]) + int(data[place + 3])
+        place += step
+    return 0, 0
 
 
 def from_pillow(image: Image.Image, channels: int) -> Tensor:
@@ -59,7 +99,7 @@ def with_channels(images: Tensor, channels: int) -> Tensor:
 
 def reason(error: BaseException) -> str:
     """Why something could not be read, in a few words."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+    text = error.strerror if isinstance(error, OSError) and error.strerror else text_of(error).partition("\n")[0]
     return text[:200] or type(error).__name__
 
 

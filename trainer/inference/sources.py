@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.data import Datasets, ImageSet, PhotoSource
-from trainer.data.folders import readable_suffixes
+from trainer.data.folders import is_folder, readable_suffixes
 from trainer.data.order import own_span
-from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
+
+LONGEST = 100_000  # characters of a path in a list; the system takes 4,096
 
 
 class Item(NamedTuple):
@@ -64,8 +67,9 @@ def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> In
         elif path.suffix.lower() in readable_suffixes():
             paths = [str(path)] if path.is_file() else []
         else:
-            with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-                paths = list(_lines(file))
+            paths = _listed(path, size)
+    except TrainerError:
+        raise
     except OSError as error:
         raise SetupError(
             f"data.root={root}: {error.filename} cannot be read ({error.strerror}); "
@@ -117,8 +121,33 @@ def one_line(path: str) -> str:
     return " ".join(path.splitlines())
 
 
+def _listed(path: Path, ranks: int) -> list[str]:
+    """The paths in a file. A pipe is read like stdin, which `data.root=<(find ...)` of a shell is.
+
+    Raises:
+        RecipeError: several ranks would share a pipe.
+        SetupError: it is neither, or holds something else than paths.
+    """
+    kind = path.stat().st_mode
+    if stat.S_ISFIFO(kind) and ranks > 1:
+        raise RecipeError(f"data.root={path} is a pipe, which several ranks cannot share: give a file with the paths")
+    if not stat.S_ISFIFO(kind) and not stat.S_ISREG(kind):
+        raise SetupError(f"data.root={path} is a device: give a folder, a file of paths, or - for stdin")
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        return list(_lines(file))
+
+
 def _lines(file: Any) -> Iterator[str]:
-    return (line for line in (line.rstrip("\r\n") for line in file) if line)
+    """The lines of a list of paths, empty ones left out.
+
+    Raises:
+        SetupError: it is no such list; a line without an end would fill the memory.
+    """
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), 1):
+        if len(line) == LONGEST or "\0" in line:
+            raise SetupError(f"line {number} of the list of images is no path: give a file with a path a line")
+        if path := line.rstrip("\r\n"):
+            yield path
 
 
 def _labelled(paths: Any, classes: Sequence[str]) -> Iterator[Item]:
@@ -131,7 +160,7 @@ def _below(folder: str, suffixes: frozenset[str]) -> Iterator[str]:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
+            if is_folder(entry):
                 yield from _below(entry.path, suffixes)
             elif os.path.splitext(entry.name)[1].lower() in suffixes:
                 yield entry.path

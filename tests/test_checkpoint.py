@@ -204,6 +204,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     for attempt in (
         lambda: commit(tmp_path / "run", make(1), keep=2),
+        lambda: commit(tmp_path / "run" / "gone", make(1), keep=2),
         lambda: write_weights(tmp_path / "run" / "last.safetensors", {}, {}),
     ):
         with pytest.raises(SetupError, match="output=") as caught:
@@ -314,9 +315,13 @@ def test_a_missing_file_a_folder_in_its_place_and_a_renamed_checkpoint(tmp_path:
         with pytest.raises(CheckpointError, match=f"{name} is missing"):
             load(path)
         (path / name).mkdir()
-        with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read .it is not a file"):
             load(path)
         (path / name).rmdir()
+        os.mkfifo(path / name)  # which nobody writes to
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read .it is not a file"):
+            load(path)
+        (path / name).unlink()
         (tmp_path / "away").rename(path / name)
     (path / "notes.txt").write_text("extra files are the user's own business")
     assert same(load(path), make(1))
@@ -466,6 +471,8 @@ def test_weight_files(tmp_path: Path) -> None:
 
 def test_weights_of_a_checkpoint_are_averaged_where_it_has_them(tmp_path: Path) -> None:
     state = make(4)
+    for name in ("plain", "averaged"):
+        (tmp_path / name).mkdir()
     path = commit(tmp_path / "plain", state, keep=2)
     found, told = read_weights(path)
     assert told == {"format": "pt", "weights": "model", "step": "4", "epoch": "0"}
@@ -582,6 +589,7 @@ def drive_points(folder: Path) -> dict[str, list[int]]:
     found = {}
     for point in POINTS:
         home = folder / point
+        home.mkdir(parents=True)
         for step in (1, 2):
             commit(home, make(step), keep=2)
 
@@ -604,6 +612,9 @@ def drive_points(folder: Path) -> dict[str, list[int]]:
 def drive_kills(folder: Path, rounds: int) -> dict[str, int]:
     """Kill a child that does nothing but commit, at random times; count kills, commits and kills that left a draft."""
     dice = random.Random(1)
+    begun = time.monotonic()
+    commit(folder.parent / "limit", make(2), keep=2)
+    longest = max(0.04, 4 * (time.monotonic() - begun))  # some commits, also on a busy machine
     step = inside = 0
     for _ in range(rounds):
         out, back = os.pipe()
@@ -618,7 +629,7 @@ def drive_kills(folder: Path, rounds: int) -> dict[str, int]:
         pid = child(work)
         os.close(back)
         assert select.select([out], [], [], 60)[0]
-        time.sleep(dice.uniform(0, 0.04))
+        time.sleep(dice.uniform(0, longest))
         os.kill(pid, signal.SIGKILL)
         assert wait(pid) == -signal.SIGKILL
         told = 0
@@ -658,5 +669,7 @@ def drive_limit(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     home, times = Path(sys.argv[1]), int(sys.argv[2])
+    for name in ("limit", "kills"):
+        (home / name).mkdir()
     results = {"points": drive_points(home / "points"), "limit": drive_limit(home / "limit")}
     print(json.dumps({**results, "kills": drive_kills(home / "kills", times)}))

@@ -270,7 +270,7 @@ class Machine:
             (path / name).write_text("big")
         result = {
             "status": "completed", "seconds": 1.0, "steps": steps, "batch_size": 32, "train_loss": losses[-1],
-            "val_loss": 1.0, "val_top1": 0.9,
+            "val_loss": 1.0, "val_top1": 0.9, "seconds_in": {"steps": 1.0},
             "devices": ["cpu:0", "cpu:1"] if mode != "single" else ["cpu"], "data_wait_fraction": 0.0,
             "data": {"train_samples": 1437, "synthetic": False},
             "throughput": {"samples_per_sec": rate} if self.timed else None,
@@ -401,10 +401,10 @@ def test_models_that_a_sweep_changes_are_judged_each_by_its_parts():
 
 
 def test_averaging_between_steps_counts():
-    assert running.in_steps({"verdict": {"run": {"steps": 0.6, "averaging": 0.2, "start-up": 0.2}}}) == pytest.approx(
-        0.75
-    )
-    assert running.in_steps({"verdict": {"run": {"steps": 1.0}}}) == running.in_steps({"verdict": None}) == 1.0
+    assert running.in_steps(
+        {"seconds_in": {"steps": 6.0, "averaging": 2.0, "start-up": 2.0}, "verdict": None}
+    ) == pytest.approx(0.75)
+    assert running.in_steps({"seconds_in": {"steps": 1.0}}) == 1.0
 
 
 def test_runs_without_a_speed_are_an_error(machine, tmp_path):

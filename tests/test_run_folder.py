@@ -2,13 +2,14 @@
 
 import csv
 import os
+import random
 from pathlib import Path
 
 import pytest
 
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
-from trainer.run_folder import RunFolder, StepsFile, write_atomically
+from trainer.run_folder import STEP_COLUMNS, RunFolder, StepsFile, write_atomically
 
 
 def recipe(folder, *words):
@@ -82,6 +83,77 @@ def test_steps_after_the_checkpoint_are_dropped(tmp_path):
     second.close()
     with (tmp_path / "steps.csv").open(newline="") as file:
         assert [int(r["step"]) for r in csv.DictReader(file)] == [1, 2, 3]
+
+
+ROW = "{},0,1.0,0.5,0.1,9.0\n"
+SIDE = {
+    "random": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
+    "not UTF-8": lambda path: path.write_bytes(path.read_bytes() + b"3,0,1,0.5,\xff\xfe,9\n"),
+    "a giant field": lambda path: path.write_text(path.read_text() + "3,0,1,0.5,0.1," + "9" * 200_000 + "\n"),
+    "more columns": lambda path: path.write_text(path.read_text() + "3,0,1,0.5,0.1,9,9,9\n"),
+    "an odd digit": lambda path: path.write_text(path.read_text() + ROW.format("²")),
+    "5,000 digits": lambda path: path.write_text(path.read_text() + ROW.format("9" * 5000)),
+    "a number": lambda path: path.write_text("5\n"),
+    "a list": lambda path: path.write_text("[]\n"),
+    "null": lambda path: path.write_text("null\n"),
+    "nested deep": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "a folder": lambda path: (path.unlink(), path.mkdir(), (path / "mine").touch()),
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "a link to itself": lambda path: (path.unlink(), path.symlink_to(path.name)),
+    "endless": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("damage", SIDE)
+def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
+    path = tmp_path / "steps.csv"
+    path.write_text(",".join(STEP_COLUMNS) + "\n" + ROW.format(1) + ROW.format(2))
+    appended = damage in ("not UTF-8", "a giant field", "more columns", "an odd digit", "5,000 digits")
+    SIDE[damage](path)
+    said = []
+    file = StepsFile(tmp_path, 10, said.append)
+    file.add(dict(zip(STEP_COLUMNS, (11, 0, 1, 0.5, 0.1, 9), strict=True)))
+    file.close()
+    with path.open(newline="") as new:
+        assert [int(row["step"]) for row in csv.DictReader(new)] == ([1, 2] if appended else []) + [11]
+    assert len(said) == 1 and str(path) in said[0] and "\n" not in said[0]
+    assert not list(tmp_path.glob(".steps*")) and (damage != "a folder" or list(tmp_path.glob("aside-*/mine")))
+
+
+@pytest.mark.parametrize("damage", [name for name in SIDE if "UTF" not in name])
+def test_damaged_notes_are_left_out_and_replaced(tmp_path, damage):
+    folder = RunFolder(recipe(tmp_path / "run"))
+    said = []
+    for name, look in (("tuning.json", folder.known), ("result.json", folder.previous_result)):
+        assert look(said.append) == {} and not said, "there is none yet"
+        path = tmp_path / "run" / name
+        path.write_text("{}x")
+        SIDE[damage](path)
+        assert look(said.append) == {}
+        assert len(said) == (0 if damage == "a link to nothing" else 1)
+        said.clear()
+    folder.remember({"key": 1})
+    folder.write_result({"status": "running"})
+    assert folder.known(said.append) == {"key": 1} and folder.previous_result(said.append) == {"status": "running"}
+    folder.close()
+
+
+def test_a_lock_that_is_a_link_overwrites_nothing(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(SetupError, match="output="):
+        RunFolder(recipe(tmp_path / "run"))
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b"\xff\x00", b"", b"[", b"epochs: many", b"[" * 9999])
+def test_a_damaged_recipe_says_what_to_do(tmp_path, content):
+    RunFolder(recipe(tmp_path / "run")).close()
+    (tmp_path / "run" / "recipe.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"recipe.*remove that file"):
+        RunFolder(recipe(tmp_path / "run", "resume=auto"))
 
 
 def test_replacing_leaves_the_old_text_when_it_fails(tmp_path, monkeypatch):

@@ -146,7 +146,8 @@ def test_a_lucky_first_time_is_tried_again():
 def test_what_is_known_survives_its_file():
     plan, known = Bench(busy=(1, 2)).find(pipe(*DIVISORS))
     again = json.loads(json.dumps(known))
-    assert recall(again, known["key"]) == recall(known, known["key"]) == plan
+    recalled = [recall(found, known["key"], TRACED, pipe(*DIVISORS)) for found in (known, again)]
+    assert recalled == [plan, plan]
     assert json.loads(json.dumps(again)) == again
     assert set(known) == {"key", "plan", "predicted", "stage_seconds", "trials"}
 
@@ -155,8 +156,8 @@ def test_a_plan_is_for_one_pipe_only():
     _, known = Bench().find(pipe(*DIVISORS))
     recipe = load(None, "mode=pipeline")
     key = key_of(TRACED, recipe, pipe(*DIVISORS))
-    assert recall(known, key) is not None
-    assert recall({}, key) is None
+    assert recall(known, key, TRACED, pipe(*DIVISORS)) is not None
+    assert recall({}, key, TRACED, pipe(*DIVISORS)) is None
     shorter = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))))
     words = ["mode=split", "model.name=mlp", "precision=bf16", "pipeline.cuts=['1']", "pipeline.microbatches=4"]
     words += ["pipeline.split_size=4", "pipeline.recompute=true"]
@@ -164,8 +165,28 @@ def test_a_plan_is_for_one_pipe_only():
     others += [key_of(TRACED, load(None, words[0]), pipe(*DIVISORS)), key_of(shorter, recipe, pipe(*DIVISORS))]
     pipes = [pipe(4, 8), pipe(*DIVISORS, stages=4), pipe(*DIVISORS, rows=192), pipe(*DIVISORS, schedules=("gpipe",))]
     others += [key_of(TRACED, recipe, other) for other in (*pipes, Pipe(2, 1, ("1f1b",), 96, DIVISORS))]
-    assert all(recall(known, other) is None for other in others)
+    assert all(recall(known, other, TRACED, pipe(*DIVISORS)) is None for other in others)
     assert len({key, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"plan": None},
+        {"plan": {"cuts": 5, "microbatches": 4, "schedule": "1f1b"}},
+        {"plan": {"cuts": ["elsewhere"], "microbatches": 4, "schedule": "1f1b"}},
+        {"plan": {"cuts": ["1"], "microbatches": 5, "schedule": "1f1b"}},
+        {"plan": {"cuts": ["1"], "microbatches": 4, "schedule": "none"}},
+        {"predicted": {"bubble": "much"}},
+        {"stage_seconds": [[1, 2]]},
+        {"trials": 7},
+    ],
+)
+def test_a_plan_that_was_damaged_is_measured_again(damage):
+    _, known = Bench().find(pipe(*DIVISORS))
+    assert recall({**known, **damage}, known["key"], TRACED, pipe(*DIVISORS)) is None
+    missing = {key: value for key, value in known.items() if key not in damage}
+    assert recall(missing, known["key"], TRACED, pipe(*DIVISORS)) is None
 
 
 @pytest.mark.parametrize(

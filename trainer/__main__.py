@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from trainer import checks, interrupts, launching, recipe, world
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
+from trainer.files import open_streams
 from trainer.interrupts import leave_now
 from trainer.words import split
 
@@ -47,6 +48,7 @@ LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
 def main() -> None:
     """Run the command that the words name, and leave with its exit code."""
+    open_streams()
     code = answer(sys.argv[1:])
     if _launched():
         logging.shutdown()

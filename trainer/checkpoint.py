@@ -7,15 +7,14 @@ folder with a checkpoint's name is whole, whenever the writer was killed. What r
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,15 +22,15 @@ from typing import Annotated, Any, NamedTuple
 import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer import faults
-from trainer.errors import CheckpointError, DiskFullError, NotFiniteError, SetupError, TrainerError
+from trainer.errors import CheckpointError, NotFiniteError, SetupError
+from trainer.files import opened, put, remove, writing
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 * 2**20  # bytes; a run's history is far smaller
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CHUNK = 16 * 2**20  # bytes for each write to disk
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.tmp-.+")
@@ -91,13 +90,13 @@ def commit(folder: Path, state: State, keep: int) -> Path:
         _require_finite(stem, state.tensors.get(stem, {}))
     home = folder / "checkpoints"
     final = home / f"step-{state.position.step:08d}"
-    with _writing(folder):
+    with writing(folder):
         if not home.is_dir():
-            home.mkdir(parents=True)
+            home.mkdir()  # not its parent: a run folder that was removed stays so
             _sync(folder)
         for entry in home.iterdir():
             if _LEFTOVER.fullmatch(entry.name):  # of a writer that died: the run folder has one at a time
-                _remove(entry)
+                remove(entry)
         if not _is_good(final):
             _write(state, final)
         _prune(home, final, max(keep, 2))
@@ -150,11 +149,12 @@ def write_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """
     _require_finite(path.name, tensors)
     draft = path.with_name(f".{path.name}.tmp")
-    with _writing(path.parent):
+    with writing(path.parent):
+        remove(draft)  # of a writer that died, or whatever else has the name
         try:
             _write_file(draft, _serialised(tensors, {"format": "pt", **metadata}), "weights")
             _fault("rename", "weights")
-            os.replace(draft, path)
+            put(draft, path)
             _sync(path.parent)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -184,11 +184,12 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return _unpickled(file), {}
         if file.suffix != ".safetensors":
             raise CheckpointError(f"{file} is not a kind of file that is read here; {wanted}")
-        data = file.read_bytes()
-        return _parsed(data), json.loads(_header(data)).get("__metadata__", {})
+        with safe_open(file, "pt") as whole:  # before anything as large as the file says is allocated
+            metadata = whole.metadata() or {}
+        return _parsed(file.read_bytes()), metadata
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); {wanted}") from error
-    except ValueError as error:
+    except (ValueError, SafetensorError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file ({error}); {wanted}") from error
 
 
@@ -220,7 +221,7 @@ def _write(state: State, final: Path) -> None:
             bad = _aside(final)
             final.rename(bad)
             draft.rename(final)
-            _remove(bad)
+            remove(bad)
         else:
             draft.rename(final)
         _sync(final.parent)
@@ -251,7 +252,7 @@ def _prune(home: Path, fresh: Path, keep: int) -> None:
     _sync(home)
     _fault("prune")
     for draft in drafts:
-        _remove(draft)
+        remove(draft)
 
 
 def _serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> list[memoryview]:
@@ -313,33 +314,9 @@ def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
 
 
-def _remove(path: Path) -> None:
-    """Remove what may be a folder; what stays is tried again at the next commit."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
 def _fault(point: str, place: str = "save") -> None:
     if faults.active:
         faults.fault(place, point)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """What the operating system refuses, as the error that names the folder."""
-    try:
-        yield
-    except TrainerError:
-        raise
-    except OSError as error:
-        reason = error.strerror or error
-        if error.errno in FULL:
-            advice = "what was saved before is intact: free some space, then resume=auto"
-            raise DiskFullError(f"{folder}: the disk is full ({reason}); {advice}") from error
-        raise SetupError(f"{folder} cannot be written ({reason}); choose another folder with output=...") from error
 
 
 def _require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:
@@ -408,9 +385,13 @@ def _contents(file: Path, entry: _File) -> bytes:
 def _read(file: Path, limit: int) -> bytes:
     """At most `limit` bytes of a regular file; more in it is an error."""
     try:
-        if file.is_file() and file.stat().st_size <= limit:
-            return file.read_bytes()
-        found = f"has {file.stat().st_size} bytes instead of at most {limit}" if file.is_file() else "is missing"
+        with opened(file) as whole:
+            size = os.fstat(whole.fileno()).st_size
+            if size <= limit:
+                return whole.read(size)
+        found = f"has {size} bytes instead of at most {limit}"
+    except FileNotFoundError:
+        found = "is missing"
     except OSError as error:
         found = f"cannot be read ({error.strerror})"
     raise CheckpointError(f"{file.parent}: {file.name} {found}")
@@ -420,7 +401,9 @@ def _parsed(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises ValueError, of one line, for anything else."""
     try:
         return safetensors.torch.load(data)
-    except (SafetensorError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # as many kinds as there are ways to be wrong
         raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
 
 
@@ -431,9 +414,18 @@ def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {**model, **ema}, {"format": "pt", "weights": kind, **at}
 
 
+def _refuse_to_inflate(file: Path) -> None:
+    """torch stores tensors as they are: what would unpack to more than the file has was made to fill the memory."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as whole:
+            if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
+                raise ValueError("compressed")
+
+
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
     try:
+        _refuse_to_inflate(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"

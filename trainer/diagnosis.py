@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer.reporting import parts
 from trainer.run import Run
 from trainer.verdict import Measured, Setting, Verdict, judge
 from trainer.world import cores
@@ -20,6 +21,7 @@ def diagnose(run: Run) -> Verdict | None:
     world, timer = run.world, run.timer
     spent = time.perf_counter() - run.begun
     speed = timer.summary(run.loader.samples_per_step)
+    seconds = parts(run)
     if world.share(speed["step_time_s"] is None):
         return None
     step = speed["step_time_s"]["mean"]
@@ -41,8 +43,6 @@ def diagnose(run: Run) -> Verdict | None:
         bubble=_bubble(run, facts),
         busy=facts.get("stage_seconds") or (),
     )
-    apart = {name: ledger.get(name, 0.0) for name in ("start-up", "evaluation", "averaging", "saving")}
-    seconds = {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
     share = max(1, cores() // run.loader.readers)
     gpu = world.device.type == "cuda"
     setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train))

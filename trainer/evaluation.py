@@ -109,7 +109,11 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -
     """
     anywhere = {"devices": "auto", "mode": "ddp"}
     if "recipe" in metadata:
-        return recipes.load({**json.loads(metadata["recipe"]), **anywhere}, *words)
+        try:
+            written = recipes.load(dict(json.loads(metadata["recipe"])))
+        except (ValueError, TypeError, RecursionError) as error:  # a RecipeError too
+            raise CheckpointError(f"{path} holds a recipe that cannot be used ({error})") from None
+        return recipes.load({**written.to_dict(), **anywhere}, *words)
     for folder in (path, *path.absolute().parents[:3]):
         if (folder / "recipe.yaml").is_file():
             return recipes.load({**recipes.load(str(folder / "recipe.yaml")).to_dict(), **anywhere}, *words)

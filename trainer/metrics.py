@@ -211,15 +211,16 @@ class StepTimer:
         counts, seconds = torch.tensor(windows, dtype=torch.float64).unbind(1)
         rate = batch_size * counts.sum() / seconds.sum()
         spread = ((batch_size * counts / seconds - rate).square() * seconds).sum() / seconds.sum()
+        several = len(windows) > 1  # one alone tells nothing of the spread
         times = torch.tensor(steps, dtype=torch.float64)
         return {
             "throughput": {
                 "samples_per_sec": rate.item(),
-                "std": spread.sqrt().item(),  # over windows, each weighing as much as it lasted
+                "std": spread.sqrt().item() if several else None,  # over windows, each weighing as much as it lasted
             },
             "step_time_s": {
                 "mean": mean,
-                "std": times.std().item() if len(steps) > 1 else 0.0,
+                "std": times.std().item() if len(steps) > 1 else None,
                 "p95": times.quantile(0.95).item()
                 if len(steps) < 1_000_000
                 else times[-1_000_000:].quantile(0.95).item(),

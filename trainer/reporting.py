@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
 # Normalization", arXiv:1803.08494, table 2).
 FEW = 16
-KEPT_KEYS = (*SPEED_KEYS, "verdict")  # of a run that is continued with nothing left to train
+KEPT_KEYS = (*SPEED_KEYS, "seconds_in", "verdict")  # of a run that is continued with nothing left to train
 
 
 def banner(run: Run) -> str:
@@ -139,7 +140,8 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
     rate = "too few steps to measure speed"
     if speed:
         digits = 0 if speed["samples_per_sec"] >= 100 else 1
-        rate = f"{speed['samples_per_sec']:,.{digits}f} images/s (+- {speed['std']:,.{digits}f})"
+        rate = f"{speed['samples_per_sec']:,.{digits}f} images/s"
+        rate += f" (+- {speed['std']:,.{digits}f})" if speed["std"] is not None else ""
     rate += (
         ", measured over all steps after the first: fewer than logging.warmup_steps"
         if result["short"] and speed
@@ -166,6 +168,13 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
 
 def _verdict_line(result: dict[str, Any]) -> str:
     return f"\n  verdict  {result['verdict']['sentence']}" if result["verdict"] else ""
+
+
+def parts(run: Run) -> dict[str, float]:
+    """Seconds of this part of the run by what they went to; "steps" are what the others leave."""
+    ledger, spent = run.ledger.seconds, time.perf_counter() - run.begun
+    apart = {name: ledger.get(name, 0.0) for name in ("start-up", "evaluation", "averaging", "saving")}
+    return {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
 
 
 def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> dict[str, Any]:
@@ -208,6 +217,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "pipeline": None,
             "losses": history.losses,
             "seconds": run.seconds(),
+            "seconds_in": parts(run),
             "verdict": None,
             "versions": versions(),
             "output": str(run.tracker.path) if run.tracker.path else None,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from trainer import checkpoint
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, TrainerError, is_out_of_memory, text_of
 from trainer.optimization import load_optimizer_state, optimizer_state
 from trainer.randomness import random_states, restore_random_states, seed_ranks
 from trainer.recipe import Recipe
@@ -18,12 +19,20 @@ from trainer.run import History, Run
 from trainer.tracking import NullTracker, Tracker
 from trainer.world import World, job_id
 
+_HISTORY = TypeAdapter(History)
+_SENSELESS = (
+    "the checkpoint of step {step} is whole and does not hold what this version continues with ({found}); "
+    "start anew in another folder (output=...), or from its weights: model.init_from=<run>/last.safetensors"
+)
+
 
 def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
     """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow."""
     state = None
     if isinstance(tracker, Tracker) and tracker.folder.resuming:
         state = checkpoint.newest(tracker.folder.path, tracker.say)
+    if state is not None and "model" not in state.tensors:
+        raise CheckpointError(_SENSELESS.format(step=state.position.step, found="no weights"))
     shared: checkpoint.State | None = world.share(state)
     return shared
 
@@ -57,8 +66,8 @@ def save(run: Run) -> None:
             "run_id": job_id(),
         }
         state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
+        run.tracker.flush()  # first: what a checkpoint continues has all its rows, wherever the process is killed
         checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep)
-        run.tracker.flush()
     run.interrupts.suspend(False)
     run.timer.start()
 
@@ -67,8 +76,18 @@ def restore(run: Run, state: checkpoint.State) -> None:
     """Continue a checkpoint whose weights are in the model already.
 
     Raises:
-        CheckpointError: its optimizer state or moving average does not fit.
+        CheckpointError: its optimizer state or moving average does not fit, or it is whole and yet no run's.
     """
+    try:
+        _restore(run, state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, TrainerError) or is_out_of_memory(error):
+            raise
+        found = f"{type(error).__name__}: {' '.join(text_of(error).split())[:120]}"
+        raise CheckpointError(_SENSELESS.format(step=state.position.step, found=found)) from error
+
+
+def _restore(run: Run, state: checkpoint.State) -> None:
     try:
         load_optimizer_state(run.optimizer, run.parameters, state.tensors.get("optimizer", {}))
     except CheckpointError as error:
@@ -82,7 +101,7 @@ def restore(run: Run, state: checkpoint.State) -> None:
             raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
         run.average.load(state.tensors["ema"])
     _take_position(run, state)
-    run.history = History(**state.facts["history"])
+    run.history = _HISTORY.validate_python(state.facts["history"])
     run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
     was, now = state.facts["topology"], topology(run.recipe, run.world)
     if was != now:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import json
 import os
+import re
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.files import draft_of, opened, put, read, usable_json, why, writing
 from trainer.recipe import Recipe
 from trainer.world import job_id, place
 
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
+MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
+_NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
 
 
 class RunFolder:
@@ -40,7 +44,8 @@ class RunFolder:
         self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            # A link would have another file overwritten.
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise SetupError(
                 f"output={self.path} cannot be written ({error.strerror}); choose another folder"
@@ -58,8 +63,11 @@ class RunFolder:
 
     def _claim(self, recipe: Recipe) -> bool:
         """Whether the folder's run is to be continued; signs the lock with this job's name."""
-        owner = os.pread(self._lock, 200, 0).decode(errors="replace")
-        used = (self.path / "recipe.yaml").exists() or (self.path / "result.json").exists()
+        try:
+            owner = os.pread(self._lock, 200, 0).decode(errors="replace")
+        except OSError:  # no file
+            owner = ""
+        used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
         restarted = place().restarts > 0 and owner == job_id()
         resuming = used and (recipe.resume == "auto" or restarted)
         if used and not resuming:
@@ -77,9 +85,13 @@ class RunFolder:
 
     def _check_recipe(self, recipe: Recipe) -> None:
         file = self.path / "recipe.yaml"
-        if not file.exists():
+        if not os.path.lexists(file):
             return
-        changes = recipes.changed_keys(recipes.load(str(file)), recipe)
+        try:
+            changes = recipes.changed_keys(recipes.load(str(file)), recipe)
+        except RecipeError as error:
+            advice = "remove that file to continue with the recipe that you give now"
+            raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
@@ -89,28 +101,20 @@ class RunFolder:
 
     def write_recipe(self, recipe: Recipe) -> None:
         """recipe.yaml, resolved and re-runnable; a continued run keeps the one it has."""
-        if not (self.path / "recipe.yaml").exists():
+        if not os.path.lexists(self.path / "recipe.yaml"):
             again = recipe.replace(output=None, resume=None)
             write_atomically(self.path / "recipe.yaml", again.to_yaml())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         write_atomically(self.path / "result.json", json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
 
-    def previous_result(self) -> dict[str, Any]:
+    def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """What result.json holds from an earlier part of the run; empty where there is none."""
-        try:
-            found: dict[str, Any] = json.loads((self.path / "result.json").read_text())
-            return found
-        except (OSError, ValueError):
-            return {}
+        return usable_json(self.path / "result.json", warn)
 
-    def known(self) -> dict[str, Any]:
+    def known(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """What an earlier part of the run measured to choose how to run; empty where there is nothing."""
-        try:
-            found: dict[str, Any] = json.loads((self.path / "tuning.json").read_text())
-            return found
-        except (OSError, ValueError):
-            return {}
+        return usable_json(self.path / "tuning.json", warn)
 
     def remember(self, known: Mapping[str, Any]) -> None:
         """Keep it for later parts."""
@@ -133,7 +137,7 @@ def fresh_folder(recipe: Recipe) -> Path:
     if place().restarts:
         for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/.lock"):
             with suppress(OSError):
-                if lock.read_text() == job_id():
+                if read(lock) == job_id().encode():
                     return lock.parent
     stem = f"runs/{recipe.name}-{recipe.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
@@ -148,22 +152,58 @@ def fresh_folder(recipe: Recipe) -> Path:
     raise FolderInUseError(f"{stem} and 998 more exist already; choose a folder with output=")
 
 
-class StepsFile:
-    """steps.csv: one row a logged step. A resumed run drops the rows after its checkpoint."""
+def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
+    """The rows of a steps.csv by step, and how many lines were damaged. A last line that was not ended is no row yet.
 
-    def __init__(self, folder: Path, last_step: int) -> None:
+    Raises:
+        OSError: it cannot be read, or is far larger than any run's.
+    """
+    by_step: dict[int, dict[str, str]] = {}
+    bad, head = 0, ",".join(STEP_COLUMNS).encode()
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_STEPS_FILE:
+            raise OSError(errno.EFBIG, f"it is larger than {MAX_STEPS_FILE:,} bytes")
+        torn = b""
+        for piece in iter(lambda: file.readline(MAX_LINE), b""):
+            line, torn = (torn + piece)[:MAX_LINE], b""
+            if not piece.endswith(b"\n"):
+                torn = line
+            elif (row := _row(line)) is not None:
+                by_step[int(row["step"])] = row
+            else:
+                bad += line.strip() != head
+    return [by_step[step] for step in sorted(by_step)], bad
+
+
+def _row(line: bytes) -> dict[str, str] | None:
+    """A line of steps.csv; None where it is none."""
+    cells = line.rstrip(b"\r\n").split(b",")
+    numbers = [*cells[:-1], cells[-1] or b"0"]  # speed is empty while a run warms up
+    if len(cells) != len(STEP_COLUMNS) or not all(_NUMBER.fullmatch(cell) for cell in numbers):
+        return None
+    row = dict(zip(STEP_COLUMNS, (cell.decode() for cell in cells), strict=True))
+    return row if row["step"].isdigit() and row["epoch"].isdigit() else None
+
+
+class StepsFile:
+    """steps.csv: one row a logged step. A resumed run drops the rows after its checkpoint, and damaged ones."""
+
+    def __init__(self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None) -> None:
         path = folder / "steps.csv"
         kept: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="") as old:
-                kept = [row for row in csv.DictReader(old) if _whole(row) and int(row["step"]) <= last_step]
-        temporary = path.with_suffix(".tmp")
-        self._file = temporary.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, STEP_COLUMNS)
-        self._writer.writeheader()
-        self._writer.writerows(kept)
-        self.flush()
-        temporary.replace(path)
+        if os.path.lexists(path) and last_step:
+            kept = _up_to(last_step, path, warn)
+        draft = draft_of(path)
+        self._file = draft.open("w", newline="")
+        try:
+            self._writer = csv.DictWriter(self._file, STEP_COLUMNS)
+            self._writer.writeheader()
+            self._writer.writerows(kept)
+            self.flush()
+            put(draft, path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
 
     def add(self, row: Mapping[str, Any]) -> None:
         """A row; readers see it within about a second."""
@@ -175,23 +215,36 @@ class StepsFile:
         self._file.flush()
         self._flushed = time.monotonic()
 
+    def sync(self) -> None:
+        """What was added is on the disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
 
-def _whole(row: Mapping[str, Any]) -> bool:
-    """Whether a row was written completely, or the process died within it."""
-    return all(row.get(column) is not None for column in STEP_COLUMNS) and str(row["step"]).isdigit()
+def _up_to(last: int, path: Path, warn: Callable[[str], None]) -> list[dict[str, str]]:
+    """The rows up to a step."""
+    try:
+        rows, bad = read_steps(path)
+    except OSError as error:
+        warn(f"{path} is left out: {why(error)}")
+        return []
+    if bad:
+        warn(f"{path}: {bad} damaged line{'s' * (bad > 1)} left out")
+    return [row for row in rows if int(row["step"]) <= last]
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader sees the old text or the new."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary = draft_of(path)
+    with writing(path.parent):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            put(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

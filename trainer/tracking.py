@@ -6,17 +6,18 @@ Rank 0 has a `Tracker`; every other rank the `NullTracker`, so nobody asks which
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from trainer.checkpoint import Position
+from trainer.events import Events, trim_events
+from trainer.files import writing
 from trainer.recipe import Recipe, flatten
 from trainer.run_folder import RunFolder, StepsFile
 
@@ -51,7 +52,7 @@ class NullTracker:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """TensorBoard values; tags as in the design, x is the optimizer step."""
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, tag: str, text: str, step: int) -> None:
         """Markdown for TensorBoard's text tab."""
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -90,13 +91,13 @@ class Tracker(NullTracker):
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe = recipe
         self.folder = folder
-        self.path = folder.path
+        self.path: Path = folder.path
         self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None
         self._spoke = 0.0
         self._news = ""  # the latest loss and speed
-        self._interactive = recipe.logging.progress and sys.stderr.isatty()
+        self._interactive = recipe.logging.progress and sys.stderr is not None and sys.stderr.isatty()
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -106,12 +107,13 @@ class Tracker(NullTracker):
             print(text, flush=True)
 
     def start(self, position: Position, total_steps: int) -> None:
-        self.folder.write_recipe(self.recipe)
-        self._steps = StepsFile(self.folder.path, position.step)
         self._total = total_steps
         self._begun, self._first = time.perf_counter(), position.step
-        if self.recipe.logging.tensorboard:
-            self._open_events(position)
+        with writing(self.path):
+            self.folder.write_recipe(self.recipe)
+            self._steps = StepsFile(self.path, position.step, self.say)
+            if self.recipe.logging.tensorboard:
+                self._open_events(position)
         if self._interactive:
             self._bar = tqdm(
                 total=total_steps, initial=position.step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
@@ -119,34 +121,32 @@ class Tracker(NullTracker):
             )  # fmt: skip
 
     def _open_events(self, position: Position) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.summary import custom_scalars, hparams
 
-        trim_events(self.folder.path, position)
-        self._events = SummaryWriter(str(self.folder.path), flush_secs=10)
-        if position.step == 0:
-            self._events.add_text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
+        kept = trim_events(self.path, position, self.say)
+        self._events = Events(self.path)
+        if not kept:
+            self._events.text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
             pipeline = PIPELINE_CHARTS if self.recipe.mode == "pipeline" else {}
-            self._events.add_custom_scalars({**SPEED_CHARTS, **pipeline})
+            self._events.add(custom_scalars({**SPEED_CHARTS, **pipeline}), 0)  # type: ignore[no-untyped-call]
             plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
             for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]
-                self._events.file_writer.add_summary(summary)
+                self._events.add(summary, 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._events is not None:
-            # One event for all of them: an event each would cost several times as much.
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            with writing(self.path):
+                self._events.scalars(values, step)
 
-            entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._events.file_writer.add_summary(Summary(value=entries), step)
-
-    def text(self, tag: str, text: str) -> None:
-        if self._events is not None and self._first == 0:
-            self._events.add_text(tag, text, 0)
+    def text(self, tag: str, text: str, step: int) -> None:
+        if self._events is not None:
+            with writing(self.path):
+                self._events.text(tag, text, step)
 
     def step(self, row: Mapping[str, Any]) -> None:
         if self._steps is not None:
-            self._steps.add(row)
+            with writing(self.path):
+                self._steps.add(row)
         self._news = f", loss {row['train_loss']:.4f}"
         self._news += f", {row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
 
@@ -168,59 +168,30 @@ class Tracker(NullTracker):
         self.folder.write_result(result)
 
     def known(self) -> dict[str, Any]:
-        return self.folder.known()
+        return self.folder.known(self.say)
 
     def remember(self, known: Mapping[str, Any]) -> None:
         self.folder.remember(known)
 
     def previous_result(self) -> dict[str, Any]:
-        return self.folder.previous_result()
+        return self.folder.previous_result(self.say)
 
     def flush(self) -> None:
-        if self._steps is not None:
-            self._steps.flush()
-        if self._events is not None:
-            self._events.flush()
+        with writing(self.path):
+            if self._steps is not None:
+                self._steps.sync()
+            if self._events is not None:
+                self._events.sync()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-        self.folder.close()
-
-
-def trim_events(folder: Path, position: Position) -> None:
-    """Rewrite a continued run's TensorBoard files into one that ends at `position`: one value a (tag, step).
-
-    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come.
-    """
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    def stays(event: Any) -> bool:
-        if event.step != position.step or position.step_in_epoch == 0:
-            return position.step > 0 and bool(event.step <= position.step)
-        return not any(value.tag.startswith(("val/", "memory/")) for value in event.summary.value)
-
-    old = sorted(folder.glob("events.out.tfevents.*"))
-    if not old:
-        return
-    target = folder / f"trimmed.{old[0].name}"
-    with target.open("wb") as file:
-        writer = RecordWriter(file)
-        for path in old:
-            for event in LegacyEventFileLoader(str(path)).Load():
-                if stays(event):
-                    writer.write(event.SerializeToString())
-    for path in old:
-        path.unlink()
-    shutil.move(target, folder / old[0].name)
+        bar, steps, events = self._bar, self._steps, self._events
+        self._bar = self._steps = self._events = None
+        with ExitStack() as closing:  # all of them, also when a disk is full
+            closing.callback(self.folder.close)
+            closing.enter_context(writing(self.path))
+            for part in (bar, steps, events):
+                if part is not None:
+                    closing.callback(part.close)
 
 
 def without_nan(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer import diagnosis, faults, launching, reporting, resuming, strategies, timeline
 from trainer.checkpoint import Position, State
 from trainer.data import Datasets, Loader, Shard, open_datasets, steps_per_epoch
-from trainer.errors import Interrupted, Preempted, RecipeError, explain
+from trainer.errors import DiskFullError, Interrupted, Preempted, RecipeError, SetupError, explain
 from trainer.evaluation import evaluate
 from trainer.interrupts import Interrupts
 from trainer.meeting import Meeting, leave
@@ -62,7 +62,8 @@ def run(recipe: Recipe, own_process: bool = False) -> dict[str, Any]:
             # Leave word of how the run ended; nothing collective, nothing saved.
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
-                this.tracker.result(reporting.result(this, status, *explain(error)))
+                with suppress(SetupError, DiskFullError):  # where the folder is what failed, the first error tells
+                    this.tracker.result(reporting.result(this, status, *explain(error)))
             raise
 
 
@@ -127,7 +128,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     if state is not None:
         resuming.restore(this, state)
     this.tracker.start(this.position, this.total_steps)
-    this.tracker.text("mode", reporting.mode_lines(this))
+    this.tracker.text("mode", reporting.mode_lines(this), this.position.step)
     return this
 
 
@@ -302,7 +303,7 @@ def finish(run: Run) -> dict[str, Any]:
     result = run.world.share(result)
     run.tracker.result(result)
     if found is not None:
-        run.tracker.text("verdict", found.to_markdown())
+        run.tracker.text("verdict", found.to_markdown(), run.position.step)
     run.tracker.say(reporting.last_line(run, result))
     run.tracker.close()
     run.loader.close()

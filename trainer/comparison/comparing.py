@@ -45,8 +45,10 @@ class Comparison:
         self.rows = [Rows(error=entry.problem) for entry in entries]
         self.parts = _parts(entries)
         self.repeats: int = asked["repeats"] or statistics.LOOKS[0]  # so far
-        kept = previous(folder).get("length")
-        self.length: Length | None = Length(**kept) if kept else None
+        kept: Any = previous(folder).get("length")
+        whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
+        whole = whole and all(isinstance(number, int) and number > 0 for number in kept.values())
+        self.length: Length | None = Length(**kept) if whole else None
         self.begun, self.others = time.perf_counter(), Others()
         self.able, self.done = sum(row.error is None for row in self.rows), 0  # entries, runs
 

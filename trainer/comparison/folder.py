@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.files import usable_json
 from trainer.run_folder import write_atomically
 
 FREE = ("repeats",)  # of what was asked, a continued comparison may change
@@ -35,7 +36,7 @@ def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any])
         path = Path(f"{stem}-{number}")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise SetupError(f"output={path} cannot be written ({error.strerror}); choose another folder") from None
     try:
@@ -44,6 +45,7 @@ def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any])
         except OSError:
             raise FolderInUseError(f"{path} is in use by another run; choose another output=") from None
         before = previous(path).get("asked")
+        before = before if isinstance(before, dict) else None
         used = before is not None or any((path / file).exists() for file in ("runs", "recipe.yaml", "result.json"))
         if used and not resume:
             raise FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
@@ -68,8 +70,4 @@ def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any])
 
 def previous(folder: Path) -> dict[str, Any]:
     """compare.json of an earlier part; empty where there is none."""
-    try:
-        found: dict[str, Any] = json.loads((folder / "compare.json").read_text())
-        return found
-    except (OSError, ValueError):
-        return {}
+    return usable_json(folder / "compare.json")

@@ -10,6 +10,8 @@ from typing import Any
 from trainer import plots
 from trainer.comparison.entries import Entry, Sweep
 from trainer.comparison.report import as_markdown, columns
+from trainer.events import Events
+from trainer.events import read_events as read_file
 
 Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 SPEED = "images per second"
@@ -34,7 +36,9 @@ def _bars(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Path:
         words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row['exit_code']}"
         words += f",  {ratio['median']:.2f}x" if ratio else ""
         words += f"  ({row['label'].partition(':')[0]})" if row["label"] and speed else ""
-        bars.append(plots.Bar(row["entry"], speed["mean"] if speed else None, speed["std"] if speed else 0.0, words))
+        bars.append(
+            plots.Bar(row["entry"], speed["mean"] if speed else None, (speed["std"] or 0.0) if speed else 0.0, words)
+        )
     plots.bars(path, bars, SPEED, f"{title}: mean and standard deviation of {_repeats(rows)}")
     return path
 
@@ -63,7 +67,7 @@ def _sweep(path: Path, rows: Sequence[Mapping[str, Any]], entries: Sequence[Entr
                 x = None
             else:
                 x = value if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
-            series.setdefault(entry.series, []).append(plots.Point(x, speed["mean"], speed["std"]))
+            series.setdefault(entry.series, []).append(plots.Point(x, speed["mean"], speed["std"] or 0.0))
     if not series:
         return path
     if sweep.key == "nproc":
@@ -103,12 +107,10 @@ def _falls_far(curves: Iterable[Curve]) -> bool:
 
 def read_events(folder: Path) -> dict[str, Curve]:
     """A run's TensorBoard values by tag."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
     found: dict[str, Curve] = {}
     begun = None
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        for event in LegacyEventFileLoader(str(path)).Load():
+        for event in read_file(path):
             begun = begun or event.wall_time
             for value in event.summary.value:
                 if value.HasField("simple_value"):
@@ -122,21 +124,19 @@ def read_events(folder: Path) -> dict[str, Curve]:
 def to_tensorboard(folder: Path, report: Mapping[str, Any], entries: Sequence[Entry], pictures: Sequence[Path]) -> None:
     """The table as text and the pictures as images; beside each entry's curves its speed in every repeat."""
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from torch.utils.tensorboard import SummaryWriter
 
     home = folder / "tensorboard"
     for old in home.glob("*/*.compared"):
         old.unlink()
-    writer = SummaryWriter(str(home / "compare"), filename_suffix=".compared")
-    writer.add_text("compare", as_markdown(report), 0)
+    writer = Events(home / "compare", ".compared")
+    writer.text("compare", as_markdown(report), 0)
     for path in pictures:
         picture = Summary.Image(encoded_image_string=path.read_bytes())
-        assert writer.file_writer is not None
-        writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=f"compare/{path.stem}", image=picture)]), 0)
+        writer.add(Summary(value=[Summary.Value(tag=f"compare/{path.stem}", image=picture)]), 0)
     writer.close()
     for entry, row in zip(entries, report["entries"], strict=True):
         if row["samples_per_sec"]:
-            writer = SummaryWriter(str(home / entry.slug), filename_suffix=".compared")
+            writer = Events(home / entry.slug, ".compared")
             for repeat, speed in row["samples_per_sec"]["runs"].items():
-                writer.add_scalar("compare/samples_per_sec", speed, repeat)
+                writer.scalars({"compare/samples_per_sec": speed}, int(repeat))
             writer.close()

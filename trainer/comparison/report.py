@@ -150,9 +150,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def spread(mean: float, std: float) -> str:
-    """Mean and standard deviation, with as many decimals."""
+def spread(mean: float, std: float | None) -> str:
+    """Mean and standard deviation, with as many decimals; without the latter where there is none."""
     shown = number(mean)
+    if std is None:
+        return shown
     return f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
 
 

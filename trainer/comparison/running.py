@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -20,14 +19,16 @@ from typing import Any
 from trainer import launching
 from trainer.comparison.entries import Entry
 from trainer.errors import SetupError, TrainerError
+from trainer.files import read, read_json, writing
 from trainer.recipe import Recipe
-from trainer.run_folder import write_atomically
+from trainer.run_folder import read_steps, write_atomically
 
 CHECKED_STEPS = 20  # whose losses are held against single's
 SECONDS, FEWEST, MOST = 4.0, 10, 1000  # a run measures for so long, in so many steps
 POINTS = 20  # rows of steps.csv in a run: enough for a curve, too few to slow it
 FEW_WINDOWS = 5  # have no median to speak of
 QUIET = {"logging.progress": "false", "save.every_epochs": "null"}
+NEEDED = {"data", "batch_size", "step_time_s", "throughput", "seconds_in", "peak_memory_bytes", "devices", "versions"}
 LINGER = 25.0  # seconds that an interrupted run may take to leave
 
 
@@ -87,15 +88,17 @@ class Runner:
         done = finished(path, command)
         if done is not None:
             return done
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        write_atomically(path / "words.json", json.dumps(command) + "\n")
+        with writing(self.folder):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            write_atomically(path / "words.json", json.dumps(command) + "\n")
         log = path.with_suffix(".log")
         code = execute([sys.executable, "-m", "trainer", *command, f"output={path}"], log, environment)
         done = finished(path, command)
         if code != 0 or done is None:
             raise Failed(last_line(log, code), code if code > 0 else 128 - code if code < 0 else 1)
-        self._tidy(path, repeat)
+        with writing(self.folder):
+            self._tidy(path, repeat)
         return done
 
     def _tidy(self, path: Path, repeat: int) -> None:
@@ -191,25 +194,26 @@ def speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
 
 def in_steps(result: Mapping[str, Any]) -> float:
     """Share of its steps in a run's steps and averagings: local SGD's once an epoch is between steps, not in them."""
-    run = (result.get("verdict") or {}).get("run") or {}
-    return float(run["steps"] / (run["steps"] + run["averaging"])) if run.get("averaging") and run["steps"] else 1.0
+    spent = result["seconds_in"]
+    averaging = spent.get("averaging", 0.0)
+    return float(spent["steps"] / (spent["steps"] + averaging)) if averaging and spent["steps"] else 1.0
 
 
 def finished(path: Path, command: Sequence[str]) -> dict[str, Any] | None:
     """result.json of a run that ended well with these very words, else None."""
     try:
-        if json.loads((path / "words.json").read_text()) != list(command):
+        if json.loads(read(path / "words.json")) != list(command):
             return None
-        result: dict[str, Any] = json.loads((path / "result.json").read_text())
-    except (OSError, ValueError):
+        result = read_json(path / "result.json")
+        _, damaged = read_steps(path / "steps.csv")
+    except (OSError, ValueError, RecursionError):
         return None
-    return result if result.get("status") == "completed" else None
+    return result if result.get("status") == "completed" and not damaged and result.keys() >= NEEDED else None
 
 
 def steps_of(path: Path) -> list[dict[str, str]]:
     """steps.csv of a run."""
-    with (path / "steps.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_steps(path / "steps.csv")[0]
 
 
 def merged(words: Sequence[str], more: Mapping[str, str]) -> list[str]:
@@ -220,7 +224,9 @@ def merged(words: Sequence[str], more: Mapping[str, str]) -> list[str]:
 
 def execute(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
     """Run to the end with its output in `log`; Ctrl-C is passed on, and waited for."""
-    with log.open("w", encoding="utf-8") as output:
+    with writing(log.parent):
+        output = log.open("w", encoding="utf-8")
+    with output:
         try:
             # A session of its own: Ctrl-C reaches it once, from here. It asks the kernel to die with us.
             child = subprocess.Popen(

@@ -107,7 +107,7 @@ def _spread(speeds: Mapping[int, float]) -> dict[str, Any] | None:
     if not speeds:
         return None
     mean, std = statistics.mean_and_std(list(speeds.values()))
-    return {"mean": mean, "std": std, "runs": dict(speeds)}
+    return {"mean": mean, "std": std if len(speeds) > 1 else None, "runs": dict(speeds)}
 
 
 def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> dict[str, Any] | None:

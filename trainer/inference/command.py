@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import nn
 from torchvision.models import get_model_weights
 
@@ -89,15 +90,41 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     if data is not None:
         classes, how = data.classes, Preparation.of(data)
     else:
-        facts = described(path, facts)
-        classes = tuple(json.loads(facts["classes"]))
-        mean, std = (tuple(json.loads(facts[key])) for key in ("mean", "std"))
-        size = recipe.data.image_size or int(facts["image_size"])
-        how = Preparation(size, int(facts["channels"]), mean, std)
+        classes, how = _prepared(path, described(path, facts), recipe.data.image_size)
     model = build(recipe.model, len(classes), how.channels, how.image_size)
     initialise(model, weights, str(path))
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
     return Trained(recipe, model, names, how, data, _fingerprint(weights))
+
+
+def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
+    """The classes of weights and how their images were made ready, as their file tells it.
+
+    Raises:
+        CheckpointError: what it tells makes no sense.
+    """
+    try:
+        told = _Told.model_validate_json("{" + ",".join(f'"{key}":{facts[key]}' for key in _Told.model_fields) + "}")
+    except (KeyError, ValidationError):
+        raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
+    size = image_size or told.image_size
+    return told.classes, Preparation(size, told.channels, told.mean, told.std)
+
+
+class _Told(BaseModel):
+    """What last.safetensors tells of its classes and images."""
+
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    image_size: Annotated[int, Field(ge=1, le=2**16)]
+    channels: Literal[1, 3]
+
+    @model_validator(mode="after")
+    def _one_a_channel(self) -> _Told:
+        if not len(self.mean) == len(self.std) == self.channels:
+            raise ValueError("mean and std have other channels")
+        return self
 
 
 def described(path: Path, facts: dict[str, str]) -> dict[str, str]:

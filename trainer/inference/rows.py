@@ -13,18 +13,22 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.errors import FolderInUseError, SetupError
+from trainer.files import draft_of, put, read_json, remove, writing
 from trainer.inference.labelling import Labels
 from trainer.inference.sources import Item, one_line
 from trainer.run_folder import write_atomically
 from trainer.world import World, lost_peers, place
 
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")
+COUNTS = ("images", "unreadable", "failed", "labelled", "right")
+LONGEST = 2**20  # bytes of a row
 SYNC_SECONDS = 1.0
 BLOCK = 2**24  # bytes of a part that travel at once
 GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
@@ -45,38 +49,52 @@ class Rows:
             FolderInUseError: the folder holds predictions of other settings.
         """
         self.path, self.kind, self.classes = folder / f"part-{rank:04}", kind, classes
-        self.counts = {"images": 0, "unreadable": 0, "failed": 0, "labelled": 0, "right": 0}
+        self.counts = dict.fromkeys(COUNTS, 0)
         note = folder / f"part-{rank:04}.json"
-        if note.exists():
-            compare(folder, json.loads(note.read_text()), settings)
-        else:
-            write_atomically(note, json.dumps(dict(settings)) + "\n")
-        self._keep_whole_rows(settings.get("batch_size") or 1)
-        self.done = self.counts["images"]
-        self._file = self.path.open("a", encoding="utf-8", errors="surrogateescape", newline="")
+        with self._writing():
+            try:
+                compare(folder, read_json(note), settings)
+            except (OSError, ValueError):  # none, or damaged: rows of nobody knows what begin anew
+                remove(self.path)
+                write_atomically(note, json.dumps(dict(settings)) + "\n")
+            self._keep_whole_rows(settings.get("batch_size") or 1)
+            self.done = self.counts["images"]
+            self._file = self.path.open("a", encoding="utf-8", errors="surrogateescape", newline="")
         self._synced = time.monotonic()
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path.parent, f"the same words with output={self.path.parent} go on from here")
+
     def _keep_whole_rows(self, multiple: int) -> None:
-        """Cut off what a stop has torn, and rows of a batch that was not complete: batches stay the same ones."""
-        if not self.path.exists():
+        """Cut off what a stop has torn or something has damaged, and rows of a batch that was not complete: batches
+        stay the same ones."""
+        if not self.path.is_file():
+            remove(self.path)
             return
         with self.path.open("rb+") as file:
             ends = [0]
-            for line in file:
-                if line.endswith(b"\n"):
-                    ends.append(ends[-1] + len(line))
+            while (line := file.readline(LONGEST)).endswith(b"\n") and self._row(line) is not None:
+                ends.append(ends[-1] + len(line))
             rows = (len(ends) - 1) // multiple * multiple
             file.truncate(ends[rows])
         for row in self.read():
             self._count(row)
 
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        """A line of the file; None where it is none."""
+        text = line.decode("utf-8", errors="surrogateescape")
+        try:
+            found = json.loads(text) if self.kind == "jsonl" else next(csv.DictReader([text], COLUMNS))
+        except (ValueError, RecursionError, csv.Error, StopIteration):
+            return None
+        whole = isinstance(found, dict) and found.keys() == set(COLUMNS) and isinstance(found["path"], str)
+        words = whole and all(isinstance(found[key], str | None) for key in ("class", "label", "error"))
+        return found if words else None
+
     def read(self) -> Iterator[dict[str, Any]]:
         """The rows that are there."""
-        with self.path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            if self.kind == "jsonl":
-                yield from map(json.loads, file)
-            else:
-                yield from csv.DictReader(file, COLUMNS)
+        with self.path.open("rb") as file:
+            yield from filter(None, map(self._row, file))
 
     def write(self, item: Item, found: Labels | None, error: str = "") -> None:
         """The next row; without `found`, of an item that was given up because of `error`."""
@@ -92,7 +110,8 @@ class Rows:
         if found is None:
             row["error"] = GAVE_UP + error
         self._count(row)
-        self._file.write(self._line(row))
+        with self._writing():
+            self._file.write(self._line(row))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
 
@@ -118,14 +137,15 @@ class Rows:
 
     def sync(self) -> None:
         """What was written survives whatever happens now."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._writing():
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def close(self) -> None:
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            with self._writing(), self._file:
+                self.sync()
 
 
 def header(kind: str) -> str:
@@ -142,7 +162,7 @@ def claim(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / f".lock-{place().rank:04}", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(folder / f".lock-{place().rank:04}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
     try:
@@ -160,11 +180,13 @@ def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> dict[str
         FolderInUseError: they are, of other settings.
     """
     try:
-        before: dict[str, Any] = json.loads((folder / "predict.json").read_text())
-        compare(folder, before["settings"], settings)
-    except (OSError, ValueError, KeyError):
+        before = read_json(folder / "predict.json")
+    except (OSError, ValueError):
         return None
-    return before if final.exists() else None
+    if not isinstance(before.get("settings"), dict) or not all(isinstance(before.get(key), int) for key in COUNTS):
+        return None
+    compare(folder, before["settings"], settings)
+    return before if final.is_file() else None
 
 
 def compare(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -187,16 +209,20 @@ def put_together(world: World, folder: Path, final: Path) -> None:
     if not world.is_main:
         _send(part)
     else:
-        draft = final.with_name(f".{final.name}.draft")
-        with draft.open("wb") as whole:
-            whole.write(header(final.suffix[1:]).encode())
-            with part.open("rb") as own:
-                shutil.copyfileobj(own, whole)
-            for rank in range(1, world.size):
-                _receive(rank, whole)
-            whole.flush()
-            os.fsync(whole.fileno())
-        draft.rename(final)
+        draft = draft_of(final)
+        with writing(folder, f"the same words with output={folder} go on from here"):
+            try:
+                with draft.open("wb") as whole:
+                    whole.write(header(final.suffix[1:]).encode())
+                    with part.open("rb") as own:
+                        shutil.copyfileobj(own, whole)
+                    for rank in range(1, world.size):
+                        _receive(rank, whole)
+                    whole.flush()
+                    os.fsync(whole.fileno())
+                put(draft, final)
+            finally:
+                draft.unlink(missing_ok=True)
     world.barrier()
     for name in (part, part.with_suffix(".json")):
         name.unlink(missing_ok=True)

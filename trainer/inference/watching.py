@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from trainer.devices import numbered
+from trainer.events import Events
+from trainer.files import writing
 from trainer.pool import DevicePool
 from trainer.recipe import LoggingRecipe
 
@@ -25,18 +28,18 @@ class Watch:
         self, folder: Path, count: int | None, logging: LoggingRecipe, devices: Sequence[str], speaks: bool, done: int
     ) -> None:
         """`count` images are to come after `done` of an earlier command; only the rank that `speaks` shows a bar."""
+        self._folder = folder
         self._names, self._count, self._done = list(numbered(devices)), count, 0
         self._looked = self._spoke = self._begun = time.monotonic()
-        self._plain = speaks and logging.progress and not sys.stderr.isatty()
+        self._plain = speaks and logging.progress and not _terminal()
         self._bar: Any = None
-        if speaks and logging.progress and sys.stderr.isatty():
+        if speaks and logging.progress and _terminal():
             total = None if count is None else count + done
             self._bar = tqdm(total=total, initial=done, unit="image", smoothing=0.1, dynamic_ncols=True)
         self._events: Any = None
         if speaks and logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(folder))
+            with self._writing():
+                self._events = Events(folder)
         if speaks:
             whole = "images as they come" if count is None else f"{count:,} images"
             again = f", after {done:,} that were labelled before" if done else ""
@@ -66,13 +69,24 @@ class Watch:
                 left = f" of {self._count:,}, {tqdm.format_interval(seconds)} left"
             print(f"{self._done:,}{left}; {speeds}", flush=True)
         if self._events is not None:
-            for name, found in zip(self._names, figures, strict=True):
-                for key, tag in (("items_per_sec", "items_per_sec"), ("queue", "queue"), ("batch_size", "batch_size")):
-                    self._events.add_scalar(f"predict/{name}/{tag}", found[key], self._done)
+            tags = ("items_per_sec", "queue", "batch_size")
+            both = list(zip(self._names, figures, strict=True))
+            values = {f"predict/{name}/{tag}": found[tag] for name, found in both for tag in tags}
+            with self._writing():
+                self._events.scalars(values, self._done)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.update(self._done - (self._bar.n - self._bar.initial))
             self._bar.close()
         if self._events is not None:
-            self._events.close()
+            with self._writing():
+                self._events.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self._folder, f"the same words with output={self._folder} go on from here")
+
+
+def _terminal() -> bool:
+    """Whether somebody watches; a program may have closed its stderr."""
+    return sys.stderr is not None and sys.stderr.isatty()

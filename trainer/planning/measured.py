@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from trainer import checks
 from trainer import recipe as recipes
 from trainer.balance import BlockCost
 from trainer.errors import RecipeError, SetupError
+from trainer.files import read_json
 from trainer.planning.images import Images, describe
 from trainer.recipe import Recipe
 
@@ -57,12 +57,19 @@ def from_run(name: str, recipe: Recipe, images: Images) -> Measured:
     """
     key, folder = f"measured={name}", Path(name).expanduser()
     try:
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        result = read_json(folder / "result.json")
         was = recipes.load(str(folder))
     except OSError:
         raise SetupError(f"{key} is not a run folder: give one that holds a result.json, or measured=here") from None
     except ValueError as error:
         raise SetupError(f"{key}: its files cannot be read ({error})") from None
+    try:
+        return _of_run(key, folder, result, was, recipe, images)
+    except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise SetupError(f"{key}: its result.json is damaged ({type(error).__name__}: {error})") from None
+
+
+def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: Images) -> Measured:
     if not result.get("step_time_s"):
         raise SetupError(f"{key} was too short to measure its speed: train 10 steps or more, or measured=here")
     _check_same(key, was, recipe, images)

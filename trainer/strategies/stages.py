@@ -48,7 +48,7 @@ class Staged(Strategy):
         self.shape = tuple(shape)
         traced = trace(self.model, self.recipe.model.name)
         self.pipe = self.describe_pipe(shape[0])
-        plan = tuning.recall(self.known, tuning.key_of(traced, self.recipe, self.pipe))
+        plan = tuning.recall(self.known, tuning.key_of(traced, self.recipe, self.pipe), traced, self.pipe)
         if plan is None:
             plan, self.known = tuning.find_plan(
                 traced,

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from trainer.balance import BlockCost, balance
 from trainer.partition import Traced, choose
 from trainer.recipe import Recipe
@@ -52,6 +54,20 @@ class Trial:
     busy: tuple[float, ...]  # seconds of each stage in it
 
 
+class _Predicted(BaseModel):
+    step_seconds: float
+    bubble: float
+
+
+class _Known(BaseModel):
+    """What `find_plan` returns beside the plan, as a file gives it back."""
+
+    plan: Plan
+    predicted: _Predicted
+    stage_seconds: list[tuple[float, float]]
+    trials: list[dict[str, Any]]
+
+
 def find_plan(
     traced: Traced,
     recipe: Recipe,
@@ -92,11 +108,18 @@ def find_plan(
     }
 
 
-def recall(known: Mapping[str, Any], key: str) -> Plan | None:
-    """The plan that an earlier part of the run found for the same pipe."""
+def recall(known: Mapping[str, Any], key: str, traced: Traced, pipe: Pipe) -> Plan | None:
+    """The plan that an earlier part of the run found for the same pipe; None where what was kept makes no sense."""
     if known.get("key") != key:
         return None
-    return Plan(**{**known["plan"], "cuts": tuple(known["plan"]["cuts"])})
+    try:
+        found = _Known.model_validate(known)
+    except ValidationError:
+        return None
+    plan = found.plan
+    in_order = plan.cuts == tuple(cut for cut in traced.cuts if cut in plan.cuts)
+    whole = pipe.stages == len(found.stage_seconds) == len(plan.cuts) + 1
+    return plan if in_order and whole and plan.microbatches in pipe.counts and plan.schedule in pipe.schedules else None
 
 
 def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:

@@ -33,6 +33,31 @@ def sleep(seconds):
     return seconds
 
 
+class Silent(ValueError):
+    def __str__(self):
+        match self.args[0]:
+            case 0:
+                raise ValueError("no words")
+            case 1:
+                raise SystemExit(3)
+            case 2:
+                return 5
+        return str(self)
+
+
+class SilentMemory(RuntimeError):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+def fail_without_a_word(item):
+    if item < 4:
+        raise Silent(item)
+    if item < 6:
+        raise SilentMemory
+    return item
+
+
 def slow_first(item):
     if item == 0:
         time.sleep(0.5)

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -517,6 +518,95 @@ def test_a_hostile_pickle_is_not_executed(tmp_path: Path) -> None:
     assert not target.exists()
     torch.load(tmp_path / "zip.pt", weights_only=False)
     assert target.exists()  # or this test would prove nothing
+
+
+def _tensors(header: str, data: bytes = bytes(8)) -> bytes:
+    return len(header.encode()).to_bytes(8, "little") + header.encode() + data
+
+
+def _entry(shape: str = "[2]", offsets: str = "[0,8]", dtype: str = "F32") -> str:
+    return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
+
+
+HOSTILE = {
+    "a header longer than the file": (2**62).to_bytes(8, "little") + b"{}",
+    "a header of a gigabyte": (2**30).to_bytes(8, "little") + b"{" * 100,
+    "nested deep": _tensors("[" * 50_000),
+    "not a number": _tensors(f'{{"w":{_entry("[NaN]")}}}'),
+    "a negative shape": _tensors(f'{{"w":{_entry("[-2]")}}}'),
+    "a shape that overflows": _tensors(f'{{"w":{_entry("[4294967296,4294967296,2]")}}}'),
+    "nothing, endlessly wide": _tensors(f'{{"w":{_entry("[0,9223372036854775807,8]", "[0,0]")}}}', b""),
+    "overlapping": _tensors(f'{{"v":{_entry()},"w":{_entry()}}}'),
+    "a hole": _tensors(f'{{"v":{_entry(offsets="[0,8]")},"w":{_entry(offsets="[16,24]")}}}', bytes(24)),
+    "offsets the wrong way round": _tensors(f'{{"w":{_entry(offsets="[8,0]")}}}'),
+    "offsets beyond the file": _tensors(f'{{"w":{_entry("[2000]", "[0,8000]")}}}'),
+    "an unknown type": _tensors(f'{{"w":{_entry(dtype="O64")}}}'),
+    "metadata that is no text": _tensors(f'{{"__metadata__":{{"recipe":[1]}},"w":{_entry()}}}'),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_safetensors_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "w.safetensors").write_bytes(HOSTILE[kind])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="not a whole safetensors file") as caught:
+        read_weights(tmp_path / "w.safetensors")
+    assert len(one_line(caught.value)) < 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "KiB"
+    path = commit(tmp_path, make(1), keep=2)  # the same behind a manifest that vouches for it
+    (path / "model.safetensors").write_bytes(HOSTILE[kind])
+    content = json.loads((path / "manifest.json").read_text())
+    content.pop("sha256")
+    content["files"]["model.safetensors"] = {
+        "size": len(HOSTILE[kind]), "sha256": hashlib.sha256(HOSTILE[kind]).hexdigest()
+    }  # fmt: skip
+    (path / "manifest.json").write_bytes(checkpoint._sealed(content))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
+        load(path)
+
+
+def test_a_name_that_is_there_twice_is_one_tensor_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(_tensors(f'{{"w":{_entry()},"w":{_entry()}}}'))
+    try:
+        assert read_weights(tmp_path / "w.safetensors")[0]["w"].tolist() == [0, 0]
+    except CheckpointError as error:
+        assert "not a whole safetensors file" in one_line(error)
+
+
+def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w", 8) as bomb:
+        for name in plain.namelist():
+            bomb.writestr(name, plain.read(name) + (bytes(10**8) if name.endswith("data/0") else b""))
+    assert (tmp_path / "bomb.pt").stat().st_size < 10**6
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="nothing in it was executed") as caught:
+        read_weights(tmp_path / "bomb.pt")
+    one_line(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "KiB"
+    assert read_weights(tmp_path / "plain.pt")[0]["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "run"])
+def test_pipes_and_devices_are_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is not there"):
+        read_weights(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="is not there"):
+        read_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["../away", "/etc/passwd", "a/b", "..", ".hidden", "a\n", "", "con\0"])
+def test_a_manifest_cannot_name_what_lies_elsewhere(tmp_path: Path, name: str) -> None:
+    path = commit(tmp_path, make(1), keep=2)
+    content = json.loads((path / "manifest.json").read_text())
+    content.pop("sha256")
+    content["files"][f"{name}.safetensors"] = content["files"].pop("model.safetensors")
+    (path / "manifest.json").write_bytes(checkpoint._sealed(content))
+    with pytest.raises(CheckpointError, match=r"manifest\.json makes no sense"):
+        load(path)
 
 
 def test_weights_that_are_not_there_or_no_weights(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from trainer.checks import DATASETS
 from trainer.data import Datasets, ImageSet, LabelledSource, datasets, downloads, open_datasets, register_dataset
+from trainer.data.images import jpeg_size
 from trainer.errors import RecipeError, SetupError
+from trainer.inference.sources import files
 from trainer.recipe import load
 
 
@@ -107,6 +109,66 @@ def test_unreadable_tiny_images_stop_or_are_skipped(folder):
     assert (len(found.train), len(found.val)) == (6, 5)
     assert torch.equal(found.train.images[1], found.train.images[2])
     assert found.train.failures[0][0] == str(bad)
+
+
+def huge_jpeg(path):
+    frame = b"\xff\xc0\x00\x11\x08\xff\xff\xff\xff\x03\x01\x22\x00\x02\x11\x01\x03\x11\x01"
+    path.write_bytes(
+        b"\xff\xd8\xff\xe0\x00\x04ab" + frame + b"\xff\xda\x00\x0c\x03\x01\x00\x02\x11\x03\x11\x00\x3f\x00" + bytes(99)
+    )
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\n"
+ODD = {
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a pipe": os.mkfifo,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "a sparse terabyte": lambda path: (path.touch(), os.truncate(path, 2**40)),
+    "a huge frame": huge_jpeg,
+    "PostScript": lambda path: path.write_bytes(POSTSCRIPT),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("held_in", ["memory", "files"])
+def test_what_is_no_image_is_one_bad_image(folder, odd, held_in, monkeypatch):
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
+    bad = folder / "train" / "ant" / "1.jpg"
+    bad.unlink()
+    ODD[odd](bad)
+    words = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16", "data.on_error=skip")
+    if held_in == "memory":
+        found = opened(*words)
+        assert len(found.train) == 6 and [path for path, _ in found.train.failures] == [str(bad)]
+        return
+    source = opened(*words, "augment.crop=resized").train
+    assert len(source) == 6 and source.where(1) == str(bad)
+    with pytest.raises((OSError, ValueError)):
+        source.read(1, 3)
+
+
+def test_postscript_is_no_image_and_a_link_back_is_not_followed(folder):
+    for split in ("train", "val"):
+        (folder / split / "ant" / "drawing.eps").write_bytes(POSTSCRIPT)
+        (folder / split / "ant" / "again").symlink_to(folder / split)
+        (folder / split / "ant" / "same").symlink_to(".")
+        (folder / split / "ant" / "lost").symlink_to("lost")
+        (folder / split / "elsewhere").symlink_to(folder / split / "bee")
+    found = opened("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
+    assert found.classes == ("ant", "bee", "elsewhere") and len(found.train) == 9
+    assert [os.path.basename(item.path) for item in files(str(folder / "val" / "ant"), ()).items] == [
+        "0.jpg",
+        "1.jpg",
+        "2.jpg",
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"exif": b"Exif\0\0" + b"\xff\xc0" * 300}])
+def test_the_size_of_a_jpeg_is_known_before_it_is_decoded(tmp_path, options):
+    Image.new("RGB", (301, 203)).save(tmp_path / "a.jpg", **options)
+    assert jpeg_size(np.fromfile(tmp_path / "a.jpg", np.uint8)) == (203, 301)
+    assert jpeg_size(np.frombuffer(b"\xff\xd8" + b"\xff" * 50, np.uint8)) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,16 @@ def test_an_exception_names_its_item(flavour):
 
 
 @both
+def test_an_exception_that_cannot_say_what_it_is_fails_its_item_alone(flavour):
+    with DevicePool(["cpu"], workers.fail_without_a_word, flavour=flavour, on_error="skip") as pool:
+        results = list(pool.map(range(12)))
+        failed = results[:6]
+        assert all(isinstance(error, ItemError) for error in failed) and results[6:] == [*range(6, 12)]
+        assert {error.message.partition(":")[0] for error in failed} == {"Silent", "SilentMemory"}
+        assert {explain(error)[1] for error in failed} == {9}
+
+
+@both
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_skipped_items_leave_their_error_in_their_place(flavour, batch_size):
     with DevicePool(

@@ -1,0 +1,246 @@
+"""Storms: every file of a run folder damaged at random, and disks of every size that fill.
+
+A seed is printed and makes a storm again: `python -m tests.test_damage storm 100 7` or `... disks 20 7`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ok, steps, trainer
+from trainer import checkpoint
+from trainer.checkpoint import digest
+
+RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "epochs=2", "save.every_epochs=1"]
+RUN += ["save.every_steps=5", "logging.every_steps=1", "logging.progress=false"]
+STEPS = 28  # of that run; killed in step 18 it has the checkpoints 14 and 15
+
+
+def flip(dice, path):
+    data = bytearray(path.read_bytes() or b"\0")
+    for _ in range(dice.choice([1, 1, 20])):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+
+
+def instead(make):
+    def act(dice, path):
+        path.unlink()
+        make(path)
+
+    return act
+
+
+DAMAGES = {
+    "flip": flip,
+    "cut": lambda dice, path: os.truncate(path, dice.randrange(path.stat().st_size + 1)),
+    "longer": lambda dice, path: path.write_bytes(path.read_bytes() + dice.randbytes(dice.randrange(1, 5000))),
+    "random": lambda dice, path: path.write_bytes(dice.randbytes(dice.randrange(5000))),
+    "nested": lambda dice, path: path.write_text(dice.choice(["[", '{"a":', "- "]) * 50_000),
+    "other JSON": lambda dice, path: path.write_text(dice.choice(["5", "[]", "null", "{}", '"x"', '{"status":[]}'])),
+    "giant field": lambda dice, path: path.write_text("1,0,1," + "9" * 500_000 + "\n"),
+    "gone": lambda dice, path: path.unlink(),
+    "folder": instead(Path.mkdir),
+    "dangling": instead(lambda path: path.symlink_to("nowhere")),
+    "loop": instead(lambda path: path.symlink_to(path.name)),
+    "endless": instead(lambda path: path.symlink_to("/dev/zero")),
+    "pipe": instead(os.mkfifo),
+}
+
+
+def tidy(done, codes):
+    """One of these codes, in one line where it is not 0."""
+    told = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode in codes, (done.returncode, done.stderr[-2000:])
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr[-3000:]
+    assert len(told) == (done.returncode != 0), told
+    return done
+
+
+def killed_run(folder):
+    """A run that was killed in its second epoch, and the weights that it comes to undisturbed."""
+    done = trainer(*RUN, f"output={folder / 'run'}", env={"TRAINER_FAULT": "kill@0:18"})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    shutil.copytree(folder / "run", folder / "whole")
+    ok(*RUN, f"output={folder / 'whole'}", "resume=auto")
+    return folder / "run", digest(folder / "whole" / "last.safetensors")
+
+
+def storm(folder, rounds, seed):
+    """Damage one to three files of a killed run, then evaluate, predict and resume it."""
+    run, expected = killed_run(folder)
+    dice, tally = random.Random(seed), {}
+    for number in range(rounds):
+        work = folder / f"damaged-{number}"
+        shutil.copytree(run, work)
+        files = sorted(path for path in work.rglob("*") if path.is_file())
+        damaged = {path: dice.choice(list(DAMAGES)) for path in dice.sample(files, dice.choice([1, 1, 2, 3]))}
+        for path, kind in damaged.items():
+            DAMAGES[kind](dice, path)
+        names = {str(path.relative_to(work)): kind for path, kind in damaged.items()}
+        try:
+            codes = one_damage(work, names, expected)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, round {number}: {names}")
+            raise
+        tally[str(codes)] = tally.get(str(codes), 0) + 1
+        shutil.rmtree(work)
+    return tally
+
+
+def one_damage(work, names, expected):
+    """What evaluate, predict and resume=auto exit with."""
+    first = tidy(trainer("evaluate", f"checkpoint={work}", timeout=120), {0, 2, 4}).returncode
+    words = ["predict", f"checkpoint={work}", "predict.split=val", f"output={work}-labels", "logging.progress=false"]
+    second = tidy(trainer(*words, timeout=120), {0, 2, 4}).returncode
+    shutil.rmtree(f"{work}-labels", ignore_errors=True)
+    if not any("last.safetensors" in name for name in names):
+        assert (first, second) == (0, 0)
+    done = tidy(trainer(*RUN, f"output={work}", "resume=auto", timeout=120), {0, 2, 3, 4})
+    if done.returncode == 2:
+        assert "recipe.yaml" in names
+    if done.returncode == 3:
+        assert ".lock" in names
+    if done.returncode == 4:
+        assert len({name.split("/")[1] for name in names if name.startswith("checkpoints")}) == 2
+    if done.returncode == 0:
+        assert digest(work / "last.safetensors") == expected, "a damage changed what is learnt"
+        if "steps.csv" not in names and "resuming at" in done.stdout:
+            assert [int(row["step"]) for row in steps(work)] == [*range(1, STEPS + 1)]
+    return first, second, done.returncode
+
+
+def test_damage_anywhere_is_a_sentence_and_never_a_traceback(tmp_path, full):
+    seed = random.randrange(10**6) if full else 6
+    print("seed", seed)
+    print(storm(tmp_path, 100 if full else 1, seed))
+
+
+def test_killed_after_a_checkpoint_has_its_name_its_rows_are_there(tmp_path):
+    words = [*RUN, f"output={tmp_path / 'run'}"]
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@save:prune"}).returncode == -signal.SIGKILL
+    assert "resuming at step" in ok(*words, "resume=auto").stdout
+    assert [int(row["step"]) for row in steps(tmp_path / "run")] == [*range(1, STEPS + 1)]
+
+
+# Disks that fill
+
+
+@contextmanager
+def disk(path, size):
+    """A disk of so many KiB, which only root may make."""
+    path.mkdir(parents=True, exist_ok=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", path], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+MANY = [word for word in RUN if not word.startswith("mode=")]
+KINDS = {  # words, and the KiB that they write about
+    "single": ([*RUN], 2400),
+    "ddp": ([*MANY, "mode=ddp", "nproc=2"], 2400),
+    "pipeline": ([*MANY, "mode=pipeline", "nproc=2", "pipeline.microbatches=2"], 2400),
+    "predict": (["predict", "predict.split=val", "predict.batch_size=8", "logging.progress=false"], 80),
+    "compare": (["compare", *MANY[:1], "modes=[single]", "steps=5", "repeats=1", "model.name=mlp"], 2000),
+}
+
+
+def fill(folder, kind, size, trained):
+    """Run on a disk of `size` KiB; then again, with more room, to the end. Returns the first exit code."""
+    words, _ = KINDS[kind]
+    words = [*words, *([f"checkpoint={trained}"] if kind == "predict" else [])]
+    with disk(folder, size):
+        run = folder / "run"
+        words.append(f"output={run}")
+        done = trainer(*words, timeout=300)
+        if kind == "compare" and done.returncode:
+            assert "Traceback" not in done.stdout + done.stderr, done.stderr[-3000:]
+            assert "full" in done.stdout + done.stderr
+        else:
+            tidy(done, {0, 28})
+            assert not done.returncode or "disk is full" in done.stderr
+        for path in checkpoint._found(run / "checkpoints"):
+            checkpoint.load(path)
+        assert not list(run.glob("checkpoints/*.tmp-*"))
+        subprocess.run(["mount", "-o", "remount,size=256m", folder], check=True)
+        again = tidy(trainer(*words, *([] if kind == "predict" else ["resume=auto"]), timeout=300), {0})
+        if kind == "predict":
+            rows = (run / "predictions.csv").read_text().splitlines()
+            assert len(rows) == 361, again.stdout
+        elif kind == "compare":
+            assert json.loads((run / "compare.json").read_text())["entries"][0]["error"] is None
+        else:
+            assert [int(row["step"]) for row in steps(run)] == [*range(1, STEPS + 1)]
+        return done.returncode
+
+
+def disks(folder, rounds, seed, kinds=tuple(KINDS)):
+    """Disks of random sizes under every kind of command."""
+    trained = folder / "trained"
+    ok(*RUN, f"output={trained}")
+    dice, tally = random.Random(seed), {}
+    for number in range(rounds):
+        for kind in kinds:
+            size = 4 * dice.randrange(1, KINDS[kind][1] // 4)
+            try:
+                code = fill(folder / f"disk-{number}-{kind}", kind, size, trained)
+            except BaseException as error:
+                error.add_note(f"seed {seed}, round {number}: {kind} on {size} KiB")
+                raise
+            tally[f"{kind} {code}"] = tally.get(f"{kind} {code}", 0) + 1
+    return tally
+
+
+def test_a_disk_too_small_for_the_first_lines(tmp_path):
+    with disk(tmp_path / "disk", 16) as small:
+        done = tidy(trainer(*RUN, f"output={small / 'run'}"), {28})
+        assert re.fullmatch(r"trainer: error: .*disk is full.*\n", done.stderr)
+
+
+@pytest.mark.full("minutes: every kind of command on disks of many sizes")
+def test_disks_that_fill(tmp_path):
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    print(disks(tmp_path, 12, seed))
+
+
+# Odd beginnings
+
+
+def test_without_stdout_and_stderr_it_trains(tmp_path):
+    script = 'exec "$0" -m trainer "$@" 0<&- >&- 2>&-'
+    words = [*RUN, "max_steps=3", f"output={tmp_path / 'run'}"]
+    folder = Path(__file__).parent.parent
+    done = subprocess.run(["sh", "-c", script, sys.executable, *words], cwd=folder, timeout=180)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "completed"
+    assert (tmp_path / "run" / ".lock").read_text().count("\n") == 0, "nothing was printed into it"
+
+
+if __name__ == "__main__":
+    what, count, chosen = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with tempfile.TemporaryDirectory() as place:
+        found = (
+            storm(Path(place), count, chosen)
+            if what == "storm"
+            else disks(Path(place), count, chosen, *([tuple(sys.argv[4:])] if sys.argv[4:] else []))
+        )
+    print("seed", chosen, found)

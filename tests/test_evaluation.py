@@ -6,7 +6,8 @@ from torch import nn
 
 from tests.commands import QUIET, ok, result, torchrun
 from trainer.data import Batch
-from trainer.evaluation import evaluate
+from trainer.errors import CheckpointError
+from trainer.evaluation import evaluate, evaluate_run
 from trainer.strategies import Strategy
 from trainer.world import Place, World
 
@@ -23,13 +24,20 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
 def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
     arguments = ["--standalone", f"--nproc_per_node={ranks}"]
-    with torchrun("evaluate", f"checkpoint={trained}", "batch_size=12", arguments=arguments) as process:
+    with torchrun("evaluate", f"checkpoint={trained}", "batch_size=128", arguments=arguments) as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     found = result(trained)
     [line] = [line for line in out.splitlines() if "held-out" in line]
     assert "on 37 held-out images" in line and f"top-1 {found['val_top1']:.2%}" in line
     assert f"val loss {found['val_loss']:.4f}" in line
+
+
+def test_other_classes_are_not_those_it_was_trained_on(trained):
+    with pytest.raises(CheckpointError, match=r"trained on 10 classes \(0, 1, .*, \.\.\.\), and .* holds 7 classes"):
+        evaluate_run(str(trained), "model.num_classes=7")
+    with pytest.raises(CheckpointError, match="it knows 10 classes and the data has 7"):
+        evaluate_run(str(trained / "checkpoints" / "step-00000002"), "model.num_classes=7")
 
 
 class Fixed(Strategy):

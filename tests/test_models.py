@@ -78,6 +78,29 @@ def test_errors_say_what_to_type(keys, channels, size, says):
         models.build(ModelRecipe(**keys), 10, channels, size)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "works"), [("maxvit_t", 64, 224), ("inception_v3", 32, 96), ("vit_b_16", 28, 32)]
+)
+def test_the_size_to_try_works(name, size, works):
+    with torch.device("meta"), pytest.raises(RecipeError, match=rf"cannot read .* try data\.image_size={works}$"):
+        models.build(ModelRecipe(name=name), 10, 3, size)
+    with torch.device("meta"):
+        models.build(ModelRecipe(name=name), 10, 3, works)
+
+
+def test_what_published_weights_bring_with_them_stays_when_others_are_loaded():
+    with torch.device("meta"):
+        for name in models.AUXILIARY:
+            recipe = ModelRecipe(name=name, weights="DEFAULT")
+            assert models.build(recipe, 3, 3, 128, starting=False).transform_input
+            assert not models.build(ModelRecipe(name=name), 3, 3, 128).transform_input
+            assert eval(models.bare(recipe, 3, 128), {"torchvision": torchvision}).transform_input
+        recipe = ModelRecipe(name="vit_b_16", weights="IMAGENET1K_SWAG_E2E_V1")
+        assert models.build(recipe, 3, 3, 384, starting=False).image_size == 384
+        with pytest.raises(RecipeError, match=r"data\.image_size=384"):
+            models.build(recipe, 3, 3, 224, starting=False)
+
+
 def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
     source = models.build(ModelRecipe(name="cnn"), 10, 1, 8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")

@@ -78,15 +78,21 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, Any]:
     seed_everything(recipe.seed, recipe.deterministic)
     set_precision(recipe.precision)
     world = locate(recipe)
-    recipe = recipe.replace(mode="single" if world.size == 1 else "ddp", model__weights=None, model__init_from=None)
+    rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
+    recipe = recipe.replace(
+        mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment={}
+    )
     check_processes(recipe, world.size)
     data = open_datasets(recipe)
-    model = build(recipe.model, len(data.classes), data.channels, data.image_size)
-    initialise(model, weights, str(path))
+    known = tuple(json.loads(metadata.get("classes", "null")) or data.classes)
+    if known != data.classes:
+        raise CheckpointError(f"{path} was trained on {_listed(known)}, and {data.split} holds {_listed(data.classes)}")
+    model = build(recipe.model, len(data.classes), data.channels, data.image_size, starting=False)
+    initialise(model, weights, str(path), whole=True)
     world.connect(recipe.timeout)
     strategy = strategies.create(recipe, world)
     shard = strategy.shard()
-    strategy.setup(model, (recipe.batch_size // shard.count, data.channels, data.image_size, data.image_size))
+    strategy.setup(model, (rows, data.channels, data.image_size, data.image_size))
     loader = Loader(data, recipe, shard, world.device, world.place.local_size)
     found = evaluate(strategy, loader.evaluation(), world)
     loader.close()
@@ -95,6 +101,10 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, Any]:
     world.barrier()
     world.close()
     return found
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    return f"{len(classes)} classes ({', '.join(classes[:8])}{', ...' * (len(classes) > 8)})"
 
 
 def described(found: Mapping[str, Any]) -> str:

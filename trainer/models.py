@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -19,6 +20,8 @@ from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.recipe import ModelRecipe
 
 Builder = Callable[[int, int, int], nn.Module]
+USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
+AUXILIARY = ("googlenet", "inception_v3")  # their auxiliary heads would make a tuple of the output
 _builders: dict[str, Builder] = {}
 
 
@@ -132,8 +135,10 @@ def _resnet20(num_classes: int, channels: int, image_size: int) -> nn.Module:
     return SmallResNet(3, num_classes, channels)
 
 
-def build(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int) -> nn.Module:
-    """The recipe's model on the CPU, with `num_classes` outputs, starting weights loaded, and tried on a shape.
+def build(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool = True) -> nn.Module:
+    """The recipe's model on the CPU, with `num_classes` outputs, and tried on a shape.
+
+    `starting` loads the weights it starts from; without, it is the model that those would have been loaded into.
 
     Raises:
         RecipeError: an unknown name, or a model that cannot read such images.
@@ -145,21 +150,39 @@ def build(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int)
             f"model.num_classes={recipe.num_classes}, but the data has {num_classes} classes: leave it out or raise it"
         )
     num_classes = recipe.num_classes or num_classes
-    if recipe.name in _builders:
-        if recipe.weights is not None:
-            raise RecipeError(
-                f"model.weights={recipe.weights}: {recipe.name} has no published weights; use model.init_from=FILE"
-            )
-        model = _builders[recipe.name](num_classes, channels, image_size)
-    else:
-        model = _torchvision(recipe, num_classes, channels, image_size)
-    if recipe.init_from is not None:
-        initialise(model, read_weights_from(recipe.init_from), recipe.init_from)
-    _try_shape(model, recipe.name, num_classes, channels, image_size)
+    if recipe.name in _builders and recipe.weights is not None:
+        raise RecipeError(
+            f"model.weights={recipe.weights}: {recipe.name} has no published weights; use model.init_from=FILE"
+        )
+    try:
+        model = _made(recipe, num_classes, channels, image_size, starting)
+        out = _tried(model, channels, image_size)
+    except (_Unreadable, AssertionError) as error:
+        reason = " ".join(str(error).split())[:160]
+        works = _working_size(recipe, num_classes, channels, image_size)
+        hint = f"try data.image_size={works}" if works else "see its documentation"
+        raise RecipeError(
+            f"model.name={recipe.name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {hint}"
+        ) from None
+    if out is not None and (not isinstance(out, Tensor) or out.shape != (2, num_classes)):
+        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise RecipeError(f"model.name={recipe.name} gives {found} for 2 images; a classifier gives (2, {num_classes})")
+    if starting and recipe.init_from is not None:
+        initialise(model, read_weights_from(recipe.init_from), f"init_from={recipe.init_from}")
     return model
 
 
-def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int) -> nn.Module:
+class _Unreadable(Exception):
+    """A model cannot read images of a size: why."""
+
+
+def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+    if recipe.name in _builders:
+        return _builders[recipe.name](num_classes, channels, image_size)
+    return _torchvision(recipe, num_classes, channels, image_size, starting)
+
+
+def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
     known = torchvision.models.list_models(module=torchvision.models)
     if recipe.name not in known:
         names = [*_builders, *known]
@@ -171,21 +194,14 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
             f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
         )
     builder = torchvision.models.get_model_builder(recipe.name)
-    options: dict[str, Any] = {}
-    if recipe.name.startswith("vit_") and recipe.weights is None:
-        options["image_size"] = image_size
-    if recipe.name in ("googlenet", "inception_v3"):  # their auxiliary heads would make a tuple of the output
-        options |= {"aux_logits": False} | ({} if recipe.weights else {"init_weights": True})
-    if recipe.weights is None:
-        return builder(num_classes=num_classes, **options)  # type: ignore[no-any-return]
-    entries = torchvision.models.get_model_weights(recipe.name)
-    try:
-        weights = entries[recipe.weights]
-    except KeyError:
-        raise RecipeError(
-            f"model.weights={recipe.weights} is not published for {recipe.name}; "
-            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
-        ) from None
+    options = _options(recipe, image_size)
+    if recipe.weights is None or not starting:
+        quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
+        try:
+            return builder(num_classes=num_classes, **options, **quick)  # type: ignore[no-any-return]
+        except ValueError as error:  # MaxViT's windows
+            raise _Unreadable(str(error)) from None
+    weights = _published(recipe)
     try:
         model: nn.Module = builder(weights=weights, **options)
     except (URLError, ConnectionError, TimeoutError) as error:
@@ -197,6 +213,46 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
     if published != num_classes:
         replace_head(model, published, num_classes)
     return model
+
+
+def _published(recipe: ModelRecipe) -> Any:
+    """The entry of torchvision's published weights that the recipe names.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
+    entries = torchvision.models.get_model_weights(recipe.name)
+    try:
+        return entries[recipe.weights]
+    except KeyError:
+        raise RecipeError(
+            f"model.weights={recipe.weights} is not published for {recipe.name}; "
+            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
+        ) from None
+
+
+def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
+    """What torchvision's builder is told besides the number of classes; published weights bring some with them."""
+    options: dict[str, Any] = {}
+    if recipe.name.startswith("vit_"):
+        fixed = _published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
+        options["image_size"] = fixed
+    if recipe.name.startswith("maxvit_") and recipe.weights is None:
+        options["input_size"] = (image_size, image_size)
+    if recipe.name in AUXILIARY:
+        options["aux_logits"] = False
+        if recipe.weights is not None:
+            options["transform_input"] = True  # they expect inputs normalised in another way, and do it themselves
+    return options
+
+
+def bare(recipe: ModelRecipe, num_classes: int, image_size: int) -> str | None:
+    """The call that makes the bare torchvision model for the recipe's trained weights; None for other models."""
+    if recipe.name in _builders:
+        return None
+    options = {"num_classes": num_classes, **_options(recipe, image_size)}
+    options |= {"init_weights": False} if recipe.name in AUXILIARY else {}  # they are loaded
+    return f"torchvision.models.{recipe.name}({', '.join(f'{key}={value}' for key, value in options.items())})"
 
 
 def replace_head(model: nn.Module, old: int, new: int) -> str:
@@ -223,8 +279,8 @@ def read_weights_from(source: str) -> dict[str, Tensor]:
     return read_weights(Path(source).expanduser())[0]
 
 
-def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load weights; the last layer alone may have another number of classes and is then left as it is.
+def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> None:
+    """Load weights; unless `whole`, the last layer may have another number of classes and is then left as it is.
 
     Raises:
         CheckpointError: naming what does not fit.
@@ -232,39 +288,48 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> 
     own = model.state_dict()
     absent = [name for name in own if name not in weights]
     if absent:
-        raise CheckpointError(
-            f"init_from={source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model"
-        )
-    unlike = {name for name in own if own[name].shape != weights[name].shape}
+        raise CheckpointError(f"{source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model")
+    unlike = [name for name in own if own[name].shape != weights[name].shape]
     last = next(
         (name for name, layer in reversed(list(model.named_modules())) if isinstance(layer, nn.Linear | nn.Conv2d)), ""
     )
-    foreign = sorted(name for name in unlike if name.rpartition(".")[0] != last)
+    heads = [name for name in unlike if name.rpartition(".")[0] == last]
+    foreign = sorted(name for name in unlike if whole or name not in heads)
     if foreign:
         name = foreign[0]
-        raise CheckpointError(
-            f"init_from={source}: {name} is {tuple(weights[name].shape)} there and {tuple(own[name].shape)} here: "
-            "weights of another model"
+        there, here = tuple(weights[name].shape), tuple(own[name].shape)
+        why = (
+            f"it knows {there[0]} classes and the data has {here[0]}" if unlike == heads else "weights of another model"
         )
-    model.load_state_dict({name: weights[name] for name in own if name not in unlike}, strict=False)
+        raise CheckpointError(f"{source}: {name} is {there} there and {here} here: {why}")
+    fitting = type(own)((name, weights[name]) for name in own if name not in unlike)
+    # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
+    fitting._metadata = own._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(fitting, strict=False)
 
 
-def _try_shape(model: nn.Module, name: str, num_classes: int, channels: int, image_size: int) -> None:
-    """One forward of shapes alone, so that a model that cannot read the images says so in a line."""
+def _tried(model: nn.Module, channels: int, image_size: int) -> Any:
+    """What a model gives for two images of shapes alone; None where shapes alone do not tell.
+
+    Raises:
+        _Unreadable: it cannot read such images.
+    """
     try:
         probe = copy.deepcopy(model).to("meta").eval()
         with torch.no_grad():
-            out = probe(torch.empty(2, channels, image_size, image_size, device="meta"))
+            return probe(torch.empty(2, channels, image_size, image_size, device="meta"))
     except NotImplementedError:
-        return  # an operator that cannot run on shapes alone; training will tell
+        return None  # an operator that cannot run on shapes alone; training will tell
     except (RuntimeError, ValueError, AssertionError) as error:
         if "meta tensors" in str(error):  # it looks at values, which shapes do not have
-            return
-        reason = " ".join(str(error).split())[:160]
-        larger = f"try data.image_size={max(64, 2 * image_size)}" if image_size < 224 else "see its documentation"
-        raise RecipeError(
-            f"model.name={name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {larger}"
-        ) from None
-    if not isinstance(out, Tensor) or out.shape != (2, num_classes):
-        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise RecipeError(f"model.name={name} gives {found} for 2 images; a classifier gives (2, {num_classes})")
+            return None
+        raise _Unreadable(str(error)) from None
+
+
+def _working_size(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int) -> int | None:
+    """The next larger of the usual image sizes that the model can read."""
+    for size in (size for size in USUAL_SIZES if size > image_size):
+        with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything
+            _tried(_made(recipe, num_classes, channels, size, starting=False), channels, size)
+            return size
+    return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer import checkpoint
 from trainer.errors import CheckpointError, TrainerError, is_out_of_memory, text_of
+from trainer.models import bare
 from trainer.optimization import load_optimizer_state, optimizer_state
 from trainer.randomness import random_states, restore_random_states, seed_ranks
 from trainer.recipe import Recipe
@@ -166,8 +167,10 @@ def write_weights(run: Run, name: str) -> None:
     weights = run.strategy.gather(run.average.tensors() if run.average is not None else run.weights())
     if isinstance(run.tracker, Tracker):
         data = run.datasets
+        model = bare(run.recipe.model, run.num_classes, data.image_size)
         facts = {
             "format": "pt",
+            **({"model": model} if model else {}),
             "step": str(run.position.step),
             "ema": str(run.average is not None).lower(),
             "num_classes": str(run.num_classes),

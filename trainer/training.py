@@ -139,10 +139,9 @@ def local_readers(world: World, shard: Shard) -> int:
 
 def build_model(recipe: Recipe, data: Datasets, state: State | None) -> nn.Module:
     """The model with its starting weights: a checkpoint's, where there is one."""
-    wanted = recipe.model if state is None else recipe.model.model_copy(update={"weights": None, "init_from": None})
-    model = build(wanted, len(data.classes), data.channels, data.image_size)
+    model = build(recipe.model, len(data.classes), data.channels, data.image_size, starting=state is None)
     if state is not None:
-        initialise(model, state.tensors["model"], "the checkpoint")
+        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
     return model
 
 

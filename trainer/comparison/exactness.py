@@ -77,10 +77,10 @@ def batch_dependent(recipe: Recipe) -> list[str]:
 
     from trainer.models import build
 
-    plain = recipe.model.model_copy(update={"weights": None, "init_from": None})
+    shape = recipe.data.channels or 3, recipe.data.image_size or 224
     found: set[str] = set()
     with suppress(TrainerError, RuntimeError, NotImplementedError), torch.device("meta"):
-        model = build(plain, recipe.model.num_classes or 10, recipe.data.channels or 3, recipe.data.image_size or 224)
+        model = build(recipe.model, recipe.model.num_classes or 10, *shape, starting=False)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 found.add("batch norm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Loader:
     whole permutation instead (see `order.own_rows`), in micro-batches whose sizes differ by one.
 
     Attributes:
-        steps_per_epoch: optimizer steps.
+        steps_per_epoch: optimizer steps; only training needs a full one.
         samples_per_step: training images of all shards together in one step, on average.
         readers: ranks of this machine that read images.
         workers: processes that read training images for this rank; None where they lie in memory.
@@ -88,13 +89,11 @@ class Loader:
         """`readers` is the number of ranks on this machine that read, and share its cores and memory.
 
         Raises:
-            RecipeError: too few training images (see `steps_per_epoch`).
             SetupError: too little shared memory for the loader workers.
         """
-        samples = len(datasets.train)
-        self.steps_per_epoch = steps_per_epoch(samples, recipe, shard)
-        self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
         self._datasets, self._recipe, self._shard = datasets, recipe, shard
+        samples = len(datasets.train)
+        self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
         self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
         self._mixes = recipe.augment.together > 1
         classes = recipe.model.num_classes or len(datasets.classes)
@@ -125,6 +124,11 @@ class Loader:
 
         self._train = feed(datasets.train, recipe.augment)
         self._val = feed(datasets.val, AugmentRecipe())
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Raises RecipeError: too few training images (see the function)."""
+        return steps_per_epoch(len(self._datasets.train), self._recipe, self._shard)
 
     @property
     def skipped(self) -> int:

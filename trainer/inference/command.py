@@ -85,14 +85,13 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with."""
     weights, facts = read_weights(path)
     recipe = recipe_of(path, facts, tuple(words))
-    recipe = recipe.replace(model__weights=None, model__init_from=None)
     data = open_datasets(recipe) if wants_split(recipe, words) else None
     if data is not None:
         classes, how = data.classes, Preparation.of(data)
     else:
         classes, how = _prepared(path, described(path, facts), recipe.data.image_size)
-    model = build(recipe.model, len(classes), how.channels, how.image_size)
-    initialise(model, weights, str(path))
+    model = build(recipe.model, len(classes), how.channels, how.image_size, starting=False)
+    initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
     return Trained(recipe, model, names, how, data, _fingerprint(weights))
 

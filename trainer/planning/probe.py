@@ -156,7 +156,7 @@ def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     place = Place(rank, task["count"], rank, task["count"])
     peers = World(place, device, chosen.threads or 1, (str(device),))
     classes, channels, size = task["images"]
-    model = build(chosen.model.model_copy(update={"weights": None, "init_from": None}), classes, channels, size)
+    model = build(chosen.model, classes, channels, size, starting=False)
     answer = _whole(chosen, peers, model, task["rows"], (channels, size, size))
     strategy = strategies.Strategy(chosen, peers)
     if task["microbatches"]:

@@ -77,10 +77,8 @@ class Shadow:
             RecipeError, CheckpointError: as `models.build`.
         """
         wanted, images = self.recipe.model, self.images
-        if _published(wanted):
-            wanted = wanted.model_copy(update={"weights": None})
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-        arguments = (wanted, images.classes, images.channels, images.size)
+        arguments = (wanted, images.classes, images.channels, images.size, not _published(wanted))
         try:
             with torch.device("meta"):
                 model = build(*arguments)

@@ -228,6 +228,89 @@ def mirror(tmp_path, monkeypatch):
         server.shutdown()
 
 
+def small_photos(root, sizes=((28, 28),), mode="L", splits=("train", "val"), classes=("a", "b"), suffix="png"):
+    """Images of these sizes in turn, three a class."""
+    for split in splits:
+        for label in classes:
+            (root / split / label).mkdir(parents=True)
+            for index in range(3):
+                image = Image.new(mode, sizes[index % len(sizes)], 60 * index)
+                image.save(root / split / label / f"{index}.{suffix}")
+    return f"data.root={root}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode", "words", "shape"),
+    [
+        (((28, 28),), "L", (), (1, 28, 28)),
+        (((28, 28),), "I;16", (), (1, 28, 28)),
+        (((28, 28),), "RGB", (), (3, 28, 28)),
+        (((28, 28),), "P", (), (3, 28, 28)),
+        (((28, 28),), "L", ("data.image_size=32",), (1, 32, 32)),
+        (((28, 28),), "L", ("data.channels=3",), (3, 28, 28)),
+        (((28, 28),), "L", ("model.name=resnet18",), (3, 28, 28)),
+        (((28, 28),), "L", ("model.name=resnet18", "model.weights=DEFAULT"), (3, 224, 224)),
+        (((28, 28), (28, 30)), "L", (), (1, 224, 224)),
+        (((28, 30),), "RGB", (), (3, 224, 224)),
+        (((256, 256),), "RGB", (), (3, 224, 224)),
+    ],
+)
+def test_small_images_of_one_size_stay_as_they_are(tmp_path, sizes, mode, words, shape):
+    found = opened("data.name=imagefolder", small_photos(tmp_path, sizes, mode), *words)
+    assert (found.channels, found.image_size, found.image_size) == shape and len(found.mean) == shape[0]
+    assert f"become {shape[0]} x {shape[1]} x {shape[2]} (6 looked at are " in found.notes["images"]
+    chosen = [key for key in ("channels", "image_size") if f"data.{key}={shape[key != 'channels']}" not in words]
+    assert all(f"data.{key}=" in found.notes["images"] for key in chosen)
+
+
+def test_a_recipe_that_says_the_shape_is_not_talked_into_another(tmp_path):
+    found = opened("data.name=imagefolder", small_photos(tmp_path), "data.image_size=8", "data.channels=3")
+    assert (found.channels, found.image_size, found.notes) == (3, 8, {})
+
+
+def test_a_users_small_items_stay_as_they_are(names):
+    items = [(Image.new("L", (12, 12)), 1), (torch.zeros(1, 12, 12, dtype=torch.uint8), 0)]
+    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
+    found = opened("data.name=mine")
+    assert (found.channels, found.image_size) == (1, 12) and "images" in found.notes
+
+
+def test_what_other_programs_leave_among_images_is_skipped_and_counted(tmp_path):
+    root = small_photos(tmp_path)
+    plain = opened("data.name=imagefolder", root)
+    for name in ("._1.png", ".DS_Store", "Thumbs.db", "desktop.ini", ".ipynb_checkpoints/1.png", "__MACOSX/a/._1.png"):
+        (tmp_path / "train" / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / "a" / name).write_bytes(b"junk")
+    for folder in (tmp_path / "train", tmp_path / "val"):
+        for name in ("__MACOSX", ".ipynb_checkpoints"):
+            (folder / name).mkdir()
+            (folder / name / "._1.png").write_bytes(b"junk")
+    found = opened("data.name=imagefolder", root)
+    assert found.classes == ("a", "b") and torch.equal(found.train.images, plain.train.images)
+    assert found.notes["skipped"].startswith("10 hidden files and folders") and "skipped" not in plain.notes
+
+
+def test_one_class_is_nothing_to_learn(tmp_path):
+    one = small_photos(tmp_path / "one", classes=["a"])
+    with pytest.raises(SetupError, match=r"one class, 'a', and .* in a folder of its own, .*train/<class> and .*val/"):
+        opened("data.name=imagefolder", one)
+    deep = small_photos(tmp_path / "deep", splits=["train/all", "val/all"])
+    with pytest.raises(SetupError, match=r"'all', holding 2 folders of images \(a, b\): .*mv .*/train/all/\* "):
+        opened("data.name=imagefolder", deep)
+    lower = small_photos(tmp_path / "lower", splits=["train/pets/train", "train/pets/val", "val/pets/x"])
+    with pytest.raises(
+        SetupError, match=rf"2 folders of images \(train, val\): data\.root={tmp_path}/lower/train/pets$"
+    ):
+        opened("data.name=imagefolder", lower)
+
+
+def test_a_users_set_of_one_class_is_refused(names):
+    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    register_dataset("mine")(lambda data: (images, images, ["a"]))
+    with pytest.raises(RecipeError, match="gives 1 class names"):
+        opened("data.name=mine")
+
+
 def test_a_download_appears_whole_and_leaves_nothing_else(mirror, tmp_path):
     root = tmp_path / "data"
     root.mkdir()

@@ -3,13 +3,17 @@
 import csv
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from tests.commands import QUIET, ok, steps, trainer
 from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.evaluation import evaluate_run
 from trainer.recipe import load
-from trainer.run_folder import STEP_COLUMNS, RunFolder, StepsFile, write_atomically
+from trainer.run_folder import STEP_COLUMNS, RunFolder, StepsFile, as_before, write_atomically
 
 
 def recipe(folder, *words):
@@ -38,6 +42,7 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     first = RunFolder(recipe(tmp_path / "run"))
     first.write_recipe(recipe(tmp_path / "run"))
     first.close()
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(FolderInUseError, match="resume=auto"):
         RunFolder(recipe(tmp_path / "run"))
     with pytest.raises(RecipeError, match="batch_size: 96 there, 32 now"):
@@ -58,8 +63,84 @@ def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
     assert again.resuming
     again.close()
     monkeypatch.setattr("trainer.run_folder.job_id", lambda: "job 2")
+    (tmp_path / "run" / "last.safetensors").touch()
     with pytest.raises(FolderInUseError):
         RunFolder(recipe(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("words", [(), ("resume=auto",)])
+def test_a_run_that_saved_nothing_makes_way(tmp_path, words):
+    first = RunFolder(recipe(tmp_path / "run", "optimizer.lr=1"))
+    first.write_recipe(recipe(tmp_path / "run", "optimizer.lr=1"))
+    first.write_result({"status": "failed"})
+    (tmp_path / "run" / "notes.txt").write_text("the user's own")
+    (tmp_path / "run" / "checkpoints" / "step-00000001.tmp-1").mkdir(parents=True)
+    with pytest.raises(FolderInUseError, match="in use"):  # it may not have ended
+        RunFolder(recipe(tmp_path / "run"))
+    first.close()
+    again = RunFolder(recipe(tmp_path / "run", *words))
+    assert again.replaced and not again.resuming
+    assert sorted(path.name for path in again.path.iterdir()) == [".lock", "checkpoints", "notes.txt"]
+    again.write_recipe(recipe(tmp_path / "run"))
+    assert load(str(again.path)).optimizer.lr == load("digits").optimizer.lr
+    again.close()
+
+
+@pytest.mark.parametrize("kept", ["checkpoints/step-00000001/", "best.safetensors", "result.json", None])
+def test_what_a_run_saved_is_never_removed(tmp_path, kept):
+    (tmp_path / "run").mkdir()
+    if kept is None:  # a recipe of the user's own, in a folder that no run ever had
+        (tmp_path / "run" / "recipe.yaml").write_text(recipe("x").to_yaml())
+    else:
+        first = RunFolder(recipe(tmp_path / "run"))
+        first.write_recipe(recipe(tmp_path / "run"))
+        path = tmp_path / "run" / kept
+        path.mkdir(parents=True) if kept.endswith("/") else path.write_text('{"status": "completed"}')
+        first.close()
+    for _ in range(2):  # refusing must not make it ours
+        with pytest.raises(FolderInUseError, match="resume=auto"):
+            RunFolder(recipe(tmp_path / "run"))
+    assert (tmp_path / "run" / "recipe.yaml").exists()
+
+
+def test_a_continued_run_keeps_the_shape_of_its_images(tmp_path):
+    def photos(*words):
+        return recipe(tmp_path / "run", "data.name=imagefolder", *words)
+
+    first = RunFolder(photos())
+    first.write_recipe(photos("data.image_size=28", "data.channels=1"))
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    first.close()
+    assert (as_before(photos("resume=auto")).data.image_size, as_before(photos("resume=auto")).data.channels) == (28, 1)
+    assert as_before(photos("resume=auto", "data.image_size=32")).data.image_size == 32
+    assert as_before(photos()).data.image_size is None
+    with pytest.raises(RecipeError, match=r"data\.image_size: 28 there, 32 now"):
+        RunFolder(as_before(photos("resume=auto", "data.image_size=32")))
+
+
+def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path):
+    for path in [f"{split}/{label}/{n}.png" for split in ("train", "val") for label in "ab" for n in range(4)]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (28, 28), 100 * ("b/" in path)).save(tmp_path / path)
+    (tmp_path / "train" / "a" / "._1.png").write_bytes(b"junk")
+    (tmp_path / "train" / "__MACOSX").mkdir()
+    words = ["mode=single", "data.name=imagefolder", f"data.root={tmp_path}", "batch_size=4", "epochs=2", *QUIET]
+    words += [f"output={tmp_path}/run", "logging.verdict=false", "threads=1"]
+    failed = trainer(*words, "optimizer.lr=1e30")
+    assert failed.returncode == 5 and (tmp_path / "run" / "steps.csv").exists()
+    said = ok(*words, "optimizer.lr=0.01").stdout
+    assert "saved nothing; starting over" in said and "2 classes, 1 x 28 x 28" in said
+    assert "images   become 1 x 28 x 28 (8 looked at are gray, 28 x 28)" in said
+    assert "skipped  2 hidden files and folders of other programs (._1.png, __MACOSX)" in said
+    assert [row["step"] for row in steps(tmp_path / "run")] == ["1", "2", "3", "4"]
+    kept = load(str(tmp_path / "run"))
+    assert (kept.optimizer.lr, kept.data.image_size, kept.data.channels) == (0.01, 28, 1)
+    for path in tmp_path.glob("*/*/*.png"):  # later images change neither a continued run nor an evaluation
+        if not path.name.startswith("."):
+            Image.open(path).convert("RGB").resize((40, 30)).save(path)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    assert "1 x 28 x 28" in ok(*words, "optimizer.lr=0.01", "resume=auto").stdout
+    assert evaluate_run(str(tmp_path / "run"))["val_samples"] == 8
 
 
 def test_a_file_in_the_way(tmp_path):

@@ -46,6 +46,7 @@ def banner(run: Run) -> str:
         "model": f"{recipe.model.name}, {run.model_size:,} parameters ({', '.join(options)})",
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
         f"{len(data.classes)} classes, {data.channels} x {data.image_size} x {data.image_size}",
+        **data.notes,
         "batch": batch,
         "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
         + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),

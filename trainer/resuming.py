@@ -30,6 +30,8 @@ _SENSELESS = (
 def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
     """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow."""
     state = None
+    if isinstance(tracker, Tracker) and tracker.folder.replaced:
+        tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
     if isinstance(tracker, Tracker) and tracker.folder.resuming:
         state = checkpoint.newest(tracker.folder.path, tracker.say)
     if state is not None and "model" not in state.tensors:

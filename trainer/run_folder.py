@@ -20,6 +20,7 @@ from trainer.files import draft_of, opened, put, read, usable_json, why, writing
 from trainer.recipe import Recipe
 from trainer.world import job_id, place
 
+PHOTOS = {"data.image_size": 224, "data.channels": 3}
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
 MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
@@ -31,6 +32,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         resuming: whether the newest good checkpoint in it is to be continued.
+        replaced: whether a run that ended before it saved anything made way.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -41,6 +43,7 @@ class RunFolder:
             RecipeError: it is continued with a recipe that computes something else.
             SetupError: it cannot be written.
         """
+        self.replaced = False
         self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -69,6 +72,9 @@ class RunFolder:
             owner = ""
         used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
         restarted = place().restarts > 0 and owner == job_id()
+        if used and owner and not restarted and not self._saved():  # without an owner the files are the user's own
+            self._clear()
+            used, self.replaced = False, True
         resuming = used and (recipe.resume == "auto" or restarted)
         if used and not resuming:
             raise FolderInUseError(
@@ -83,15 +89,37 @@ class RunFolder:
             raise SetupError(f"{self.path} cannot be written ({error.strerror}); choose another output=") from None
         return resuming
 
+    def _saved(self) -> bool:
+        """Whether the run here left what cannot be had again: a checkpoint, weights, a final result."""
+        try:
+            checkpoints = os.listdir(self.path / "checkpoints")
+        except FileNotFoundError:
+            checkpoints = []
+        except OSError:
+            return True
+        weights = list(self.path.glob("*.safetensors"))
+        done = self.previous_result(lambda text: None).get("status") == "completed"
+        return done or bool(weights) or any(re.fullmatch(r"step-\d+", name) for name in checkpoints)
+
+    def _clear(self) -> None:
+        """Remove what a run that saved nothing wrote, so that nothing of it mixes with the next."""
+        written = ("recipe.yaml", "result.json", "steps.csv", "tuning.json", "timeline.*", "*events.out.tfevents.*")
+        for path in (path for pattern in written for path in self.path.glob(pattern)):
+            with suppress(OSError):
+                path.unlink()
+
     def _check_recipe(self, recipe: Recipe) -> None:
         file = self.path / "recipe.yaml"
         if not os.path.lexists(file):
             return
         try:
-            changes = recipes.changed_keys(recipes.load(str(file)), recipe)
+            before = recipes.load(str(file))
         except RecipeError as error:
             advice = "remove that file to continue with the recipe that you give now"
             raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
+        changes = recipes.changed_keys(before, recipe)
+        if before.data.name == "imagefolder":  # what null was before a run's recipe said it
+            changes = {key: found for key, found in changes.items() if found != (None, PHOTOS.get(key))}
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
@@ -126,6 +154,19 @@ class RunFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def as_before(recipe: Recipe) -> Recipe:
+    """The recipe with images of the shape that the run to be continued chose, where it does not say one itself."""
+    folder = Path(recipe.output or "").expanduser()
+    if recipe.resume is None or not (folder / "recipe.yaml").is_file() or not (folder / "checkpoints").is_dir():
+        return recipe
+    try:
+        before = recipes.load(str(folder / "recipe.yaml")).data
+    except RecipeError:
+        return recipe  # a folder that cannot be continued, as it says when it is opened
+    chosen = {key: getattr(before, key) for key in ("image_size", "channels") if getattr(recipe.data, key) is None}
+    return recipe.replace(**{f"data__{key}": value for key, value in chosen.items()})
 
 
 def fresh_folder(recipe: Recipe) -> Path:

@@ -25,7 +25,7 @@ from trainer.precision import set_precision
 from trainer.randomness import seed_everything, seed_ranks
 from trainer.recipe import Recipe
 from trainer.run import Run
-from trainer.run_folder import RunFolder
+from trainer.run_folder import RunFolder, as_before
 from trainer.speed_test import speed_recipe
 from trainer.tracking import NullTracker, Tracker
 from trainer.world import World, keep_freed_memory, locate
@@ -76,7 +76,10 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     keep_freed_memory()
     seed_everything(recipe.seed, recipe.deterministic)
     set_precision(recipe.precision)
+    recipe = as_before(recipe)
     data = open_datasets(recipe)
+    if "images" in data.notes:  # a look at them chose: from here on the recipe says so
+        recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
     world = locate(recipe)
     steps = steps_per_epoch(len(data.train), recipe, strategies.create(recipe, world).shard())
     tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
 from trainer.checks import DATASETS
 from trainer.data import order
 from trainer.data.downloads import PUBLISHED, load_published
-from trainer.data.folders import IMAGENET, open_folder, statistics
+from trainer.data.folders import IMAGENET, Shape, image_shape, open_folder, shape_of, statistics
 from trainer.data.images import from_item, with_channels
 from trainer.data.sets import Datasets, ImageSet, PhotoSource
 from trainer.errors import RecipeError, SetupError
@@ -24,6 +26,7 @@ from trainer.recipe import DataRecipe, Recipe, nearest
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20
+ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size; each is made in full
 
 Maker = Callable[[DataRecipe], Any]
 _registered: dict[str, Maker] = {}
@@ -61,7 +64,7 @@ def open_datasets(recipe: Recipe) -> Datasets:
     if data.root is not None and not Path(data.root).expanduser().is_dir():
         raise SetupError(f"data.root={data.root} is not a folder on this machine; type data.root=FOLDER of one that is")
     if data.name in _registered:
-        return _from_user(data, _registered[data.name](data))
+        return _from_user(recipe, _registered[data.name](data))
     if data.name in PUBLISHED:
         known = PUBLISHED[data.name]
         train, val, classes = load_published(data)
@@ -144,7 +147,8 @@ class UserItems:
         return image, label
 
 
-def _from_user(data: DataRecipe, made: Any) -> Datasets:
+def _from_user(recipe: Recipe, made: Any) -> Datasets:
+    data = recipe.data
     if isinstance(made, Datasets):
         return made
     if not isinstance(made, tuple) or len(made) != 3:
@@ -160,9 +164,7 @@ def _from_user(data: DataRecipe, made: Any) -> Datasets:
     if all(pairs):
         for part in parts:
             _check_pair(data.name, part, len(classes))
-        return _in_memory(data, parts[0], parts[1], classes, _measured(parts[0][0]), split)
-    channels, size = data.channels or 3, data.image_size or 224
-    mean, std = statistics(*IMAGENET, channels)
+        return _in_memory(data, parts[0], parts[1], _several(data, classes), _measured(parts[0][0]), split)
     sources: list[ImageSet | PhotoSource] = []
     for part, pair, role in zip(parts, pairs, ("training set", "held-out set"), strict=True):
         if pair:
@@ -172,7 +174,28 @@ def _from_user(data: DataRecipe, made: Any) -> Datasets:
                 f"data.name={data.name}: its {role} must have items and a length above 0, found {type(part).__name__}"
             )
         sources.append(UserItems(part, f"{data.name}, {role}", len(classes)))
-    return Datasets(data.name, sources[0], sources[1], classes, channels, size, mean, std, False, split)
+    channels, size, notes = image_shape(recipe, _item_shapes(parts[0]))
+    mean, std = statistics(*IMAGENET, channels)
+    classes = _several(data, classes)
+    return Datasets(data.name, sources[0], sources[1], classes, channels, size, mean, std, False, split, notes)
+
+
+def _several(data: DataRecipe, classes: tuple[str, ...]) -> tuple[str, ...]:
+    if len(classes) < 2:
+        raise RecipeError(
+            f"data.name={data.name}: its function gives {len(classes)} class names; a classifier tells at least 2 apart"
+        )
+    return classes
+
+
+def _item_shapes(items: Any) -> list[Shape]:
+    """(channels, height, width) of some of a user's items."""
+    shapes: list[Shape] = []
+    for index in range(0, len(items), max(1, len(items) // ITEMS_LOOKED_AT)):
+        with suppress(Exception):  # what is wrong with an item is said where it is read
+            image = items[index][0]
+            shapes.append(shape_of(image) if isinstance(image, Image.Image) else tuple(image.shape))
+    return shapes
 
 
 def _check_pair(name: str, pair: Sequence[Tensor], classes: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +13,22 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trainer.checkpoint import read_weights
+from trainer.checks import torchvision_classifiers
 from trainer.data.images import formats, read_image, reason
 from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
 from trainer.data.sets import Datasets, ImageSet
-from trainer.errors import SetupError
+from trainer.errors import CheckpointError, SetupError
 from trainer.recipe import Recipe
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 2**30
+PHOTO = 224  # pixels along a side that photos are brought to
+LOOKED_AT = 100  # headers of images, to choose a size
+GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
+JUNK = ("__MACOSX", "Thumbs.db", "desktop.ini")  # and what begins with a dot: other programs leave these behind
+
+Shape = tuple[int, int, int]  # channels, height, width
 
 
 class PhotoFolder:
@@ -58,15 +68,20 @@ def open_folder(recipe: Recipe) -> Datasets:
     held_out = next((name for name in ("val", "test") if (root / name).is_dir()), None)
     if held_out is None or not (root / "train").is_dir():
         raise SetupError(f"{root} needs the folders train and val (or test), with a folder of images for each class")
-    suffixes = readable_suffixes()
-    classes, train = scan(root / "train", suffixes)
-    others, val = scan(root / held_out, suffixes)
+    suffixes, junk = readable_suffixes(), list[str]()
+    classes, train = scan(root / "train", suffixes, junk)
+    others, val = scan(root / held_out, suffixes, junk)
     for name in sorted(set(classes) ^ set(others)):
         here, there = ("train", held_out) if name in classes else (held_out, "train")
         raise SetupError(f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes")
-    size, channels = recipe.data.image_size or 224, recipe.data.channels or 3
+    if len(classes) == 1:
+        raise SetupError(_one_class(root, held_out, classes[0], train))
+    channels, size, notes = image_shape(recipe, header_shapes(train))
     bytes_needed = (len(train) + len(val)) * size * size * channels
     tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
+    if junk:
+        named = ", ".join(sorted(set(map(os.path.basename, junk)))[:4])
+        notes["skipped"] = f"{len(junk)} hidden files and folders of other programs ({named})"
     mean, std = statistics(*IMAGENET, channels)
     return Datasets(
         name="imagefolder",
@@ -79,7 +94,77 @@ def open_folder(recipe: Recipe) -> Datasets:
         std=std,
         synthetic=False,
         split=str(root / held_out),
+        notes=notes,
     )
+
+
+def _one_class(root: Path, held_out: str, name: str, train: PhotoFolder) -> str:
+    """What to say of a data set with one class, in which there is nothing to tell apart."""
+    only = root / "train" / name
+    inside = sorted({train.where(index)[len(str(only)) + 1 :].split(os.sep)[0] for index in range(len(train))})
+    folders = [entry for entry in inside if (only / entry).is_dir()]
+    if not folders:
+        return (
+            f"{root / 'train'} holds one class, '{name}', and a classifier tells classes apart: "
+            f"put the images of each in a folder of its own, {root / 'train'}/<class> and {root / held_out}/<class>"
+        )
+    found = f"{root / 'train'} holds one class, '{name}', holding {len(folders)} folders of images ({_few(folders)})"
+    if "train" in folders and {"val", "test"} & set(folders):
+        return f"{found}: data.root={only}"
+    return f"{found}: they are the classes if they lie one level higher, " + " and ".join(
+        f"mv {root / split / name}/* {root / split}/" for split in ("train", held_out)
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+
+
+def header_shapes(folder: PhotoFolder) -> list[Shape]:
+    """(channels, height, width) of some of the images, as their headers tell; none is decoded."""
+    shapes = []
+    for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
+        with suppress(Exception), warnings.catch_warnings():  # what cannot be read is found in training
+            warnings.simplefilter("ignore")
+            with Image.open(folder.where(index)) as image:
+                shapes.append(shape_of(image))
+    return shapes
+
+
+def shape_of(image: Image.Image) -> Shape:
+    return (1 if image.mode in GRAY else 3), image.height, image.width
+
+
+def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str, str]]:
+    """Channels and size to bring images to, and what to say of it.
+
+    What the recipe says; else small square images of one size stay as they are, gray ones gray, and everything else
+    becomes what photos are commonly brought to, 3 x 224 x 224, as it does where the model's starting weights or
+    torchvision's models want that.
+    """
+    data, model, sizes = recipe.data, recipe.model, {shape[1:] for shape in shapes}
+    height, width = next(iter(sizes)) if len(sizes) == 1 else (PHOTO, PHOTO)
+    small = height == width < PHOTO and model.weights is None
+    gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
+    coloured = model.weights or model.name in torchvision_classifiers()
+    channels = data.channels or (1 if gray and not coloured and _reads_gray(model.init_from) else 3)
+    size = data.image_size or (height if small else PHOTO)
+    if (data.image_size and data.channels) or not shapes:
+        return channels, size, {}
+    found = f"{len(shapes)} looked at are {'gray' if gray else 'in colour'}, "
+    found += f"{height} x {width}" if len(sizes) == 1 else "of several sizes"
+    keys = [f"data.{key}=" for key in ("channels", "image_size") if getattr(data, key) is None]
+    note = f"become {channels} x {size} x {size} ({found}); {' and '.join(keys)} choose otherwise"
+    return channels, size, {"images": note}
+
+
+def _reads_gray(init_from: str | None) -> bool:
+    """Whether weights to start from, if any, are those of a model of gray images."""
+    if init_from is None:
+        return True
+    with suppress(CheckpointError):  # building the model says what is wrong with them
+        return read_weights(Path(init_from).expanduser())[1].get("channels") == "1"
+    return False
 
 
 def statistics(
@@ -114,33 +199,43 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
     return os.path.commonpath([target, here]) != target
 
 
-def scan(folder: Path, suffixes: frozenset[str]) -> tuple[list[str], PhotoFolder]:
-    """The class folders in alphabetical order, and their images, subfolders included, in order too."""
+def is_junk(name: str) -> bool:
+    """Whether a file or folder is one that a system or program left among the user's: ._IMG.jpg, .DS_Store."""
+    return name.startswith(".") or name in JUNK
+
+
+def scan(folder: Path, suffixes: frozenset[str], junk: list[str]) -> tuple[list[str], PhotoFolder]:
+    """The class folders in alphabetical order, and their images, subfolders included, in order too.
+
+    Paths of what other programs left there are added to `junk`.
+    """
     try:
-        classes = sorted(
-            entry.name for entry in os.scandir(folder) if is_folder(entry) and not entry.name.startswith(".")
-        )
-        files = [sorted(_images(os.path.join(folder, name), name, suffixes)) for name in classes]
+        with os.scandir(folder) as entries:
+            found = list(entries)
+        junk += [entry.path for entry in found if is_junk(entry.name)]
+        classes = sorted(entry.name for entry in found if is_folder(entry) and not is_junk(entry.name))
+        files = [sorted(_images(os.path.join(folder, name), name, suffixes, junk)) for name in classes]
     except OSError as error:
         raise SetupError(f"{error.filename or folder} cannot be listed: {error.strerror}") from None
     if not classes:
         raise SetupError(
             f"{folder} holds no class folders; put each class's images in a folder of its own, {folder}/<class>/*.jpg"
         )
-    for name, found in zip(classes, files, strict=True):
-        if not found:
+    for name, images in zip(classes, files, strict=True):
+        if not images:
             raise SetupError(
                 f"{folder / name} holds no images; remove the folder or put images there (any kind Pillow reads)"
             )
     return classes, PhotoFolder(folder, files)
 
 
-def _images(folder: str, below: str, suffixes: frozenset[str]) -> Iterator[str]:
+def _images(folder: str, below: str, suffixes: frozenset[str], junk: list[str]) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if is_folder(entry):
-                if not entry.name.startswith("."):
-                    yield from _images(entry.path, f"{below}/{entry.name}", suffixes)
+            if is_junk(entry.name):
+                junk.append(entry.path)
+            elif is_folder(entry):
+                yield from _images(entry.path, f"{below}/{entry.name}", suffixes, junk)
             elif os.path.splitext(entry.name)[1].lower() in suffixes:
                 yield f"{below}/{entry.name}"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from dataclasses import dataclass
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -98,3 +98,4 @@ class Datasets:
     std: tuple[float, ...]
     synthetic: bool
     split: str  # what is held out, in words
+    notes: Mapping[str, str] = field(default_factory=dict)  # what a run's banner should say of them, by title

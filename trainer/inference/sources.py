@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.data import Datasets, ImageSet, PhotoSource
-from trainer.data.folders import is_folder, readable_suffixes
+from trainer.data.folders import is_folder, is_junk, readable_suffixes
 from trainer.data.order import own_span
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 
@@ -158,7 +158,7 @@ def _labelled(paths: Any, classes: Sequence[str]) -> Iterator[Item]:
 def _below(folder: str, suffixes: frozenset[str]) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.startswith("."):
+            if is_junk(entry.name):
                 continue
             if is_folder(entry):
                 yield from _below(entry.path, suffixes)

@@ -1,6 +1,7 @@
 """Plans against the real thing: models, optimizers, checkpoints, the profiler's memory events, torch's schedules."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +19,14 @@ from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
 from trainer.models import build
 from trainer.optimization import build_optimizer, optimizer_state
-from trainer.planning import amounts, schedules
+from trainer.planning import amounts, schedules, summary
 from trainer.planning.images import describe
 from trainer.planning.layout import every_mode, lay_out
 from trainer.planning.memory import footprint
 from trainer.planning.shadow import Shadow
 from trainer.strategies import create
 from trainer.strategies.orders import Task, issue_order
+from trainer.words import split
 from trainer.world import Place, World
 
 MODELS = {
@@ -679,3 +681,25 @@ def test_torchvisions_families(name):
     strategy.forward_backward(batch, 1 / 4)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 4))
     assert shadow.whole(4, gradients=True).peak == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (None, []),
+        (None, ["mode=single"]),
+        ("digits", ["optimizer.lr=0.05", "devices=[cpu,cpu]", "mode=split", "data.root='007'", "ema=0.9"]),
+        ("digits", ["model.init_from='a b, c.safetensors'", "save.every_epochs=null", "augment.crop_scale=[0.5, 1]"]),
+        ("resnet50", ["mode=pipeline"]),
+    ],
+)
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "api"])
+def test_the_commands_mean_the_recipe(name, words, typed):
+    recipe = load_recipe(name, *words)
+    given = [*([f"recipe={name}"] if name else []), *words] if typed else []
+    if typed and not given:
+        pytest.skip("nothing typed is the other case")
+    for command in summary.commands(recipe, lay_out(recipe, 2 if recipe.many_processes else None), given):
+        own, rest = split(shlex.split(command)[shlex.split(command).index("trainer") + 1 :], ("recipe", "nproc"))
+        meant = recipe.replace(data__root="FOLDER") if name == "resnet50" else recipe
+        assert (own or rest) and load_recipe(own.get("recipe"), *rest) == meant

@@ -97,7 +97,7 @@ class AugmentRecipe(_Section):
     crop_scale: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=2, max_length=2)] = [0.08, 1.0]
     hflip: Probability = 0.0
     auto: Literal["none", "trivial", "rand", "autoaugment"] = "none"
-    mixup: Amount = 0.0  # alpha of Beta(alpha, alpha); 0 is off
+    mixup: Amount = 0.0  # alpha of Beta(alpha, alpha), drawn for each pair of images, not once a batch; 0 is off
     cutmix: Amount = 0.0
     erase: Probability = 0.0
 
@@ -112,7 +112,7 @@ class OptimizerRecipe(_Section):
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     momentum: Decay = 0.9  # sgd
     nesterov: bool = False  # sgd
-    weight_decay: Amount = 0.0
+    weight_decay: Amount = 0.0  # of all parameters
     norm_weight_decay: Amount | None = None  # of normalisation layers and biases; null: as weight_decay
     betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.999]  # adam
     eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8  # adam
@@ -187,7 +187,7 @@ class Recipe(_Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     channels_last: bool = True
     compile: bool = False
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None  # decay; after n steps at most (1 + n) / (10 + n)
     clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     sync_bn: bool = False
     pipeline: PipelineRecipe = PipelineRecipe()
@@ -248,6 +248,19 @@ class Recipe(_Section):
                 node = node.setdefault(parent, {})
             node[last] = value
         return _validated(tree, self._name)
+
+
+def words_of(recipe: Recipe) -> list[str]:
+    """What to type for a recipe: its name where it is a shipped one, and every key that differs from that."""
+    shipped = recipe.name in shipped_recipes()
+    was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
+
+    def typed(value: Any) -> str:
+        text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
+        return text.removesuffix("...\n").strip()
+
+    changed = [f"{key}={typed(value)}" for key, value in now.items() if value != was[key]]
+    return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
 
 
 # What a continued run may change: where it runs and what it writes, never what it computes.

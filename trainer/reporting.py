@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import time
 from typing import Any
 
@@ -163,7 +164,8 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
     text += _verdict_line(result)
     text += f"\n  weights  {folder}/last.safetensors"
     if run.recipe.logging.tensorboard:
-        text += f"\n  watch    {os.environ.get('TRAINER_TENSORBOARD', 'python -m tensorboard.main')} --logdir {folder}"
+        command = os.environ.get("TRAINER_TENSORBOARD", "python -m tensorboard.main")
+        text += f"\n  watch    {command} --logdir {shlex.quote(str(folder))}"
     return text
 
 

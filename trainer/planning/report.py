@@ -41,6 +41,8 @@ def text(found: Mapping[str, Any]) -> str:
         lines += [line for note in found["assumptions"] for line in _bullet(note)]
     lines += ["", "  to train"]
     lines += [f"    {command}" for command in found["commands"]]
+    if found["needs_folder"]:
+        lines.append("    FOLDER holds train/<class> and val/<class>; without data.root= only the speed is measured")
     return "\n".join(lines)
 
 

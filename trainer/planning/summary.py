@@ -17,7 +17,7 @@ from trainer.planning.layout import Layout, every_mode
 from trainer.planning.measured import from_run, ring
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, words_of
 
 
 def summarise(
@@ -86,6 +86,7 @@ def summarise(
         "scaling": [] if source is None else forecast.scaling(shadow, layout, source, bandwidth),
         "predicted_samples_per_sec": None if predicted is None else recipe.batch_size / predicted.step,
         "commands": commands(recipe, layout, words),
+        "needs_folder": needs_folder(recipe),
         "assumptions": [*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
         "modes": _modes(shadow, recipe, nproc, room) if every else None,
     }
@@ -188,9 +189,16 @@ def _prediction(recipe: Recipe, predicted: Forecast) -> dict[str, Any]:
     }
 
 
+def needs_folder(recipe: Recipe) -> bool:
+    """Whether training needs images that the words do not name yet; it would measure its speed on others."""
+    return recipe.data.name == "imagefolder" and recipe.data.root is None
+
+
 def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     """What to type: with a launcher of ours, and under torchrun where there are several processes."""
-    typed = list(words) or [f"recipe={recipe.name}", f"mode={recipe.mode}"]
+    typed = list(words) or words_of(recipe)
+    if needs_folder(recipe):
+        typed.append("data.root=FOLDER")
     base = "-m trainer " + shlex.join(typed)
     if layout.processes == 1:
         return [f"python {base}" + " nproc=1" * recipe.many_processes]

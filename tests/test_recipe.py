@@ -215,6 +215,20 @@ def test_recipes_are_found(tmp_path: Path) -> None:
     assert "recipe=" in line(load, "x" * 5000)
 
 
+def test_shipped_recipes_say_what_weight_decay_acts_on() -> None:
+    for name, path in recipes.shipped_recipes().items():
+        assert not load(name).optimizer.weight_decay or "norm_weight_decay" in path.read_text(encoding="utf-8"), name
+
+
+def test_the_words_for_torchvisions_first_recipe_work() -> None:
+    comments = [
+        text[2:] for text in recipes.find("resnet50").read_text(encoding="utf-8").splitlines() if text[0] == "#"
+    ]
+    words = [word for text in comments for word in text.split() if "=" in word]
+    changed = load("resnet50", *words)
+    assert len(words) == 5 and changed.optimizer.norm_weight_decay is None and changed.schedule.name == "step"
+
+
 def test_every_shipped_recipe_has_a_description_and_is_valid() -> None:
     shipped = recipes.shipped_recipes()
     assert "digits" in shipped

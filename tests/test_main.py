@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import subprocess
@@ -166,11 +167,26 @@ class OutOfMemoryError(RuntimeError):
         ),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "torch or torchvision cannot be loaded (No"),
         (ImportError("mine.so: undefined symbol"), 1, "ImportError: mine.so: undefined symbol"),
+        (
+            RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set"),
+            2,
+            "deterministic=true: torch has no deterministic adaptive_avg_pool2d_backward_cuda (of AdaptiveAvgPool2d "
+            "layers): use deterministic=false, devices=[cpu], or a model",
+        ),
+        (
+            RuntimeError(
+                "Deterministic behavior was enabled ..., but this operation is not deterministic because it "
+                "uses CuBLAS and you have CUDA >= 10.2"
+            ),
+            2,
+            "deterministic=true: set CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        ),
         (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
         (RuntimeError("size mismatch"), 1, "RuntimeError: size mismatch"),
     ],
 )
 def test_explain(error: BaseException, code: int, expected: str) -> None:
+    importlib.import_module("torch.nn")  # whose layers are looked up by name
     line, found = cli.explain(error)
     assert found == code
     assert line.startswith(expected)

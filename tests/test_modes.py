@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from safetensors.torch import load_file
 from tests.commands import PROJECT, QUIET, environment, losses, ok, result, trainer
 from tests.test_training import SAME
 from trainer.checks import OPTIONS, REFUSED, SPLIT_BACKWARD, VIRTUAL, check_processes
+from trainer.data import Shard
 from trainer.errors import RecipeError
 from trainer.recipe import load
+from trainer.reporting import few_for_batch_norm
 from trainer.strategies.pipeline import SCHEDULES
 
 # -------------------------------------------------------------------------------------------- modes x models
@@ -390,3 +393,44 @@ def test_a_model_that_cannot_be_cut(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "model.name=branching cannot be cut into stages: " in done.stderr and "use mode=ddp" in done.stderr
     ok(*words, "mode=single", f"output={tmp_path / 'single'}", cwd=tmp_path)
+
+
+def test_what_a_stage_raises_is_told_as_anywhere_else(tmp_path):
+    """Torch wraps it; here a layer without a deterministic kernel."""
+    plugin = ["plugin=tests.unlucky_models", "model.name=scattered", "deterministic=true", f"output={tmp_path}"]
+    done = trainer("recipe=digits", "mode=pipeline", "nproc=2", "pipeline.microbatches=2", "max_steps=2", *plugin)
+    assert done.returncode == 2, done.stderr
+    assert "error: deterministic=true: torch has no deterministic put_: use deterministic=false, or" in done.stderr
+
+
+def test_small_parts_for_batch_norm_are_told(tmp_path):
+    words = ["mode=pipeline", "pipeline.microbatches=4", "batch_size=32", "max_steps=1", "model.name=cnn"]
+    said = ok("recipe=digits", *words, *QUIET, f"output={tmp_path / 'run'}").stdout
+    assert "batchnorm mean and variance are of 8 images at a time" in said
+    assert "Try pipeline.microbatches=2 or fewer, a larger batch_size, or a model without BatchNorm (cnn_gn" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "norms", "images", "first"),
+    [
+        ("mode=single batch_size=8", 1, True, None, ""),  # as the recipe says
+        ("mode=single batch_size=64 accumulate=8", 1, True, 8, "a larger batch_size, a smaller accumulate,"),
+        ("mode=ddp batch_size=64", 8, True, 8, "sync_bn=true, a larger batch_size,"),
+        ("mode=ddp batch_size=128", 8, True, None, ""),
+        ("mode=ddp batch_size=64", 8, False, None, ""),
+        ("mode=ddp batch_size=64 sync_bn=true", 8, True, None, ""),
+        ("mode=ddp batch_size=64 sync_bn=true accumulate=8", 8, True, 8, "a larger batch_size, a smaller accumulate,"),
+        ("mode=local_sgd batch_size=4", 4, True, 1, "a larger batch_size,"),
+        ("mode=pipeline batch_size=64 pipeline.split_size=8", 1, True, 8, "pipeline.microbatches=4 or fewer,"),
+        ("mode=pipeline batch_size=64 pipeline.split_size=8", 4, True, 8, "a larger batch_size,"),
+    ],
+)
+def test_parts_that_are_small_for_batch_norm(words, parts, norms, images, first):
+    recipe = load(None, *words.split())
+    facts = {"pipeline": {"split_size": recipe.pipeline.split_size}}
+    strategy = SimpleNamespace(shard=lambda: Shard(0, parts), batch_norm=norms, facts=lambda: facts)
+    said = few_for_batch_norm(SimpleNamespace(recipe=recipe, strategy=strategy, world=None))
+    if images is None:
+        assert said is None
+    else:
+        assert f"are of {images} image" in said and f"Try {first}" in said

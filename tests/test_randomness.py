@@ -1,5 +1,6 @@
 """Random states come back exactly."""
 
+import os
 import random
 
 import numpy as np
@@ -41,3 +42,17 @@ def test_ranks_differ_and_rank_0_is_the_single_process():
         random.setstate(state[0])
         np.random.set_state(state[1])
         torch.set_rng_state(state[2])
+
+
+def test_deterministic_kernels_of_cublas_need_no_variable_to_be_typed(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda wanted: None)
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        seed_everything(3, deterministic=True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own stays
+        seed_everything(3, deterministic=True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    finally:
+        torch.backends.cudnn.benchmark = benchmark

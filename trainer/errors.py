@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 import traceback
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
@@ -153,9 +154,10 @@ def _nondeterministic(text: str) -> str | None:
         operation = found[1]
         words = re.sub("_(backward|forward|out|cuda|template|with_indices)", "", operation).split("_")
         layer = "".join(word[:1].upper() + word[1:] for word in words)
+        known = hasattr(sys.modules.get("torch.nn"), layer)
         return (
-            f"deterministic=true: torch has no deterministic {operation} (the work of {layer}) on this device: "
-            "use deterministic=false, devices=[cpu], or a model without it (resnet18, vit_b_16)"
+            f"deterministic=true: torch has no deterministic {operation}{f' (of {layer} layers)' if known else ''}: "
+            f"use deterministic=false{', devices=[cpu]' if 'cuda' in operation else ''}, or a model without it"
         )
     if "not deterministic because it uses CuBLAS" in text:
         return "deterministic=true: set CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8, or leave it unset, which is the same"

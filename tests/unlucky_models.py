@@ -1,0 +1,45 @@
+"""A plugin: models with a layer that fails in one way, for what a user is told then."""
+
+import torch
+from torch import nn
+
+from trainer import register_model
+
+
+class Scattered(nn.Module):
+    """Copies its input by an operation that has no deterministic kernel on any device."""
+
+    def forward(self, x):
+        places = torch.arange(x.numel(), device=x.device)
+        return torch.zeros_like(x).put_(places, x.detach()) + x
+
+
+class Greedy(nn.Module):
+    """Wants more memory than there is, once it trains on more than 2 images."""
+
+    def forward(self, x):
+        return x * greedy(x)
+
+
+def greedy(x):
+    if torch.is_grad_enabled() and x.requires_grad and len(x) > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
+    return 1
+
+
+torch.fx.wrap("greedy")
+
+
+def chain(layer, channels, size, classes):
+    rows = channels * size * size
+    return nn.Sequential(nn.Flatten(), nn.Linear(rows, 8), layer, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes))
+
+
+@register_model("scattered")
+def scattered(classes, channels, size):
+    return chain(Scattered(), channels, size, classes)
+
+
+@register_model("greedy")
+def a_greedy_one(classes, channels, size):
+    return chain(Greedy(), channels, size, classes)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data import order
 from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
@@ -98,6 +99,31 @@ def test_automatic_policies_follow_the_sample_and_leave_the_generator_alone(poli
     assert torch.equal(found[0], found[2]) and torch.equal(found[4], again)
     assert any(not torch.equal(a, b) for a, b in zip(found, pictures, strict=True))
     assert all(image.shape == (channels, 16, 16) and image.dtype == torch.uint8 for image in found)
+
+
+@pytest.mark.parametrize("policy", ["trivial", "rand", "autoaugment"])
+@pytest.mark.parametrize("shape", [(24, 40, 3), (8, 8, 1)])
+def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
+    """To the last bit, in every operation, with far fewer kernels than images have operations."""
+    pictures = torch.randint(0, 256, (160, *shape), dtype=torch.uint8)
+    pictures[:60], pictures[60:70] = pictures[:60, :, :, :1], 7  # grey ones, and one colour
+    index, whole = np.arange(160), pictures.clone()
+
+    class Kernels(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), words=None):
+            large = any(isinstance(one, torch.Tensor) and one.numel() >= pictures[0].numel() for one in arguments)
+            self.count += large and not function.is_view
+            return function(*arguments, **(words or {}))
+
+    with private_random_state(), Kernels() as kernels:
+        whole = Auto(AugmentRecipe(auto=policy), 0, 3, index).batch(whole)
+    with private_random_state():
+        auto = Auto(AugmentRecipe(auto=policy), 0, 3, index)
+        alone = [auto(row, image.permute(2, 0, 1)).permute(1, 2, 0) for row, image in enumerate(pictures)]
+    assert [row for row in range(160) if not torch.equal(whole[row], alone[row])] == []
+    assert kernels.count < 2 * len(pictures)
 
 
 @pytest.mark.parametrize(("shape", "size"), [((3, 300, 400), 224), ((3, 50, 20), 32), ((1, 32, 32), 32)])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.data import order
+from trainer.data import order, policies
 from trainer.data.order import Array, Mix
 from trainer.recipe import AugmentRecipe
 
@@ -56,6 +56,22 @@ class Auto:
         torch.default_generator.manual_seed(self.seeds[row])
         return self.policy(image)
 
+    def batch(self, images: Tensor) -> Tensor:
+        """All of (n, H, W, C) images, in place, as each alone."""
+        if self.policy is None:
+            return images
+        draw, stand_in = policies.recorded(self.policy), torch.empty(images.shape[1:], dtype=torch.uint8)
+        plans = []
+        for seed in self.seeds:
+            torch.default_generator.manual_seed(seed)
+            plans.append(draw(stand_in.permute(2, 0, 1)))
+        return policies.apply(images, plans)
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copied without waiting for what the device still has to do."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -68,7 +84,7 @@ class Draws:
     @classmethod
     def of(cls, recipe: AugmentRecipe, seed: int, epoch: int, index: Array, size: int, device: torch.device) -> Draws:
         def moved(values: Array) -> Tensor:
-            return torch.from_numpy(values).to(device)
+            return on_device(torch.from_numpy(values), device)
 
         low, high = recipe.crop_scale
         shift = order.shifts(seed, epoch, index, recipe.crop_padding) if recipe.crop == "pad" else None
@@ -140,11 +156,13 @@ def resized_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     """Cut a box out of each (n, H, W, C) uint8 image and enlarge it to the image's size, bilinearly."""
     height, width = batch.shape[1:3]
     top, left, h, w = boxes.to(torch.float32).unbind(1)
-    theta = torch.zeros(len(batch), 2, 3, device=batch.device)
+    # On a GPU in float64: affine_grid multiplies matrices, which in float32 may round to TF32.
+    kind = torch.float64 if batch.device.type == "cuda" else torch.float32
+    theta = torch.zeros(len(batch), 2, 3, device=batch.device, dtype=kind)
     theta[:, 0, 0], theta[:, 0, 2] = w / width, (2 * left + w) / width - 1
     theta[:, 1, 1], theta[:, 1, 2] = h / height, (2 * top + h) / height - 1
     images = batch.permute(0, 3, 1, 2).float()
-    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False).float()
     cut = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
     return cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
@@ -216,11 +234,11 @@ class Finish:
         return paired if len(paired) == len(rows) else torch.cat([paired, rows[len(paired) :]])
 
     def _column(self, values: Array) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)[:, None]
+        return on_device(torch.from_numpy(values), self.device)[:, None]
 
     def _inside(self, boxes: Array, size: int) -> Tensor:
         """(n, 1, size, size) bool: the pixels inside each (top, left, height, width)."""
-        top, left, height, width = torch.from_numpy(boxes).to(self.device, non_blocking=True)[:, :, None].unbind(1)
+        top, left, height, width = on_device(torch.from_numpy(boxes), self.device)[:, :, None].unbind(1)
         at = torch.arange(size, device=self.device)
         rows, columns = (at >= top) & (at < top + height), (at >= left) & (at < left + width)
         return (rows[:, None, :, None]) & (columns[:, None, None, :])

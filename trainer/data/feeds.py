@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.augment import Auto, Draws, Gallery, private_random_state
+from trainer.data.augment import Auto, Draws, Gallery, on_device, private_random_state
 from trainer.data.order import Array
 from trainer.data.photos import Failure
 from trainer.data.sets import ImageSet, LabelledSource, PhotoSource
@@ -51,7 +51,7 @@ class MemoryFeed:
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
         for block in _blocks(batches, self._rows):
             index = np.concatenate(block)
-            at = torch.from_numpy(index % self._pool).to(self._device)
+            at = on_device(torch.from_numpy(index % self._pool), self._device)
             labels = self._labels[at]
             draws = Draws.of(self._augment, self._seed, epoch, index, self._gallery.width, self._device)
             stop = 0
@@ -59,23 +59,18 @@ class MemoryFeed:
                 start, stop = stop, stop + len(batch)
                 images = self._gallery.take(at[start:stop], draws.rows(start, stop))
                 if self._augment.auto != "none":
-                    images = self._auto(images, epoch, batch)
+                    with private_random_state():
+                        images = Auto(self._augment, self._seed, epoch, batch).batch(images)
                 yield images, labels[start:stop]
 
     def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
         for start, stop in spans:
-            at = torch.from_numpy(_padded(start, self._rows, self._length) % self._pool).to(self._device)
+            index = _padded(start, self._rows, self._length) % self._pool
+            at = on_device(torch.from_numpy(index), self._device)
             yield self._gallery.take(at, Draws(None, None, None)), self._labels[at], stop - start
 
     def close(self) -> None:
         """Nothing to end."""
-
-    def _auto(self, images: Tensor, epoch: int, index: Array) -> Tensor:
-        auto = Auto(self._augment, self._seed, epoch, index)
-        with private_random_state():
-            for row, image in enumerate(images):
-                images[row] = auto(row, image.permute(2, 0, 1)).permute(1, 2, 0)
-        return images
 
 
 class LabelFeed:
@@ -100,7 +95,7 @@ class LabelFeed:
         """Nothing to end."""
 
     def _of(self, index: Array) -> Tensor:
-        return self._labels[torch.from_numpy(index % len(self._labels)).to(self._device)]
+        return self._labels[on_device(torch.from_numpy(index % len(self._labels)), self._device)]
 
 
 class NoFeed:

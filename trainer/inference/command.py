@@ -47,6 +47,7 @@ from trainer.words import split
 from trainer.world import Place, World, cores, cuda_for, place
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
+DECODERS = 32  # threads that decode for one GPU, at most
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,9 @@ def run(trained: Trained, folder: Path, me: Place) -> None:
     written = Rows(folder, me.rank, recipe.predict.format, trained.classes, settings)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
-    labeller = Labeller(trained.model, trained.preparation, recipe, inputs.source)
+    beside = any(name != "cpu" for name in devices)  # CPU workers have a core each, for decoding and for the model
+    threads = max(1, min(DECODERS, cores() // (len(devices) * me.local_size))) if beside else 1
+    labeller = Labeller(trained.model, trained.preparation, recipe, inputs.source, threads)
     watch = Watch(folder, inputs.count, recipe.logging, devices, me.is_main, written.done)
     begun = time.perf_counter()
     signal.signal(signal.SIGTERM, _terminated)
@@ -236,7 +239,7 @@ def run(trained: Trained, folder: Path, me: Place) -> None:
         with DevicePool(
             devices,
             Labeller,
-            arguments=(labeller.model, labeller.preparation, recipe, inputs.source),
+            arguments=(labeller.model, labeller.preparation, recipe, inputs.source, threads),
             batch_size=recipe.predict.batch_size,
             item_timeout=recipe.predict.timeout,
             on_error="skip",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,12 +14,16 @@ from torch import Tensor, nn
 from trainer import cards
 from trainer.data import Datasets, PhotoSource
 from trainer.data.augment import Finish
+from trainer.data.folders import PhotoFolder
 from trainer.data.images import read_image, reason, with_channels
 from trainer.data.photos import for_evaluation
+from trainer.precision import set_precision
 from trainer.recipe import Recipe
 from trainer.strategies.base import AUTOCAST
 
 TOP = 5
+PIECES, FEWEST = 4, 16  # a batch is decoded beside the device in so many pieces, of so many images at least
+COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.batch_size is left out
 
 
 class Labels(NamedTuple):
@@ -50,8 +56,12 @@ class Preparation:
 class Labeller:
     """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, or an index into `source`."""
 
-    def __init__(self, model: nn.Module, preparation: Preparation, recipe: Recipe, source: PhotoSource | None) -> None:
+    def __init__(
+        self, model: nn.Module, preparation: Preparation, recipe: Recipe, source: PhotoSource | None, threads: int = 1
+    ) -> None:
+        """`threads` decode files while the device works on those before; 1: before it does."""
         self.model, self.preparation, self.recipe, self.source = model, preparation, recipe, source
+        self.threads = threads
 
     def setup(self, device: torch.device) -> None:
         recipe, how = self.recipe, self.preparation
@@ -60,25 +70,49 @@ class Labeller:
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
             cards.check(device, cards.look().count)
+        set_precision(recipe.precision)
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device
         self.model = self.model.to(device, memory_format=layout).eval()  # type: ignore[call-overload]
-        if recipe.compile:
-            self.model.compile()
         self._finish = Finish(how.mean, how.std, how.image_size, 1, recipe.channels_last, device)
+        self._decoders: ThreadPoolExecutor | None = None
+        # Items of a user's own data set are read one after the other: nothing says that they may be read in threads.
+        if self.threads > 1 and (self.source is None or isinstance(self.source, PhotoFolder)):
+            if device.type == "cuda":
+                torch.set_num_threads(1)  # in each thread that decodes
+            warnings.simplefilter("ignore")  # reading does so for itself, and in several threads at once undoes it
+            self._decoders = ThreadPoolExecutor(self.threads, "decoding")
+        self._compiled = 0  # images of each compiled pass: of all sizes, or every new one would be compiled again
+        if recipe.compile:
+            self._compiled = recipe.predict.batch_size or COMPILED[device.type]
+            self.model.compile(dynamic=False)
+            blank = torch.zeros(how.channels, how.image_size, how.image_size, dtype=torch.uint8)
+            self._labels(self._classified([self._prepared(blank)]))  # compiles here, where no image's time is counted
 
     def batch(self, items: Sequence[Any]) -> list[Labels]:
         """The labels of each item; one that cannot be read has its reason instead."""
+        ready = self._decoders.map(self._tried, items) if self._decoders else map(self._tried, items)
+        rows = self._compiled or (max(FEWEST, -(-len(items) // PIECES)) if self._decoders else len(items))
         found: list[Labels | None] = []
-        images = []
-        for item in items:
-            try:
-                images.append(self._prepared(item))
-                found.append(None)
-            except Exception as error:  # decoders raise anything at all
-                found.append(Labels((), (), reason(error)))
-        good = iter(self._classified(images) if images else ())
+        images: list[Tensor] = []
+        pieces = []
+        for image in ready:
+            found.append(image if isinstance(image, Labels) else None)
+            if isinstance(image, Tensor):
+                images.append(image)
+            if len(images) == rows:
+                pieces.append(self._classified(images))  # the device begins, and nobody waits for it
+                images = []
+        if images:
+            pieces.append(self._classified(images))
+        good = (labels for piece in pieces for labels in self._labels(piece))
         return [labels if labels is not None else next(good) for labels in found]
+
+    def _tried(self, item: Any) -> Tensor | Labels:
+        try:
+            return self._prepared(item)
+        except Exception as error:  # decoders raise anything at all
+            return Labels((), (), reason(error))
 
     def _prepared(self, item: Any) -> Tensor:
         how = self.preparation
@@ -92,10 +126,13 @@ class Labeller:
             return image  # of a set in memory, which is ready
         return for_evaluation(image, how.image_size)
 
-    def _classified(self, images: list[Tensor]) -> list[Labels]:
-        batch = torch.stack(images)
-        if self.device.type == "cuda":
-            batch = batch.pin_memory()
+    def _classified(self, images: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The best classes and their probabilities, (N, 5) on the device, which may still be computing them."""
+        count, first = len(images), images[0]
+        pinned = self.device.type == "cuda"
+        batch = torch.empty(self._compiled or count, *first.shape, dtype=first.dtype, pin_memory=pinned)
+        torch.stack(images, out=batch[:count])
+        batch[count:] = 0
         batch = batch.to(self.device, non_blocking=True)
         with torch.inference_mode():
             if self.preparation.published is None:
@@ -104,9 +141,13 @@ class Labeller:
                 batch = batch.contiguous(memory_format=torch.channels_last)
             precision = AUTOCAST.get(self.recipe.precision)
             with torch.autocast(self.device.type, precision, enabled=precision is not None):
-                outputs = self.model(batch)
+                outputs = self.model(batch)[:count]
             top = outputs.float().softmax(1).topk(min(TOP, outputs.shape[1]))
-        rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return top.indices, top.values
+
+    @staticmethod
+    def _labels(top: tuple[Tensor, Tensor]) -> list[Labels]:
+        rows = zip(top[0].tolist(), top[1].tolist(), strict=True)
         return [Labels(tuple(classes), tuple(probabilities)) for classes, probabilities in rows]
 
 

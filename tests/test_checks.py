@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer import checks
 from trainer.checks import (
     OPTIONS,
     REFUSED,
@@ -311,3 +312,11 @@ def test_names_are_checked_without_importing_what_holds_them() -> None:
 def test_training_uses_one_kind_of_device() -> None:
     assert "mixes cpu and cuda" in line(check_options, recipe("devices=[cuda:0,cpu]"))
     assert not line(check_options, recipe("devices=[cuda:0,cuda:1]"))
+
+
+def test_a_batch_that_is_small_for_many_gpus() -> None:
+    assert checks.wider_batch(recipe("batch_size=256 optimizer.lr=0.1"), 8) == "batch_size=1024 optimizer.lr=0.4"
+    assert checks.wider_batch(recipe("batch_size=96 optimizer.name=adamw"), 2) == "batch_size=384"
+    assert checks.wider_batch(recipe("batch_size=256"), 8, images=1000) is None
+    assert checks.wider_batch(recipe("batch_size=256"), 4) is None and checks.wider_batch(recipe(""), 1) is None
+    assert checks.wider_batch(recipe("batch_size=256 mode=pipeline"), 8) is None

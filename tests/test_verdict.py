@@ -107,6 +107,14 @@ def test_sentences():
     )
 
 
+def test_few_images_a_gpu_are_told():
+    recipe = load(None, "batch_size=256", "optimizer.lr=0.1", "precision=bf16", "compile=true")
+    found = judge(Measured(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
+    assert found.overrides == ("batch_size=1024 optimizer.lr=0.4",) and "a GPU gets 32 images" in found.sentence
+    assert not judge(Measured(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")
+    assert judge(Measured(1), RUN, recipe, Setting(4, gpu=True)).overrides == ()
+
+
 def test_what_could_not_be_measured_is_said():
     recipe = load(None, "mode=ddp")
     short = judge(Measured(1, communication=None), RUN, recipe, Setting(2))

@@ -17,6 +17,7 @@ from trainer.recipe import STREAMS, Recipe, nearest, neighbours
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
+FEW_IMAGES, ENOUGH_IMAGES = 64, 128  # in a step of one GPU: launching kernels then takes longer than running them
 
 # Options and modes that do not go together, and why. Everything else works: a test tries every pair.
 ALONE = "its workers compute apart from each other between averagings"
@@ -198,6 +199,21 @@ def _why_not(schedule: str, microbatches: int, recipe: Recipe, processes: int) -
     if schedule in ("interleaved1f1b", "interleavedzerobubble") and microbatches % rounds:
         return f"pipeline.schedule={schedule} wants a multiple of its {rounds} rounds"
     return None
+
+
+def wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | None:
+    """Words for a batch that gives each GPU enough to do, where it gets few images; None elsewhere.
+
+    SGD's learning rate grows with it (Goyal et al., arXiv:1706.02677); `images` of the training set are the most.
+    """
+    each = recipe.batch_size / cards
+    if cards < 2 or each >= FEW_IMAGES or recipe.mode not in ("ddp", "dp", "local_sgd"):
+        return None
+    factor = 2 ** math.ceil(math.log2(ENOUGH_IMAGES / each))
+    if images is not None and factor * recipe.batch_size > images:
+        return None
+    lr = f" optimizer.lr={factor * recipe.optimizer.lr:g}" if recipe.optimizer.name == "sgd" else ""
+    return f"batch_size={factor * recipe.batch_size}{lr}"
 
 
 def _round(recipe: Recipe, processes: int) -> int:

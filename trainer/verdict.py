@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checks import check_processes
+from trainer.checks import check_processes, wider_batch
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, load
 
@@ -156,6 +156,8 @@ def judge(
             f": stage {slowest} works {max(measured.busy) / (sum(measured.busy) / len(measured.busy)):.1f} times"
         )
         sentence += " as long as the mean stage"
+    if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
+        sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
     if unmeasured and bound == "compute":
         sentence += f"; {unmeasured}"
     if overrides:
@@ -184,7 +186,8 @@ def _uneven(busy: Sequence[float]) -> bool:
 def _advice(bound: str, measured: Measured, recipe: Recipe, setting: Setting) -> list[str]:
     """Words to try against a bound, the most promising first."""
     processes, workers, gpu = setting.processes, setting.workers, setting.gpu
-    larger = f"batch_size={2 * recipe.batch_size}"
+    wider = wider_batch(recipe, processes, setting.images) if gpu else None
+    larger = wider or f"batch_size={2 * recipe.batch_size}"
     if bound == "data":
         automatic = ["augment.auto=none"] if recipe.augment.auto != "none" else []
         if workers is None:
@@ -211,7 +214,7 @@ def _advice(bound: str, measured: Measured, recipe: Recipe, setting: Setting) ->
         return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
     faster = [] if recipe.channels_last else ["channels_last=true"]
     faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _has_bf16()) else []
-    return faster + (["compile=true"] if gpu and not recipe.compile else [])
+    return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])
 
 
 def _has_bf16() -> bool:

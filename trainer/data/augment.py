@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as vision
 
 from trainer.data import order, policies
+from trainer.data.copies import on_device
 from trainer.data.order import Array, Mix
 from trainer.recipe import AugmentRecipe
 
@@ -66,11 +67,6 @@ class Auto:
             torch.default_generator.manual_seed(seed)
             plans.append(draw(stand_in.permute(2, 0, 1)))
         return policies.apply(images, plans)
-
-
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copied without waiting for what the device still has to do."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.augment import Auto, Draws, Gallery, on_device, private_random_state
+from trainer.data.augment import Auto, Draws, Gallery, private_random_state
+from trainer.data.copies import on_device
 from trainer.data.order import Array
 from trainer.data.photos import Failure
 from trainer.data.sets import ImageSet, LabelledSource, PhotoSource

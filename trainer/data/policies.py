@@ -17,6 +17,8 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 from torchvision.transforms.v2.functional._geometry import _get_inverse_affine_matrix
 
+from trainer.data.copies import on_device
+
 Step = tuple[str, float]  # an operation's name in torchvision, and its magnitude
 
 
@@ -42,7 +44,7 @@ def apply(images: Tensor, plans: Sequence[Sequence[Step]]) -> Tensor:
     """Do to each of the (n, H, W, C) uint8 images, in place, what its plan says, one operation on many at a time."""
     for depth in range(max(map(len, plans), default=0)):
         listed = sorted((plan[depth][0], row, plan[depth][1]) for row, plan in enumerate(plans) if len(plan) > depth)
-        rows = torch.tensor([row for _, row, _ in listed]).to(images.device, non_blocking=True)
+        rows = on_device(torch.tensor([row for _, row, _ in listed]), images.device)
         chosen = images.index_select(0, rows).permute(0, 3, 1, 2)
         done, stop = [], 0
         for operation, group in groupby(listed, key=lambda one: one[0]):
@@ -55,7 +57,7 @@ def apply(images: Tensor, plans: Sequence[Sequence[Step]]) -> Tensor:
 
 def _each(values: Sequence[float], images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """A number an image, (n, 1, 1, 1)."""
-    return torch.tensor(values, dtype=dtype).to(images.device, non_blocking=True)[:, None, None, None]
+    return on_device(torch.tensor(values, dtype=dtype), images.device)[:, None, None, None]
 
 
 def _added(base: Tensor, other: Tensor, shares: Sequence[float]) -> Tensor:
@@ -109,7 +111,7 @@ def _moved(images: Tensor, matrices: Sequence[Sequence[float]]) -> Tensor:
     # On a GPU in float64, since a product in float32 may round to TF32 and be half a pixel off.
     kind = torch.float64 if images.device.type == "cuda" else torch.float32
     theta = torch.tensor(matrices, dtype=torch.float32).reshape(count, 2, 3).transpose(1, 2)
-    theta = (theta / torch.tensor([0.5 * width, 0.5 * height])).to(images.device, kind, non_blocking=True)
+    theta = on_device((theta / torch.tensor([0.5 * width, 0.5 * height])).to(kind), images.device)
     at = torch.ones(1, height, width, 3, device=images.device)
     at[..., 0] = torch.linspace((1.0 - width) * 0.5, (width - 1.0) * 0.5, steps=width, device=images.device)
     at[..., 1] = torch.linspace((1.0 - height) * 0.5, (height - 1.0) * 0.5, steps=height, device=images.device)[:, None]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainer import fork_server
+from trainer.data.copies import Copies
 from trainer.data.folders import unreadable
 from trainer.data.order import Array
 from trainer.data.photos import Failure, Key, Reader
@@ -87,6 +88,7 @@ class PhotoFeed:
         self._batches: Any = None
         self._processes: list[BaseProcess] = []
         self._busy = False
+        self._copies = Copies(device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
         """A batch for each array of at most `rows` sample indices: images (n, H, W, C) uint8 and labels (n,)."""
@@ -126,9 +128,8 @@ class PhotoFeed:
                 slot, epoch, index = key
                 filled = len(index) if epoch is not None else self.rows  # evaluation pads to full shape
                 images, labels = self.images[slot, :filled], self.labels[slot, :filled]
-                if self.device.type == "cuda":  # pinned, so that the copy to the device does not hold up this process
-                    images = images.pin_memory().to(self.device, non_blocking=True)
-                    labels = labels.pin_memory().to(self.device, non_blocking=True)
+                if self.device.type == "cuda":
+                    images, labels = self._copies(images), self._copies(labels)
                 else:  # the slot is filled again as soon as the next batch is asked for
                     labels = labels.clone()
                 yield images, labels, count

@@ -24,6 +24,7 @@ def text(found: Mapping[str, Any]) -> str:
         "data": _data(found["data"]),
         "batch": _batch(found["batch"]),
         "steps": _steps(found["steps"], found["learning_rate"]),
+        **_wider(found["batch"], len(devices)),
         "disk": _disk(found["disk"]),
         "traffic": _traffic(found),
     }
@@ -81,6 +82,13 @@ def _batch(batch: Mapping[str, Any]) -> str:
     if batch["microbatch"] not in (None, batch["per_pass"]):
         line += f", in micro-batches of {batch['microbatch']}"
     return line + (f"; {batch['per_device']:.4g} images a device" if batch["microbatch"] is None else "")
+
+
+def _wider(batch: Mapping[str, Any], cards: int) -> dict[str, str]:
+    if batch["wider"] is None:
+        return {}
+    few = f"{batch['global']} images on {cards} cards are {batch['per_device']:.4g} a card, too few to keep it busy"
+    return {"small": f"{few}: try {batch['wider']} (other maths, so other accuracy)"}
 
 
 def _steps(steps: Mapping[str, Any], rate: Mapping[str, Any]) -> str:

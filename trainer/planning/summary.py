@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer import cards
+from trainer.checks import wider_batch
 from trainer.data import Shard, steps_per_epoch
 from trainer.errors import RecipeError
 from trainer.optimization import learning_rate, total_steps
@@ -71,6 +72,7 @@ def summarise(
             "accumulate": recipe.accumulate,
             "per_pass": layout.rows,
             "microbatch": None if cut is None else cut.rows,
+            "wider": wider_batch(recipe, len(layout.devices), images.train) if layout.kind == "cuda" else None,
         },
         "steps": {
             "per_epoch": steps,

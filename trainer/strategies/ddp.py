@@ -25,6 +25,18 @@ from trainer.world import lost_peers
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
 
 
+def read_in_training(model: nn.Module) -> bool:
+    """Whether the model has buffers that a training step may read, so that every rank needs rank 0's at each.
+
+    Batch norm only writes its own then: rank 0's are the same with and without a broadcast, and `settle` spreads them.
+    """
+    return any(
+        not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats
+        for module in model.modules()
+        for _ in module.buffers(recurse=False)
+    )
+
+
 class DistributedDataParallel(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, with bucket views and `no_sync` while accumulating."""
 
@@ -45,6 +57,7 @@ class DistributedDataParallel(Strategy):
                 self.module,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
+                broadcast_buffers=read_in_training(self.module),
                 # Under accumulation a static graph fails inside the reducer.
                 static_graph=self.recipe.accumulate == 1,
             )
@@ -87,7 +100,7 @@ class DistributedDataParallel(Strategy):
             return super().forward_backward(batch, weight * size, sync) / size
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
-        """Rank 0's buffers are the truth: DDP broadcasts them at every forward pass, so the last step's are missing."""
+        """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.wrapped is None:
             return
         with lost_peers():

@@ -18,11 +18,11 @@ def test_states_travel_as_tensors():
     try:
         seed_everything(3, deterministic=False)
         draw()
-        states = random_states(torch.device("cpu"))
+        states = random_states([torch.device("cpu")])
         assert all(isinstance(value, torch.Tensor) for value in states.values())
         expected = draw()
         draw()
-        restore_random_states(states, torch.device("cpu"))
+        assert restore_random_states(states, [torch.device("cpu")]) == []
         assert draw() == expected
     finally:
         random.setstate(before[0])

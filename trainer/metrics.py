@@ -329,6 +329,14 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def forget_memory(devices: Sequence[torch.device]) -> None:
+    """Give back the memory that torch keeps for later, and begin its peaks anew: what was tried is no training."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device; on CPU what the machine and the control group leave."""
     if device.type == "cuda":

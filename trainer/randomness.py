@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ def seed_ranks(seed: int, rank: int) -> None:
     torch.manual_seed((seed + rank) % 2**63)
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """This rank's generators as tensors."""
+def random_states(devices: Sequence[torch.device]) -> dict[str, Tensor]:
+    """This rank's generators as tensors: the CPU's, and those of the devices that it drives."""
     _, python, _ = random.getstate()
     legacy = np.random.get_state(legacy=False)
     states = {
@@ -38,14 +39,30 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
         "numpy_position": torch.tensor(legacy["state"]["pos"]),
         "torch": torch.get_rng_state(),
     }
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    return states | {key: torch.cuda.get_rng_state(device) for key, device in _on_devices(devices).items()}
 
 
-def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Continue where `random_states` was taken."""
+def restore_random_states(states: dict[str, Tensor], devices: Sequence[torch.device]) -> list[torch.device]:
+    """Continue where `random_states` was taken.
+
+    Returns:
+        The devices whose generators were not saved and start anew.
+    """
     random.setstate((3, tuple(states["python"].tolist()), None))
     key = states["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, int(states["numpy_position"]), 0, 0.0))
     torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    missing = []
+    for name, device in _on_devices(devices).items():
+        if name in states:
+            torch.cuda.set_rng_state(states[name], device)
+        else:
+            missing.append(device)
+    return missing
+
+
+def _on_devices(devices: Sequence[torch.device]) -> dict[str, torch.device]:
+    """Each CUDA device once, by what its generator is saved as: cuda, cuda:1, ... in the order of their stages or
+    replicas, whatever their numbers are, so that a run may go on on other cards."""
+    distinct = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+    return {f"cuda:{place}" if place else "cuda": device for place, device in enumerate(distinct)}

@@ -59,7 +59,7 @@ def save(run: Run) -> None:
         "scaler": run.updater.state(),
     }
     unlogged = torch.stack(run.unlogged).cpu() if run.unlogged else torch.zeros(0)
-    ranks = run.world.gather({**random_states(run.world.device), "unlogged": unlogged, **_private(run)})
+    ranks = run.world.gather({**random_states(run.world.drives), "unlogged": unlogged, **_private(run)})
     if isinstance(run.tracker, Tracker):
         tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
         facts = {
@@ -114,7 +114,10 @@ def _restore(run: Run, state: checkpoint.State) -> None:
         return
     prefix = f"{run.world.rank}/"
     mine = {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
-    restore_random_states(mine, run.world.device)
+    fresh = restore_random_states(mine, run.world.drives)
+    if fresh:
+        names = ", ".join(map(str, fresh))
+        run.tracker.say(f"  the checkpoint holds no random state of {names}: random streams (dropout) start anew there")
     with torch.no_grad():
         for name, tensor in _live(run).items():
             if name in mine:  # an optimizer that starts anew has other tensors

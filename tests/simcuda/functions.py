@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.simcuda.kernels import META, SAME, tensors_in
+from tests.simcuda.kernels import META, tensors_in
 
-DEVICE, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
+DEVICE = torch.Tensor.device.__get__
 VALUES = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor, torch.scalar_tensor}  # made on the host, then copied
 MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
@@ -42,16 +42,11 @@ class Functions(TorchFunctionMode):
         self.machine = machine
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, where = kwargs or {}, self.machine.memory.device
+        kwargs = kwargs or {}
         if func is torch.device or func is torch._C._nn._parse_to:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) and not META(args[0]) else None
         if first is not None:
-            if func == DEVICE:
-                index = where(first)
-                return torch.device("cpu") if index is None else torch.device("cuda", index)
-            if func == IS_CUDA:
-                return where(first) is not None
             own = getattr(self, "_" + getattr(func, "__name__", ""), None)
             if func in MOVES:
                 return self._moved(func, first, args[1:], dict(kwargs))
@@ -62,10 +57,6 @@ class Functions(TorchFunctionMode):
         return self._with_tags(func, args, kwargs)
 
     # What a tensor is asked for, by the function's name.
-
-    def _get_device(self, func: Any, tensor: Tensor) -> Any:
-        index = self.machine.memory.device(tensor)
-        return -1 if index is None else index
 
     def _numpy(self, func: Any, tensor: Tensor, **_: Any) -> Any:
         if self.machine.memory.device(tensor) is not None:
@@ -173,6 +164,21 @@ class Functions(TorchFunctionMode):
         return out
 
 
+def answers(machine: Any) -> dict[str, Any]:
+    """What a tensor says of its device, whoever asks: a mode is off while it answers, and hooks may run then."""
+
+    def device(tensor: Tensor) -> torch.device:
+        index = None if META(tensor) else machine.memory.device(tensor)
+        return DEVICE(tensor) if index is None else torch.device("cuda", index)
+
+    return {
+        "device": property(device),
+        "is_cuda": property(lambda tensor: device(tensor).type == "cuda"),
+        "get_device": lambda tensor: -1 if device(tensor).index is None else device(tensor).index,
+        "record_stream": lambda tensor, stream: machine.memory.record_stream(tensor, stream),
+    }
+
+
 class Copy(torch.autograd.Function):
     """A tensor on another device; its gradient comes back to where the tensor was."""
 
@@ -198,6 +204,3 @@ def moved(tensor: Tensor, machine: Any, index: int | None, non_blocking: bool) -
             machine.memory.place(out, machine.current_stream(index))
         return out
     return out.copy_(tensor.detach(), non_blocking)
-
-
-__all__ = ["SAME", "Copy", "Functions", "index_of"]

@@ -97,6 +97,9 @@ class Stream:
     def query(self) -> bool:
         return self.machine.order.idle([self])
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> Stream:
         here = self.machine.here
         here.entered.append((here.device, here.current.get(self.device_index)))

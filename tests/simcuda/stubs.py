@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import comm
 from torch.utils import _foreach_utils as grouping
 
-from tests.simcuda.functions import Functions, index_of
+from tests.simcuda.functions import Functions, answers, index_of
 from tests.simcuda.kernels import SAME, Kernels
 from tests.simcuda.memory import Memory
 from tests.simcuda.order import Event, Order, Stream
@@ -135,7 +135,7 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
         dist: {"init_process_group": _gloo_for_nccl(dist.init_process_group)},
         glob: {"glob": _with_driver(glob.glob)},
         time: {"perf_counter": machine.clock},
-        torch.Tensor: {"record_stream": lambda tensor, stream: machine.memory.record_stream(tensor, stream)},
+        torch.Tensor: answers(machine),
         threading.Thread: {"run": _in_modes(threading.Thread.run, machine)},
         torch.nn.parallel.comm.nccl: {"is_available": lambda _: False},
     }

@@ -228,6 +228,7 @@ def _exchange(peers: World, device: torch.device, reduce: bool) -> dict[str, flo
     times = {}
     for size in (LATENCY_BYTES, BANDWIDTH_BYTES):
         sent = torch.zeros(size // 4, device=device)
+        synchronise([device])
         rounds = []
         for _ in range(8):
             peers.barrier()

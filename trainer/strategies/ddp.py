@@ -128,6 +128,7 @@ class DistributedDataParallel(Strategy):
         )
         self.train()
         wrapped, times = self.wrapped, {True: [0.0], False: [0.0]}
+        synchronise([self.device])
         for n in range(2 * (1 + pairs)):
             together = n % 2 == 0
             self.wrapped = wrapped if together else None
@@ -144,6 +145,7 @@ class DistributedDataParallel(Strategy):
     def _exchange(self, budget: float) -> Communication:
         size = sum(p.numel() * p.element_size() for p in self._parameters) // 4
         sent = torch.zeros(size, device=self.device)
+        synchronise([self.device])
         seconds = 0.0
         for _ in range(2):  # the first connects and allocates
             if seconds > budget / 2:

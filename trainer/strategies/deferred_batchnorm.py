@@ -55,7 +55,7 @@ class DeferredBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         with torch.no_grad():
             self.num_batches_tracked += 1
-            share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            share = self.momentum if self.momentum is not None else self.num_batches_tracked.reciprocal()
             self.running_mean.lerp_(self._mean, share)
             self.running_var.lerp_(self._squares / max(1, self._count - 1), share)
         self._count = 0

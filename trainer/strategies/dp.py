@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,18 @@ def rows_of_devices(rows: int, devices: int) -> list[int]:
     return [len(chunk) for chunk in torch.arange(rows).chunk(devices)]
 
 
+class Replica(nn.Module):
+    """A model that opens autocast by itself: its data type is a thread's own, and torch runs replicas in threads that
+    it enters without one, which on CUDA means fp16."""
+
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.run(self.model, inputs)
+
+
 class DataParallel(Strategy):
     """`nn.DataParallel` over the process's devices. Without CUDA torch passes everything through to the module."""
 
@@ -23,14 +35,14 @@ class DataParallel(Strategy):
         super().setup(model, shape)
         self.rows = shape[0]
         self.passes_through = self.device.type != "cuda"
-        # On the CPU torch ignores the devices, unless a GPU is there that nobody asked for.
-        self.wrapped = (
-            self.module if self.passes_through else nn.DataParallel(self.module, [d.index for d in self.world.drives])
-        )
+        self.wrapped: nn.Module = Replica(self.module, self.in_precision)
+        if not self.passes_through:  # on the CPU torch ignores the devices, unless a GPU is there that nobody asked for
+            self.wrapped = nn.DataParallel(self.wrapped, [d.index for d in self.world.drives])
         self.shapes = self._probe(shape)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        return self.in_precision(self.wrapped, inputs)
+        out: Tensor = self.wrapped(inputs)
+        return out
 
     def _probe(self, shape: Sequence[int]) -> str:
         """The shapes outside and inside of one pass, as (N, C, H, W) in and (N, classes) out."""

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.balance import BlockCost, block_costs, undisturbed
 from trainer.data import Batch
+from trainer.metrics import forget_memory
 from trainer.partition import Traced, trace
 from trainer.recipe import Recipe
 from trainer.strategies import orders, tuning
@@ -60,6 +61,7 @@ class Staged(Strategy):
             )
         self.plan = plan
         self.build(traced, plan)
+        forget_memory(self.world.drives)
         del self.model  # stages that are not this rank's need no memory
         self._parameters = list(self.named_parameters().values())
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.checks import microbatch_counts
 from trainer.data import Batch
@@ -86,11 +87,16 @@ class StreamPipeline(Staged):
         workers = len(self.world.drives)
         return Pipe(workers, workers, ("streams",), rows, tuple(microbatch_counts(self.recipe, 1)))
 
-    def build(self, traced: Traced, plan: Plan) -> None:
-        self._norms.clear()
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        # Once for all plans that are tried: the allocator keeps memory for each stream there ever was.
         self.lanes = [Lane(device) for device in self.world.drives]
         pairs = [(a, b) for a in range(len(self.lanes)) for b in (a - 1, a + 1) if 0 <= b < len(self.lanes)]
         self.edges = {(a, b): Edge(self.lanes[a], self.lanes[b]) for a, b in pairs}
+        self.order = cache(lambda microbatches: issue_order(len(self.lanes), microbatches))
+        super().setup(model, shape)
+
+    def build(self, traced: Traced, plan: Plan) -> None:
+        self._norms.clear()
         for index, (stage, lane) in enumerate(zip(traced.stages(plan.cuts), self.lanes, strict=True)):
             self.stages[index] = self.prepare_stage(stage, lane.device, deferred=True)
 
@@ -103,7 +109,7 @@ class StreamPipeline(Staged):
         gradients: dict[tuple[int, int], Tensor] = {}
         losses = []
         with self._overlapped(), self.recorder.step():
-            for task in issue_order(len(self.lanes), len(inputs)):
+            for task in self.order(len(inputs)):
                 _, stage, m = task
                 with self.lanes[stage].working(), self.recorder.task(stage, task):
                     if task.kind == "F":

@@ -258,6 +258,20 @@ def test_ranks_on_cards_need_nccl(monkeypatch):
         rank.connect(1.0)
 
 
+def test_ranks_on_cards_sum_a_pattern_first(monkeypatch):
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_gather_object", lambda names, mine: names.__setitem__(slice(None), [mine, "other"]))
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers: None)  # the other rank's part is lost
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+    rank = world.World(world.Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
+    with pytest.raises(SetupError, match="a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1"):
+        rank.connect(1.0)
+    alone = world.World(world.Place(0, 2, 0, 2, 0, True), torch.device("cpu"), 1, ())
+    alone.connect(1.0)  # gloo's sums need no test
+
+
 def test_a_pool_says_what_is_wrong_with_the_cards(machine):
     from trainer.pool.checks import check_devices
 

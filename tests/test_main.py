@@ -246,6 +246,13 @@ def test_in_a_deleted_folder_every_command_says_so(
     )
 
 
+def test_started_in_a_deleted_folder(tmp_path: Path) -> None:
+    script = f"cd {tmp_path} && rmdir {tmp_path} && exec {sys.executable} -m trainer recipe=digits"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 3 and answer.stderr.startswith("trainer: error: the working folder was deleted: ")
+
+
 def test_rejecting_imports_nothing_heavy() -> None:
     """Torch alone takes seconds; without it a rejection takes 0.2 s (timed by hand, not here)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}

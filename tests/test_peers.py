@@ -75,6 +75,8 @@ def test_out_of_memory_comes_first():
     full = f"{NCCL}ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
     assert outcome(dist.DistBackendError(full))[0] == 6
     assert outcome(RuntimeError("CUDA out of memory while waiting for nccl"))[0] == 6
+    host = f"{NCCL}ncclSystemError: System call failed.\nLast error:\nmmap failed: Cannot allocate memory"
+    assert outcome(dist.DistBackendError(host))[0] == 6
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 def main() -> None:
     """Run the command that the words name, and leave with its exit code."""
     open_streams()
+    interrupts.outlive_terminal()
     code = answer(sys.argv[1:])
     if _launched():
         logging.shutdown()

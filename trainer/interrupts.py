@@ -6,7 +6,9 @@ signal through a file descriptor, gives the loop time to reach a boundary, and o
 
 from __future__ import annotations
 
+import errno
 import faulthandler
+import io
 import math
 import os
 import signal
@@ -15,6 +17,7 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType, TracebackType
+from typing import Any
 
 from trainer import family, world
 
@@ -152,6 +155,27 @@ def launchers_patience() -> float:
         return float("inf")
     said = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     return float(said) if said.isdigit() else 30.0
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may close while the step ends and is saved: what is written then goes nowhere."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+def outlive_terminal() -> None:
+    """From now on no print and no progress bar fails when the terminal is closed; SIGHUP tells of it."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not None and not stream.closed and stream.isatty():
+            buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
 
 
 def raise_at_ctrl_c() -> None:

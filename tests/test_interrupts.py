@@ -1,5 +1,6 @@
 """Signals in small child processes that import no torch."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.interrupts import Interrupts
+from trainer.interrupts import Interrupts, outlive_terminal
 
 PROJECT = Path(__file__).parent.parent
 PROGRAM = """
@@ -197,6 +198,24 @@ print(code, time.monotonic() - begun < 10)
 """
     done = subprocess.run([sys.executable, "-c", launcher], cwd=PROJECT, timeout=60, capture_output=True, text=True)
     assert done.stdout == "143 True\n" and "rank 0: rank 1 is gone after SIGTERM" in done.stderr, done.stderr
+
+
+def test_a_terminal_that_closes_fails_no_print(monkeypatch):
+    """A rank hears of it through its launcher, a moment after its next line: that must not cost it the step."""
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as terminal, monkeypatch.context() as patched:
+        kept = os.dup(1)
+        os.dup2(theirs, 1)
+        try:
+            patched.setattr(sys, "stdout", terminal)
+            outlive_terminal()
+            print("there", flush=True)
+            assert os.read(ours, 100) == b"there\r\n"
+            os.close(ours)
+            print("gone", flush=True)
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def test_handlers_are_put_back():

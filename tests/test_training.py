@@ -535,10 +535,12 @@ def test_restarts_resume_by_themselves(tmp_path):
         "save.every_steps=4",
         f"output={tmp_path / 'run'}",
     ]
+    arguments += [f"--log-dir={tmp_path / 'logs'}"]
     with torchrun(*words, arguments=arguments, env={"TRAINER_FAULT": "kill@1:10"}) as process:
         out, _ = process.communicate(timeout=120)
+    out += "".join(f"\n{path}: {path.read_text()}" for path in sorted((tmp_path / "logs").rglob("error.json")))
     assert process.returncode == 0, out
-    assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14
+    assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14, out
 
 
 def test_the_python_api(tmp_path):

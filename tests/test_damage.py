@@ -102,13 +102,13 @@ def storm(folder, rounds, seed):
 
 def one_damage(work, names, expected):
     """What evaluate, predict and resume=auto exit with."""
-    first = tidy(trainer("evaluate", f"checkpoint={work}", timeout=120), {0, 2, 4}).returncode
+    first = tidy(trainer("evaluate", f"checkpoint={work}", timeout=600), {0, 2, 4}).returncode
     words = ["predict", f"checkpoint={work}", "predict.split=val", f"output={work}-labels", "logging.progress=false"]
-    second = tidy(trainer(*words, timeout=120), {0, 2, 4}).returncode
+    second = tidy(trainer(*words, timeout=600), {0, 2, 4}).returncode
     shutil.rmtree(f"{work}-labels", ignore_errors=True)
     if not any("last.safetensors" in name for name in names):
         assert (first, second) == (0, 0)
-    done = tidy(trainer(*RUN, f"output={work}", "resume=auto", timeout=120), {0, 2, 3, 4})
+    done = tidy(trainer(*RUN, f"output={work}", "resume=auto", timeout=600), {0, 2, 3, 4})
     if done.returncode == 2:
         assert "recipe.yaml" in names
     if done.returncode == 3:
@@ -170,7 +170,7 @@ def fill(folder, kind, size, trained):
     with disk(folder, size):
         run = folder / "run"
         words.append(f"output={run}")
-        done = trainer(*words, timeout=300)
+        done = trainer(*words, timeout=600)
         if kind == "compare" and done.returncode:
             assert "Traceback" not in done.stdout + done.stderr, done.stderr[-3000:]
             assert "full" in done.stdout + done.stderr
@@ -181,7 +181,7 @@ def fill(folder, kind, size, trained):
             checkpoint.load(path)
         assert not list(run.glob("checkpoints/*.tmp-*"))
         subprocess.run(["mount", "-o", "remount,size=256m", folder], check=True)
-        again = tidy(trainer(*words, *([] if kind == "predict" else ["resume=auto"]), timeout=300), {0})
+        again = tidy(trainer(*words, *([] if kind == "predict" else ["resume=auto"]), timeout=600), {0})
         if kind == "predict":
             rows = (run / "predictions.csv").read_text().splitlines()
             assert len(rows) == 361, again.stdout

@@ -224,7 +224,7 @@ def scan(folder: Path, suffixes: frozenset[str], junk: list[str]) -> tuple[list[
     for name, images in zip(classes, files, strict=True):
         if not images:
             raise SetupError(
-                f"{folder / name} holds no images; remove the folder or put images there (any kind Pillow reads)"
+                f"{folder / name} holds no images; remove the folder or put images there (JPEG, PNG, WebP, ...)"
             )
     return classes, PhotoFolder(folder, files)
 

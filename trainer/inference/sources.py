@@ -77,7 +77,7 @@ def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> In
         ) from None
     if not paths:
         raise SetupError(
-            f"data.root={root} holds no images; give a folder (any kind Pillow reads), a file of paths, or -"
+            f"data.root={root} holds no images; give a folder (of JPEG, PNG, WebP, ...), a file of paths, or -"
         )
     start, stop = own_span(len(paths), rank, size)
     return Inputs(root, stop - start, _labelled(paths[start:stop], classes), total=len(paths))

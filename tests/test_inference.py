@@ -22,10 +22,12 @@ from torch import nn
 
 from tests.commands import QUIET, environment, ok, result, torchrun, trainer
 from trainer import predict
-from trainer.errors import FolderInUseError, PredictionError, RecipeError
+from trainer.errors import CheckpointError, FolderInUseError, PredictionError, RecipeError, SetupError
+from trainer.evaluation import recipe_of
 from trainer.inference import labelling, sources
-from trainer.inference.command import _complete
-from trainer.inference.labelling import Labeller, Preparation
+from trainer.inference.command import _complete, _prepared
+from trainer.inference.labelling import Labeller, Labels, Preparation
+from trainer.inference.rows import Rows, complete
 from trainer.recipe import load
 
 CPU = "devices=[cpu]"
@@ -432,3 +434,79 @@ def test_compiling_takes_no_images_time(digits, photos, tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ok("predict", *words, *QUIET[:1], f"output={folder}", env=cache)
     assert not any(row["error"] for row in read(folder))
+
+
+# What may be found instead
+
+
+def test_a_pipe_is_a_list_of_paths_and_a_device_is_none(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"printf 'a/1.png\\nb/2.png\\n' > {pipe}"]):
+        found = sources.files(str(pipe), ("b",))
+    assert [(item.path, item.label) for item in found.items] == [("a/1.png", None), ("b/2.png", 0)]
+    with pytest.raises(RecipeError, match="several ranks cannot share"):
+        sources.files(str(pipe), (), 0, 2)
+    with pytest.raises(SetupError, match="is a device"):
+        sources.files("/dev/zero", ())
+    for odd in (b"\0" * 9, b"x" * 2**20):
+        (tmp_path / "list").write_bytes(b"a.png\n" + odd)
+        with pytest.raises(SetupError, match="line 2 of the list of images is no path"):
+            sources.files(str(tmp_path / "list"), ())
+
+
+FACTS = {"classes": '["a", "b"]', "mean": "[0.5]", "std": "[0.2]", "image_size": "8", "channels": "1"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"classes": "[" * 9999}, {"classes": "5"}, {"mean": '["x"]'}, {"std": "[1, 2]"}, {"image_size": "-1"},
+        {"channels": "99999999999"}, {"channels": ""}, {"mean": "NaN"},
+    ],
+)  # fmt: skip
+def test_what_weights_tell_of_their_images_is_not_trusted(tmp_path, damage):
+    classes, how = _prepared(tmp_path, FACTS, None)
+    assert (classes, how.channels, how.image_size) == (("a", "b"), 1, 8)
+    with pytest.raises(CheckpointError, match="makes no sense"):
+        _prepared(tmp_path, FACTS | damage, None)
+
+
+@pytest.mark.parametrize("told", ["[", "5", "{}x", '{"epochs": "many"}', "[" * 9999, '{"model": 7}'])
+def test_a_damaged_recipe_in_weights_is_one_line(tmp_path, told):
+    with pytest.raises(CheckpointError, match="holds a recipe that cannot be used") as caught:
+        recipe_of(tmp_path, {"recipe": told}, ())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe\x00\n", b"[" * 9999 + b"\n", b"x" * 2**21 + b"\n", b"5\n", b"null\n", b"\n"]
+)
+def test_rows_after_a_damaged_one_are_written_again(tmp_path, kind, damage):
+    items = [sources.Item(f"{number}.png", None, None) for number in range(4)]
+    rows = Rows(tmp_path, 0, kind, ("a", "b"), {})
+    for item in items:
+        rows.write(item, Labels((1, 0), (0.75, 0.25)))
+    rows.close()
+    lines = rows.path.read_bytes().splitlines(keepends=True)
+    rows.path.write_bytes(b"".join([*lines[:2], damage, lines[3]]))
+    again = Rows(tmp_path, 0, kind, ("a", "b"), {})
+    assert again.done == 2 and [row["path"] for row in again.read()] == ["0.png", "1.png"]
+    for item in items[2:]:
+        again.write(item, Labels((1, 0), (0.75, 0.25)))
+    again.close()
+    assert again.path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("content", ["5", "[]", "{", '{"settings": 1}', '{"settings": {}}', "[" * 99_999])
+def test_damaged_notes_begin_anew(tmp_path, content):
+    (tmp_path / "predictions.csv").write_text("")
+    (tmp_path / "predict.json").write_text(content)
+    assert complete(tmp_path, tmp_path / "predictions.csv", {}) is None
+    (tmp_path / "part-0000.json").write_text(content)
+    (tmp_path / "part-0000").mkdir()
+    if content != '{"settings": 1}' and content != '{"settings": {}}':
+        rows = Rows(tmp_path, 0, "csv", (), {"number": 3})
+        rows.close()
+        assert rows.done == 0 and json.loads((tmp_path / "part-0000.json").read_text()) == {"number": 3}

@@ -166,8 +166,10 @@ def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
 def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
     """BatchNorm, momentum, moving average; shards of 718 and 719 images, 15 steps an epoch."""
     words = ["recipe=digits_local_sgd", "nproc=2", "ema=0.9", "epochs=2", "save.every_steps=6", *QUIET, *more]
+    words += ["logging.verdict=false"]  # which does not keep averaging from being measured
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     done = ok(*words, f"output={whole}")
+    assert result(whole)["seconds_in"]["averaging"] > 0 and result(whole)["verdict"] is None
     assert "averaged every" in done.stdout and result(whole)["data"]["val_samples"] == 360
     killed = trainer(*words, f"output={cut}", env={"TRAINER_FAULT": "kill@1:21"})
     assert killed.returncode == 7 and "Traceback" not in killed.stderr, killed.stderr

@@ -172,3 +172,18 @@ def test_memory_figures_are_plausible():
     device = torch.device("cpu")
     assert 2**20 < metrics.peak_memory(device) < 2**40
     assert 2**20 < metrics.free_memory(device) < 2**50
+
+
+def test_one_window_of_one_step_has_no_spread():
+    timer = StepTimer([torch.device("cpu")], 1)
+    for _ in range(2):
+        timer.start()
+        timer.step(0.0)
+        timer.stop()
+    found = timer.summary(8)
+    assert found["throughput"]["samples_per_sec"] > 0
+    assert found["throughput"]["std"] is None and found["step_time_s"]["std"] is None
+    timer.start()
+    timer.step(0.0)
+    timer.stop()
+    assert timer.summary(8)["throughput"]["std"] > 0 and timer.summary(8)["step_time_s"]["std"] > 0

@@ -88,8 +88,8 @@ class Rows:
         except (ValueError, RecursionError, csv.Error, StopIteration):
             return None
         whole = isinstance(found, dict) and found.keys() == set(COLUMNS) and isinstance(found["path"], str)
-        words = whole and all(isinstance(found[key], str | None) for key in ("class", "label", "error"))
-        return found if words else None
+        kind = str if self.kind == "csv" else str | None
+        return found if whole and all(isinstance(found[key], kind) for key in ("class", "label", "error")) else None
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The rows that are there."""

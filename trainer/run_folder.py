@@ -158,8 +158,10 @@ class RunFolder:
 
 def as_before(recipe: Recipe) -> Recipe:
     """The recipe with images of the shape that the run to be continued chose, where it does not say one itself."""
-    folder = Path(recipe.output or "").expanduser()
-    if recipe.resume is None or not (folder / "recipe.yaml").is_file() or not (folder / "checkpoints").is_dir():
+    if recipe.output is None or recipe.resume is None:
+        return recipe
+    folder = Path(recipe.output).expanduser()
+    if not (folder / "recipe.yaml").is_file() or not (folder / "checkpoints").is_dir():
         return recipe
     try:
         before = recipes.load(str(folder / "recipe.yaml")).data

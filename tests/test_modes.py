@@ -434,3 +434,32 @@ def test_parts_that_are_small_for_batch_norm(words, parts, norms, images, first)
         assert said is None
     else:
         assert f"are of {images} image" in said and f"Try {first}" in said
+
+
+AUTO = ["recipe=digits", "mode=pipeline", "pipeline.microbatches=auto", "batch_size=16", "max_steps=1", *QUIET]
+
+
+def test_a_measurement_without_enough_memory_is_not_the_end(tmp_path):
+    """In one process what does not fit is not taken: a trial of 4 micro-batches; probes of more than 2 images."""
+    ok(*AUTO, f"output={tmp_path / 'trial'}", env={"TRAINER_FAULT": "oom@0:trial-4"})
+    found = result(tmp_path / "trial")["pipeline"]
+    assert found["microbatches"] in (6, 8) and {trial["microbatches"] for trial in found["trials"]} <= {6, 8}
+    greedy = ["plugin=tests.unlucky_models", "model.name=greedy"]
+    said = ok(*AUTO, *greedy, f"output={tmp_path / 'probe'}").stdout
+    assert result(tmp_path / "probe")["pipeline"]["microbatches"] == 8
+    assert "4, 6 micro-batches would be too large" in said
+
+
+def test_over_processes_a_measurement_without_enough_memory_names_what_runs(tmp_path):
+    """Its peers wait in the middle of a schedule; the smaller micro-batches were tried before."""
+    done = trainer(*AUTO, "nproc=2", f"output={tmp_path / 'run'}", env={"TRAINER_FAULT": "oom@1:trial-4"})
+    assert done.returncode == 6, done.stderr
+    assert (
+        "error: out of memory while measuring 4 micro-batches of 4 images: type pipeline.microbatches=8," in done.stderr
+    )
+
+
+@pytest.mark.full("as above, in the probes")
+def test_over_processes_ranks_agree_on_a_probe_without_enough_memory(tmp_path):
+    greedy = ["plugin=tests.unlucky_models", "model.name=greedy", "nproc=2", f"output={tmp_path / 'run'}"]
+    assert "4 micro-batches would be too large" in ok(*AUTO, *greedy).stdout

@@ -1,11 +1,13 @@
 """Choosing cuts and micro-batches by measuring, with measurements that the tests make up."""
 
 import json
+import math
 
 import pytest
 from torch import nn
 
 from trainer.balance import BlockCost
+from trainer.errors import DeviceMemoryError
 from trainer.partition import trace
 from trainer.recipe import load
 from trainer.strategies.tuning import FINALISTS, Pipe, Plan, Trial, find_plan, key_of, predict, recall
@@ -22,23 +24,28 @@ class Bench:
         overhead: seconds of each block for every micro-batch, whatever its size.
         seconds: of a step under a plan.
         busy: seconds of each stage in it.
+        largest: images of a micro-batch that memory suffices for.
     """
 
-    def __init__(self, blocks="111111", overhead=0.0, seconds=lambda plan: 1.0, busy=(1.0, 1.0)):
+    def __init__(self, blocks="111111", overhead=0.0, seconds=lambda plan: 1.0, busy=(1.0, 1.0), largest=1000):
+        self.largest = largest
         self.blocks, self.overhead, self.seconds, self.busy = blocks, overhead, seconds, busy
         self.probed, self.tried, self.said = [], [], []
 
     def probe(self, rows):
         self.probed.append(rows)
+        if rows > self.largest:
+            return [BlockCost(math.inf, math.inf, 0)] * len(self.blocks)
         times = [rows * int(block) + self.overhead for block in self.blocks]
-        return [BlockCost(time / 3, time * 2 / 3, 1) for time in times]
+        return [BlockCost(time / 3, time * 2 / 3, 1, kept=rows, weights=10) for time in times]
 
     def trial(self, plan):
         self.tried.append(plan)
         return Trial(self.seconds(plan), self.busy)
 
-    def find(self, pipe, *words):
-        return find_plan(TRACED, load(None, "mode=pipeline", *words), pipe, self.probe, self.trial, self.said.append)
+    def find(self, pipe, *words, room=math.inf):
+        recipe = load(None, "mode=pipeline", *words)
+        return find_plan(TRACED, recipe, pipe, self.probe, self.trial, self.said.append, room)
 
 
 def pipe(*counts, stages=2, schedules=("1f1b",), rows=96):
@@ -72,7 +79,7 @@ def test_fixed_numbers_need_no_trial(blocks, words, cuts):
 def test_candidates_are_a_handful(counts, rows, tried):
     bench = Bench()
     bench.find(pipe(*counts, rows=rows))
-    assert bench.probed == [-(-rows // m) for m in tried]
+    assert bench.probed == [-(-rows // m) for m in reversed(tried)]  # the smallest micro-batches first
     assert len(bench.tried) <= FINALISTS + 5
     assert bool(bench.said) == (len(tried) > 1)
 
@@ -91,7 +98,7 @@ def test_only_what_is_predicted_to_be_fast_is_tried(overhead, finalists):
     """Without an overhead more micro-batches are faster, with a large one fewer."""
     bench = Bench(overhead=overhead)
     bench.find(pipe(*DIVISORS), "pipeline.cuts=['2']")
-    assert [plan.microbatches for plan in bench.tried[:FINALISTS]] == finalists
+    assert [plan.microbatches for plan in bench.tried[:FINALISTS]] == sorted(finalists, reverse=True)
     assert {plan.microbatches for plan in bench.tried} == set(finalists)
 
 
@@ -220,3 +227,45 @@ def test_what_was_predicted_is_told_of_the_plan_that_was_taken():
     seconds, bubble = predict(pipe(*DIVISORS), plan.microbatches, known["stage_seconds"])
     assert known["predicted"] == {"step_seconds": seconds, "bubble": bubble}
     assert [sum(pair) * plan.microbatches / 96 for pair in known["stage_seconds"]] == pytest.approx([4, 2])
+
+
+@pytest.mark.parametrize(
+    ("room", "schedule", "words", "probed"),
+    [
+        (math.inf, "1f1b", [], [4, 6, 8, 12, 16, 24]),
+        # Three blocks a stage: 120 bytes of weights and their copies, and 3 bytes an image of two micro-batches.
+        (300, "1f1b", [], [4, 6, 8, 12, 16, 24]),  # 120 + 3 x 2 x 24 = 264
+        (290, "1f1b", [], [4, 6, 8, 12, 16]),
+        (200, "1f1b", [], [4, 6, 8]),  # 120 + 72 of 180 for 12, too many
+        (200, "1f1b", ["pipeline.recompute=true"], [4, 6, 8, 12, 16]),  # 120 + 48 of 180, 72 too many
+        (100, "1f1b", [], [4]),  # the smallest in any case: this is a guess, and memory has the last word
+        (450, "gpipe", [], [4]),  # all 96 images at once: 120 + 288, and 405 may be
+    ],
+)
+def test_what_will_not_fit_is_not_tried(room, schedule, words, probed):
+    bench = Bench()
+    bench.find(pipe(*DIVISORS, schedules=(schedule,)), *words, room=room)
+    assert bench.probed == probed
+    assert {96 // plan.microbatches for plan in bench.tried} <= set(probed)
+    assert ("are left out" in bench.said[-1]) == (len(probed) < 6)
+
+
+@pytest.mark.parametrize("largest", [4, 9, 20])
+def test_memory_that_ends_in_a_probe(largest):
+    bench = Bench(largest=largest)
+    plan, _ = bench.find(pipe(*DIVISORS))
+    assert 96 // plan.microbatches <= largest and all(96 // plan.microbatches <= largest for plan in bench.tried)
+    with pytest.raises(DeviceMemoryError, match=r"24 micro-batches of 4 images: type pipeline.microbatches=48, "):
+        Bench(largest=1).find(pipe(*DIVISORS))
+    with pytest.raises(DeviceMemoryError, match=r"8 micro-batches of 12 images: type a smaller batch_size"):
+        Bench(largest=1).find(pipe(8))
+
+
+def test_memory_that_ends_in_a_trial():
+    bench = Bench(seconds=lambda plan: math.inf if plan.microbatches < 24 else 1.0)
+    plan, known = bench.find(pipe(*DIVISORS))
+    assert plan.microbatches == bench.tried[0].microbatches == 24
+    assert {trial["microbatches"] for trial in known["trials"]} == {24}
+    json.dumps(known, allow_nan=False)
+    with pytest.raises(DeviceMemoryError, match=r"type pipeline.microbatches=\d+, pipeline.recompute=true"):
+        Bench(seconds=lambda plan: math.inf).find(pipe(*DIVISORS))

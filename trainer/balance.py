@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,6 +25,8 @@ class BlockCost:
     forward: float  # seconds
     backward: float  # seconds
     bytes: int  # that cross the cut after this block; 0 for the last
+    kept: int = 0  # bytes, from the forward pass to the backward pass
+    weights: int = 0  # bytes
 
 
 def balance(costs: Sequence[BlockCost], stages: int) -> tuple[int, ...]:
@@ -95,11 +97,11 @@ def block_costs(
     blocks = traced.stages(traced.cuts)
     rounds = []
     with undisturbed(blocks, inputs.device):
-        for _ in range(1 + repeats):
+        for repeat in range(1 + repeats):
             received, costs = inputs, []
             for block in blocks:
                 home = next((tensor.device for tensor in block.state_dict().values()), inputs.device)
-                received, cost = _time(block.to(inputs.device).train(), received, run)
+                received, cost = _time(block.to(inputs.device).train(), received, run, weigh=repeat == 0)
                 block.to(home)  # the device may be too small for the whole model
                 costs.append(cost)
             rounds.append(costs)
@@ -107,16 +109,30 @@ def block_costs(
         BlockCost(
             statistics.median(cost.forward for cost in times),
             statistics.median(cost.backward for cost in times),
-            times[0].bytes if block is not blocks[-1] else 0,
+            first.bytes if block is not blocks[-1] else 0,
+            first.kept,
+            sum(p.numel() * p.element_size() for p in block.parameters()),
         )
-        for block, times in zip(blocks, zip(*rounds[1:], strict=True), strict=True)
+        for block, first, times in zip(blocks, rounds[0], zip(*rounds[1:], strict=True), strict=True)
     ]
 
 
-def _time(block: nn.Module, received: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> tuple[Tensor, BlockCost]:
-    """One forward and backward; returns the output as the next block receives it."""
+def _time(
+    block: nn.Module, received: Tensor, run: Callable[[nn.Module, Tensor], Tensor], weigh: bool
+) -> tuple[Tensor, BlockCost]:
+    """One forward and backward; returns the output as the next block receives it. `weigh` adds up what is kept."""
     parameters = [p for p in block.parameters() if p.requires_grad]
-    with torch.enable_grad():
+    kept: dict[int, int] = {}  # by storage: views and in-place results of one tensor count once
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor) if weigh else nullcontext()
+    with torch.enable_grad(), hooks:
         start = _clock(received.device)
         out = run(block, received)
         middle = _clock(received.device)
@@ -124,7 +140,8 @@ def _time(block: nn.Module, received: Tensor, run: Callable[[nn.Module, Tensor],
         torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)  # leaves .grad and its hooks alone
         end = _clock(received.device)
     sent = out.detach()
-    return sent.requires_grad_(), BlockCost(middle - start, end - middle, sent.numel() * sent.element_size())
+    crossing = sent.numel() * sent.element_size()
+    return sent.requires_grad_(), BlockCost(middle - start, end - middle, crossing, sum(kept.values()))
 
 
 def _clock(device: torch.device) -> float:

@@ -1,7 +1,8 @@
 """Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`.
 
 Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (the caller poisons its images), `oom` and `full` (raise what
-torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`.
+torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`. Beside steps
+there is `trial-4`, a pipeline's measurement of 4 micro-batches.
 A job that torchrun has restarted is left alone, so that its recovery can be watched.
 Unset, `active` is False and every call site is a single falsy test.
 """

@@ -48,6 +48,10 @@ class DeferredBatchNorm(_BatchNorm):
         self._mean = self._mean + delta * (count / total)
         self._count = total
 
+    def forget(self) -> None:
+        """The mini-batch was given up."""
+        self._count = 0
+
     def commit(self) -> None:
         """The mini-batch is complete: update the running statistics with what was gathered."""
         if self._count == 0 or self.running_mean is None or self.running_var is None:

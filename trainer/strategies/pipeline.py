@@ -11,6 +11,7 @@ import datetime
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class ProcessPipeline(Staged):
         times = torch.tensor([(cost.forward, cost.backward) for cost in costs], dtype=torch.float64)
         times = self.world.sum_(times) / self.world.size
         return [
-            type(cost)(forward, backward, cost.bytes)
+            replace(cost, forward=forward, backward=backward)
             for cost, (forward, backward) in zip(costs, times.tolist(), strict=True)
         ]
 

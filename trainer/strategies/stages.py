@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer import faults
 from trainer.balance import BlockCost, block_costs, undisturbed
 from trainer.data import Batch
-from trainer.metrics import forget_memory
+from trainer.errors import is_out_of_memory
+from trainer.metrics import forget_memory, free_memory
 from trainer.partition import Traced, trace
 from trainer.recipe import Recipe
 from trainer.strategies import orders, tuning
@@ -40,6 +44,7 @@ class Staged(Strategy):
         self._bubbles: list[float] = []
         self._recent: list[list[Span]] = []
         self._busy: list[float] = []
+        self._ran: int | None = None  # micro-batches of the last trial that memory sufficed for
 
     def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
         self._names = [name for name, _ in model.named_parameters()]
@@ -58,6 +63,7 @@ class Staged(Strategy):
                 lambda rows: self.probe(traced, rows),
                 lambda plan: self.trial(traced, plan),
                 self.say,
+                self.room(),
             )
         self.plan = plan
         self.build(traced, plan)
@@ -78,11 +84,52 @@ class Staged(Strategy):
     # Stages.
 
     def probe(self, traced: Traced, rows: int) -> list[BlockCost]:
-        """Seconds of each block for a micro-batch of so many rows."""
-        return block_costs(traced, self.sample(rows), self.in_precision, repeats=2)
+        """Seconds of each block for a micro-batch of so many rows; endless where memory does not suffice."""
+        try:
+            return block_costs(traced, self.sample(rows), self.in_precision, repeats=2)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self._free()
+        return [BlockCost(math.inf, math.inf, 0)] * (len(traced.cuts) + 1)
+
+    def room(self) -> float:
+        """Free bytes of each worker, of the one with least."""
+        devices = set(self.world.drives)
+        sharing = len(self.world.drives) // len(devices) * self.world.sharing()
+        free = min(free_memory(device) for device in devices) / sharing
+        return -self.world.max_(torch.tensor(-free, dtype=torch.float64)).item()
 
     def trial(self, traced: Traced, plan: Plan) -> Trial:
-        """Run a few steps as `plan` says, which leave no trace."""
+        """Run a few steps as `plan` says, which leave no trace; endless where memory does not suffice.
+
+        Raises:
+            DeviceMemoryError: it did not on one of several ranks, whose peers wait for it in the middle of a schedule.
+        """
+        try:
+            found = self._trial(traced, plan)
+            self._ran = plan.microbatches
+            return found
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.world.size > 1:
+                raise tuning.too_little(self.pipe, plan.microbatches, self._ran) from error
+        for norm in self._norms:
+            norm.forget()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.recorder = Recorder(self.world.drives)
+        self._free()
+        return Trial(math.inf, (0.0,) * self.pipe.stages)
+
+    def _free(self) -> None:
+        """Give back what a failed attempt had taken, so that a smaller one finds it."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _trial(self, traced: Traced, plan: Plan) -> Trial:
         self.plan = plan
         self.build(traced, plan)
         self.train()
@@ -93,6 +140,8 @@ class Staged(Strategy):
             while len(times) < TRIAL_STEPS[0] or (sum(times) < TRIAL_SECONDS and len(times) < TRIAL_STEPS[1]):
                 self.meet()
                 begun = time.perf_counter()
+                if faults.active:
+                    faults.fault(self.world.rank, f"trial-{plan.microbatches}")
                 self.forward_backward(batch, 1 / rows)
                 self.meet()
                 times.append(self.world.share(time.perf_counter() - begun))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -10,12 +11,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainer.balance import BlockCost, balance
+from trainer.errors import DeviceMemoryError
 from trainer.partition import Traced, choose
 from trainer.recipe import Recipe
 from trainer.strategies import orders
 
 CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
 FINALISTS = 3
+USABLE = 0.9  # of the free memory; libraries' workspaces and holes between blocks take the rest
+COPIES = 4  # of the weights: themselves, gradients, and what an optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class Trial:
     seconds: float  # of one step
     busy: tuple[float, ...]  # seconds of each stage in it
 
+    @property
+    def fits(self) -> bool:
+        return math.isfinite(self.seconds)
+
 
 class _Predicted(BaseModel):
     step_seconds: float
@@ -75,21 +83,30 @@ def find_plan(
     probe: Callable[[int], list[BlockCost]],
     trial: Callable[[Plan], Trial],
     say: Callable[[str], None],
+    room: float = math.inf,
 ) -> tuple[Plan, dict[str, Any]]:
     """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest.
 
     Args:
-        probe: times every block at so many images a micro-batch.
-        trial: runs a plan.
+        probe: times every block at so many images a micro-batch; endless where memory is too small for that.
+        trial: runs a plan; endless likewise.
+        room: free bytes of each worker.
 
     Returns:
         The plan, and what is known of it: its key, predicted bubble, and the trials.
+
+    Raises:
+        DeviceMemoryError: nothing of what was tried fits.
     """
     key = key_of(traced, recipe, pipe)
     candidates = _candidates(pipe)
     if len(candidates) > 1:
         say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({', '.join(map(str, candidates))})")
-    costs = {m: probe(-(-pipe.rows // m)) for m in candidates}
+    costs = _probed(traced, recipe, pipe, candidates, probe, room)
+    if len(costs) < len(candidates):
+        large = ", ".join(str(m) for m in candidates if m not in costs)
+        say(f"pipeline: {large} micro-batches would be too large for the memory that is free, and are left out")
+    candidates = sorted(costs)
     plans = [Plan(_cuts(traced, recipe, pipe, costs[m]), m, pipe.schedules[0]) for m in candidates]
     stage_seconds = {plan: _stage_costs(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
     predictions = {plan: predict(pipe, plan.microbatches, stage_seconds[plan]) for plan in plans}
@@ -104,8 +121,64 @@ def find_plan(
         "plan": asdict(best),
         "predicted": {"step_seconds": seconds, "bubble": bubble},
         "stage_seconds": _stage_costs(traced, best.cuts, costs[best.microbatches]),
-        "trials": [{**asdict(plan), **asdict(found)} for plan, found in trials.items()],
+        "trials": [{**asdict(plan), **asdict(found)} for plan, found in trials.items() if found.fits],
     }
+
+
+def _probed(
+    traced: Traced,
+    recipe: Recipe,
+    pipe: Pipe,
+    candidates: Sequence[int],
+    probe: Callable[[int], list[BlockCost]],
+    room: float,
+) -> dict[int, list[BlockCost]]:
+    """The costs of blocks for each number of micro-batches, from the smallest micro-batches on, while they fit."""
+    found: dict[int, list[BlockCost]] = {}
+    for m in reversed(candidates):
+        rows = -(-pipe.rows // m)
+        if found:
+            smaller = min(found)
+            larger = rows / -(-pipe.rows // smaller)
+            guess = [replace(cost, kept=round(cost.kept * larger)) for cost in found[smaller]]
+            if needed(traced, recipe, pipe, m, guess) > USABLE * room:
+                break
+        costs = probe(rows)
+        if not all(math.isfinite(cost.forward) for cost in costs):
+            break
+        found[m] = costs
+    if not found:
+        raise too_little(pipe, candidates[-1])
+    return found
+
+
+def needed(traced: Traced, recipe: Recipe, pipe: Pipe, microbatches: int, costs: Sequence[BlockCost]) -> int:
+    """Bytes on the fullest worker: its weights with their gradients and optimizer, and what its micro-batches keep."""
+    bounds = [0, *(traced.cuts.index(cut) + 1 for cut in _cuts(traced, recipe, pipe, costs)), len(costs)]
+    workers = [0] * pipe.workers
+    for stage, (a, b) in enumerate(pairwise(bounds)):
+        held = microbatches
+        if recipe.pipeline.recompute:
+            held = 1
+        elif pipe.schedules[0] in ("streams", "1f1b"):
+            held = min(pipe.stages - stage, microbatches)
+        elif pipe.schedules[0] not in ("gpipe", "loopedbfs"):
+            held = min(2 * pipe.workers, microbatches)
+        of_stage = sum(COPIES * cost.weights + held * cost.kept for cost in costs[a:b])
+        workers[stage % pipe.workers] += of_stage
+    return max(workers)
+
+
+def too_little(pipe: Pipe, tried: int, ran: int | None = None) -> DeviceMemoryError:
+    """What to type where so many micro-batches do not fit, and others of smaller ones ran or have not been tried."""
+    rows = -(-pipe.rows // tried)
+    what = f"out of memory while measuring {tried} micro-batch{'es' * (tried > 1)} of {rows} images: type "
+    if len(pipe.counts) == 1:
+        return DeviceMemoryError(f"{what}a smaller batch_size, or a larger accumulate or pipeline.microbatches")
+    more = [m for m in pipe.counts if m > tried]
+    wanted = ran or next((m for m in more if m >= 2 * tried), more[-1] if more else None)
+    first = f"pipeline.microbatches={wanted}, " if wanted else ""
+    return DeviceMemoryError(f"{what}{first}pipeline.recompute=true or a smaller batch_size")
 
 
 def recall(known: Mapping[str, Any], key: str, traced: Traced, pipe: Pipe) -> Plan | None:
@@ -183,7 +256,10 @@ def _run(
             trials[plan] = min(again, trials.get(plan, again), key=lambda found: found.seconds)
         return min(trials, key=lambda plan: trials[plan].seconds)
 
-    chosen = best(*plans[:FINALISTS])
+    # From the smallest micro-batches on: should memory end, then with a plan in hand that runs.
+    chosen = best(*sorted(plans[:FINALISTS], key=lambda plan: -plan.microbatches))
+    if not trials[chosen].fits:
+        raise too_little(pipe, chosen.microbatches)
     if chosen.microbatches % pipe.workers == 0:  # what the other orders want
         chosen = best(*(replace(chosen, schedule=schedule) for schedule in pipe.schedules[1:]))
     if recipe.pipeline.cuts == "auto":

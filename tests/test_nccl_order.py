@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
+from tests.call_recorder import read
+from tests.commands import QUIET, trainer
 from tests.nccl_order import Call, on_ranks, stuck
 from trainer.checks import microbatch_counts
 from trainer.data import Batch
@@ -203,3 +206,80 @@ def test_drawn_by_hand():
     ring = [[[all_of("a", 0, 1)], [all_of("a", 0, 2)]], [[all_of("a", 1, 2)], [all_of("a", 0, 1)]]]
     assert stuck([*ring, [[all_of("a", 0, 2)], [all_of("a", 1, 2)]]]) is not None  # three communicators in a circle
     assert stuck([[[all_of("a", 0, 1)]], []]) == [all_of("a", 0, 1), Call("nothing", -1, ())]
+
+
+# Collectives of whole runs over gloo, by torch's hooks: `World`'s, the modes' own, DDP's from its reducer.
+
+WHOLE = ["recipe=digits", "plugin=tests.call_recorder", "model.name=cnn", "epochs=2"]
+WHOLE += ["save.every_steps=2", "optimizer.lr=0.001", *QUIET]
+ALL_ON = ["precision=fp16", "ema=0.9", "clip_grad_norm=1", "accumulate=2"]
+PIPE = ["mode=pipeline", "pipeline.stages=2", "pipeline.timeline=true"]
+
+
+def calls(run, size, *words, steps=4, rows=48, code=0, **env):
+    """Run it, and what each rank asked of its communicators."""
+    folder = run.with_name(f"{run.name}-{steps}")
+    words = [*WHOLE, *words, f"nproc={size}", f"batch_size={rows}", f"max_steps={steps}", f"output={run}"]
+    done = trainer(*words, env={"TRAINER_TEST_CALLS": str(folder), **env})
+    assert done.returncode == code, done.stdout + done.stderr
+    return read(folder, size)
+
+
+many = pytest.mark.full("one of several alike")
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (2, ["mode=ddp", "sync_bn=true", *ALL_ON]),
+        pytest.param(3, ["mode=ddp", "precision=bf16"], marks=many),
+        pytest.param(3, ["mode=local_sgd", "local_sgd.every=2", *ALL_ON], marks=many),
+        pytest.param(3, ["mode=hogwild", "ema=0.9"], marks=many),
+        pytest.param(4, [*PIPE, *ALL_ON, "pipeline.microbatches=4"], marks=many),
+        pytest.param(4, [*PIPE, *ALL_ON, "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=4"], marks=many),
+        pytest.param(2, [*PIPE, "pipeline.schedule=zbv", "pipeline.microbatches=4"], marks=many),
+        pytest.param(2, [*PIPE, "pipeline.microbatches=auto"], marks=many),
+    ],
+    ids=lambda words: " ".join(words[:3]) if isinstance(words, list) else None,
+)
+def test_all_ranks_of_a_run_call_in_one_order(size, words, tmp_path):
+    """Training, evaluation, saving, diagnosis; and a second run that goes on from the middle."""
+    first = calls(tmp_path / "run", size, *words)
+    assert stuck(first) is None and all(len(queue) > 20 for queue in first)
+    if size > 2:
+        assert stuck(calls(tmp_path / "run", size, *words, "resume=auto", steps=6)) is None
+
+
+def ended(queues, rank):
+    """Whether ranks wait for what this one did not do any more, and all of its own calls were answered."""
+    waiting = stuck(queues)
+    return waiting is not None and waiting[rank].kind == "nothing" and sum(c.kind != "nothing" for c in waiting) > 0
+
+
+@pytest.mark.parametrize(
+    ("env", "code"),
+    [
+        ({"TRAINER_TEST_STOP": "1:40"}, 143),
+        pytest.param({"TRAINER_FAULT": "nan@0:3"}, 5, marks=many),
+        pytest.param({"TRAINER_FAULT": "oom@1:3"}, 6, marks=many),
+    ],
+    ids=["signal", "not finite", "out of memory"],
+)
+@pytest.mark.parametrize("words", [["mode=ddp"], pytest.param([*PIPE, "pipeline.microbatches=4"], marks=many)])
+def test_what_befalls_one_rank(env, code, words, tmp_path):
+    """A signal to one rank and a gradient that is not finite on one end all alike; out of memory ends one."""
+    queues = calls(tmp_path / "run", 2, *words, code=code, **env)
+    assert ended(queues, 1) if code == 6 else stuck(queues) is None
+
+
+@many
+def test_a_rank_that_skips_an_image_calls_in_the_same_order(tmp_path):
+    for part in ("train", "val"):
+        for label in ("a", "b"):
+            folder = tmp_path / "images" / part / label
+            folder.mkdir(parents=True)
+            for number in range(12):
+                Image.new("RGB", (16, 16), (number, 0, 9)).save(folder / f"{number}.png")
+    (tmp_path / "images/train/a/3.png").write_bytes(b"no image")
+    words = ["data.name=imagefolder", f"data.root={tmp_path / 'images'}", "data.image_size=16", "data.on_error=skip"]
+    assert stuck(calls(tmp_path / "run", 2, "mode=ddp", "augment.crop=none", *words, rows=8)) is None

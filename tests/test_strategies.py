@@ -109,6 +109,15 @@ def test_converting_keeps_names():
     assert [type(layer) for layer in model[1]] == [SyncBatchNorm, SyncBatchNorm]
 
 
+def test_on_a_gpu_synchronised_layers_are_torchs():
+    """Which take no part in what the CPU's do here; whether compile=true follows them is for a GPU to show."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
+    before = model.state_dict()
+    found = convert_sync_batchnorm(model, torch.device("cuda"))
+    assert [type(layer) for layer in found[1]] == [nn.SyncBatchNorm, nn.SyncBatchNorm]
+    assert list(found.state_dict()) == list(before)
+
+
 def test_every_mode_of_the_schema_has_a_strategy():
     assert set(STRATEGIES) == set(MODES)
 

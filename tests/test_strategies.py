@@ -15,6 +15,7 @@ from trainer.errors import RecipeError
 from trainer.partition import trace
 from trainer.recipe import MODES, ModelRecipe, load
 from trainer.strategies import STRATEGIES, create, sync_batchnorm
+from trainer.strategies.ddp import read_in_training
 from trainer.strategies.pipeline import Wire
 from trainer.strategies.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from trainer.world import Place, World
@@ -165,3 +166,13 @@ def test_unused_parameters_under_ddp(group):
     create(load(None, "mode=ddp"), pair).setup(Half(), (4, 1, 2, 2))
     with pytest.raises(RecipeError, match="accumulate=1"):
         create(load(None, "mode=ddp", "accumulate=2"), pair).setup(Half(), (4, 1, 2, 2))
+
+
+def test_buffers_are_broadcast_only_where_a_training_step_reads_them():
+    """Batch norm's running statistics are written in training, and read in evaluation: after `settle`."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    assert not read_in_training(model) and not read_in_training(nn.Linear(2, 2))
+    assert not read_in_training(nn.SyncBatchNorm(4))
+    model.register_buffer("scale", torch.ones(4))
+    assert read_in_training(model)
+    assert read_in_training(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))

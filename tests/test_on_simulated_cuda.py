@@ -2,13 +2,30 @@
 
 import pytest
 import torch
+from PIL import Image
 
-from tests.simcuda import runs
+from tests import test_simulated_mutants as uses
+from tests.simcuda import ranks, runs, simulated, waits
+from tests.simcuda.sources import branches
+from trainer.data import Batch, open_datasets
+from trainer.devices import prediction_devices, present
+from trainer.errors import TrainerError
+from trainer.inference.labelling import Forward, Labeller, Preparation
+from trainer.models import build
+from trainer.planning import plan
+from trainer.pool.checks import check_devices
+from trainer.recipe import ModelRecipe, load
+from trainer.speed_test import speed_recipe
+from trainer.strategies import Strategy
+from trainer.strategies.sync_batchnorm import convert_sync_batchnorm
+from trainer.world import Place, World
+
+CARD = torch.device("cuda", 0)
 
 TWO, SAME, THREE = (f"devices=[{','.join(f'cuda:{k}' for k in cards)}]" for cards in ((0, 1), (0, 0), (0, 1, 2)))
 EVERYTHING = (
     "clip_grad_norm=1 ema=0.9 accumulate=2 augment.mixup=0.2 augment.cutmix=0.2 augment.erase=0.5 augment.crop=pad "
-    "augment.hflip=0.5 save.every_steps=2"
+    "augment.hflip=0.5 save.every_steps=1"
 )
 RUNS = [
     f"mode=single {EVERYTHING}",
@@ -49,3 +66,118 @@ def test_a_run_on_cuda_is_the_run_on_the_cpu(words):
     assert cuda.result["val_loss"] == pytest.approx(cpu.result["val_loss"], rel=tolerance)
     driven = {name for name in ("cuda:0", "cuda:1", "cuda:2") if name in words} or {"cuda:0"}
     assert cuda.result["peak_memory_bytes"].keys() == driven and all(cuda.result["peak_memory_bytes"].values())
+
+
+# Waits of the host.
+
+# In a training step nothing waits for a device, apart from these; steps that are logged and meetings of ranks may.
+ALLOWED = {
+    ("H2D", "data/feeds.py MemoryFeed.training"): "the order of 16,384 images at once",
+    ("H2D", "data/augment.py Draws.of.<locals>.moved"): "the draws of 16,384 images at once",
+    ("H2D", "data/augment.py Finish._column"): "how pairs of a batch mix, some bytes that are not pinned",
+    ("H2D", "data/augment.py Finish._inside"): "the same for boxes of cutmix",
+    ("H2D", "data/augment.py Auto.__call__"): "torchvision makes constants for each image of a set in memory",
+}
+
+
+def test_no_step_waits_for_a_device():
+    seen = {words: runs.on_cuda(words).waits_in_steps() for words in RUNS}
+    found = {place for waits in seen.values() for place in waits}
+    assert found - ALLOWED.keys() == set(), {place: words for words, waits in seen.items() for place in waits}
+    assert ALLOWED.keys() - found == set(), "no longer needed: strike it out"
+
+
+def test_a_wait_in_a_step_is_counted(monkeypatch):
+    plain = Strategy.backward
+
+    def backward(self, loss):
+        loss.item()
+        plain(self, loss)
+
+    monkeypatch.setattr(Strategy, "backward", backward)
+    monkeypatch.setattr(waits, "HOME", __file__)  # this file's frames are the project's, for once
+    with simulated(1) as machine:
+        strategy = Strategy(load(None, "mode=single"), World(Place(), CARD, 1, ("cuda:0",)))
+        strategy.setup(torch.nn.Linear(4, 3), (2, 4))
+        strategy.forward_backward(Batch(torch.ones(2, 4).to(CARD), torch.zeros(2).long().to(CARD), 2), 0.5)
+    ((wait, count),) = ((wait, count) for wait, count in machine.waits.seen.items() if wait.kind == "item")
+    assert wait.function.endswith("backward") and count == 1
+
+
+# Branches.
+
+# Conditions that ask for CUDA and do not come out so here, each with its reason.
+ELSEWHERE = {
+    "planning/probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, where several cards are",
+    "inference/command.py run: name != 'cpu'": "starts processes of its own, which are not simulated",
+    "devices.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/test_devices.py",
+    "planning/layout.py _pretended: name != 'cpu'": "a plan for cards that are not here: tests/test_planning.py",
+    "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cuda_count())": "the same",
+    "planning/memory.py own_memory: not world.cuda_count()": "the same",
+}
+
+
+def everywhere(folder):
+    """What asks for CUDA apart from training in one process."""
+    for words in RUNS:
+        runs.on_cuda(words)
+    for card in range(4):
+        for split in ("train", "val"):
+            (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), (40 * card,) * 3).save(folder / split / f"class{card % 2}" / f"{card}.png")
+    photos = f"mode=single model.name=mlp data.name=imagefolder data.root={folder} data.channels=3 batch_size=2"
+    assert runs.train_on_cuda(f"{photos} data.workers=0", folder / "run").errors == []
+    with runs.alone(), simulated(2) as machine:
+        for use in (uses.timed, uses.sent, uses.communicated, uses.probed, uses.broken):
+            use(machine)
+        machine.broken.clear()
+        labels(machine)
+        assert prediction_devices("auto", 2, 8) == present(["cuda:0", "cuda:1"], 2)
+        assert check_devices(["cuda", "cpu"])[0] == CARD
+        for refused in (
+            lambda: present(["cuda:2"], 2),
+            lambda: present(["cuda:0"], 0),
+            lambda: check_devices(["cuda:2"]),
+        ):
+            with pytest.raises(TrainerError, match="not here"):
+                refused()
+        convert_sync_batchnorm(torch.nn.BatchNorm2d(3), CARD)
+        world = World(Place(), CARD, 1, ("cuda:0",))
+        data = open_datasets(load(None, *runs.BASE.split()))
+        speed_recipe(load(None, *runs.BASE.split()), build(ModelRecipe(name="mlp"), 10, 1, 8), data, world, print)
+        for mode, nproc in (("dp", None), ("ddp", 2), ("pipeline", None)):
+            assert plan(load(None, *runs.BASE.split(), f"mode={mode}"), nproc, every=mode == "dp")
+
+
+def labels(machine):
+    """A prediction worker on a card: what it says of images is what it says on the CPU."""
+    preparation = Preparation(8, 1, (0.5,), (0.5,))
+    torch.manual_seed(0)
+    model, images = build(ModelRecipe(name="cnn"), 10, 1, 8), torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        worker = Labeller(model, preparation, load(None, "precision=fp32", "threads=1"), None)
+        worker.setup(device)
+        found.append(worker.batch(list(images)))
+    assert [one.classes for one in found[0]] == [one.classes for one in found[1]]
+    torch.testing.assert_close(*(torch.tensor([one.probabilities for one in rows]) for rows in found))
+    forward = Forward(build(ModelRecipe(name="mlp"), 10, 1, 8))
+    forward.setup(torch.device("cuda", 1))
+    assert forward.batch(list(images.float())).device.index == 1 and machine.errors == []
+
+
+def test_every_branch_for_cuda_runs(tmp_path):
+    runs.watching()
+    everywhere(tmp_path)
+    elsewhere = set(ranks.both()["branches"])
+    left = {b.site.name for b in branches()} - {b.site.name for b in runs.branches_seen} - elsewhere
+    assert left - ELSEWHERE.keys() == set(), "no run here takes these on CUDA: add one, or a reason to ELSEWHERE"
+    assert ELSEWHERE.keys() - left == set(), "these do run here: strike them out"
+
+
+def test_ranks_on_cuda_are_ranks_on_the_cpu():
+    """ddp and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
+    for case, found in ranks.both()["cases"].items():
+        assert found["errors"] == [[], []], case
+        assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4), case
+        assert {tuple(place) for place in found["waits"]} - ALLOWED.keys() - ranks.ALLOWED == set(), case

@@ -132,7 +132,7 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
         torch: _autocast(),
         torch.autograd: {"_engine_run_backward": _in_functions(torch.autograd._engine_run_backward, machine)},
         comm: _between_devices(machine),
-        dist: {"init_process_group": _gloo_for_nccl(dist.init_process_group)},
+        dist: {"init_process_group": _gloo_for_nccl(dist.init_process_group), "Reducer": _reducer(machine)},
         glob: {"glob": _with_driver(glob.glob)},
         time: {"perf_counter": machine.clock},
         torch.Tensor: answers(machine),
@@ -281,6 +281,30 @@ def _gloo_for_nccl(init: Callable[..., None]) -> Callable[..., None]:
         init("gloo" if "nccl" in backend else backend, *args, **kwargs)
 
     return join
+
+
+def _reducer(machine: Machine) -> type:
+    """DDP's, whose buckets are made in C++: they lie on the device of its parameters."""
+
+    class Reducer(dist.Reducer):  # type: ignore[misc]
+        def __init__(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+            self._where = machine.memory.device(parameters[0])
+            with self._there():
+                super().__init__(parameters, *args, **kwargs)
+
+        def _rebuild_buckets(self) -> bool:
+            with self._there():
+                return bool(super()._rebuild_buckets())
+
+        @contextmanager
+        def _there(self) -> Iterator[None]:
+            before, machine.here.hint = machine.here.hint, self._where
+            try:
+                yield
+            finally:
+                machine.here.hint = before
+
+    return Reducer
 
 
 def _with_driver(real: Callable[..., list[str]]) -> Callable[..., list[str]]:

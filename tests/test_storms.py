@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from tests.storms import MODES, SEVERAL, SIGNALS, Storms
+from tests.storms import MODES, SEVERAL, SIGNALS, TIMEOUT, WORDS, Job, Storms, strike
 
 SEED = 1
 
@@ -24,6 +26,10 @@ def test_nothing_is_lost(storms, kinds, count, modes):
     assert len(storms.run(kinds, count, modes)) == count
 
 
-def test_a_stopped_rank_is_named_in_time(storms):
+def test_a_stopped_rank_is_named_in_time(tmp_path):
     """The others wait `timeout` seconds; torchrun alone would wait thirty more for a process that cannot hear it."""
-    assert storms.storm("ddp", ["stop"])
+    job = Job(tmp_path / "run", *WORDS, *MODES["ddp"], f"timeout={TIMEOUT}")
+    try:
+        assert strike(job, "stop", "steps", random.Random(SEED))
+    finally:
+        job.clear()

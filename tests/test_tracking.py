@@ -108,17 +108,15 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
     tracker.close()
 
 
-def test_a_resumed_run_has_its_verdict_and_how_it_runs_once(tmp_path):
+def test_a_resumed_run_has_its_verdict_once(tmp_path):
     recipe = load("digits", f"output={tmp_path / 'run'}", "resume=auto")
     for position in (Position(0, 0, 0), Position(5, 0, 5), Position(5, 0, 5)):
         tracker = Tracker(recipe, RunFolder(recipe))
         tracker.start(position, 10)
-        tracker.text("mode", "- mode: single", position.step)
         tracker.text("verdict", "it computes", 10)
         tracker.close()
     texts = [place for place in written(tmp_path / "run") if "text_summary" in place[0]]
-    mode, verdict = "mode/text_summary", "verdict/text_summary"
-    assert texts == [(mode, 0), (mode, 5), ("recipe/text_summary", 0), (verdict, 10)]
+    assert texts == [("recipe/text_summary", 0), ("verdict/text_summary", 10)]
 
 
 def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path):

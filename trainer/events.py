@@ -18,8 +18,7 @@ from trainer.checkpoint import Position
 from trainer.files import draft_of, opened, put, why
 
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
-# What a run that is continued at a step logs anew there: at its start, and at the end of an epoch that is not over.
-_AT_START, _AT_END = ("mode/",), ("val/", "memory/", "verdict/")
+_AT_END = ("val/", "memory/", "verdict/")  # what a run that is continued within an epoch logs anew at its end
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
 
 
@@ -156,4 +155,4 @@ def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None
 def _stays(tag: str, step: int, position: Position) -> bool:
     if step != position.step:
         return step < position.step
-    return not tag.startswith(_AT_START if position.step_in_epoch == 0 else (*_AT_START, *_AT_END))
+    return position.step_in_epoch == 0 or not tag.startswith(_AT_END)

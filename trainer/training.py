@@ -131,7 +131,8 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     if state is not None:
         resuming.restore(this, state)
     this.tracker.start(this.position, this.total_steps)
-    this.tracker.text("mode", reporting.mode_lines(this), this.position.step)
+    if this.position.step == 0:
+        this.tracker.text("mode", reporting.mode_lines(this), 0)
     return this
 
 

@@ -7,6 +7,8 @@ from PIL import Image
 from tests import test_simulated_mutants as uses
 from tests.simcuda import ranks, runs, simulated, waits
 from tests.simcuda.sources import branches
+from trainer.comparison.entries import Entry
+from trainer.comparison.predictions import _stands_in
 from trainer.data import Batch, open_datasets
 from trainer.devices import prediction_devices, present
 from trainer.errors import TrainerError
@@ -111,9 +113,17 @@ ELSEWHERE = {
     "planning/probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, where several cards are",
     "inference/command.py run: name != 'cpu'": "starts processes of its own, which are not simulated",
     "devices.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/test_devices.py",
-    "planning/layout.py _pretended: name != 'cpu'": "a plan for cards that are not here: tests/test_planning.py",
-    "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cuda_count())": "the same",
+    "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cuda_count())": "a plan for absent cards",
     "planning/memory.py own_memory: not world.cuda_count()": "the same",
+    "planning/probe.py here: layout.kind == 'cuda'": "measures in processes of its own, which are not simulated",
+    "planning/probe.py _at_once: layout.kind == 'cuda'": "the same",
+    "planning/probe.py _measure: task['kind'] == 'cuda'": "the same",
+    "planning/forecast.py forecast: mode == 'dp' and layout.kind == 'cuda'": "wants speeds measured on cards",
+    "planning/forecast.py _of_replicas: layout.kind == 'cuda' and layout.recipe.mode == 'ddp' and seconds "
+    "and (measured.exposed is None)": "the same",
+    "planning/forecast.py _step: recipe.mode == 'split' or (layout.schedule == STREAMS and layout.kind == 'cpu')": (
+        "the same"
+    ),
 }
 
 
@@ -125,14 +135,15 @@ def everywhere(folder):
         for split in ("train", "val"):
             (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), (40 * card,) * 3).save(folder / split / f"class{card % 2}" / f"{card}.png")
-    photos = f"mode=single model.name=mlp data.name=imagefolder data.root={folder} data.channels=3 batch_size=2"
+    photos = f"mode=single model.name=mlp data.name=imagefolder data.root={folder} data.channels=3 data.image_size=96 batch_size=2"
     assert runs.train_on_cuda(f"{photos} data.workers=0", folder / "run").errors == []
     with runs.alone(), simulated(2) as machine:
         for use in (uses.timed, uses.sent, uses.communicated, uses.probed, uses.broken):
             use(machine)
         machine.broken.clear()
         labels(machine)
-        assert prediction_devices("auto", 2, 8) == present(["cuda:0", "cuda:1"], 2)
+        assert prediction_devices("auto", 2, 8) == present(["cuda", "cuda:1"], 2)
+        assert not _stands_in(Entry("dp", (), load(None, "mode=dp")))
         assert check_devices(["cuda", "cpu"])[0] == CARD
         for refused in (
             lambda: present(["cuda:2"], 2),

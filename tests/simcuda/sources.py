@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,6 +187,8 @@ def watched(seen: set[Branch]) -> Iterator[None]:
         return value
 
     trees = {}
+    for file in {branch.site.file for branch in numbered}:  # some are imported late
+        importlib.import_module("trainer." + file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     for file in {branch.site.file for branch in numbered}:
         places: dict[tuple[int, int], dict[str, int]] = {}
         for number, (place, _) in enumerate(numbered):

@@ -135,8 +135,8 @@ def everywhere(folder):
         for split in ("train", "val"):
             (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), (40 * card,) * 3).save(folder / split / f"class{card % 2}" / f"{card}.png")
-    photos = f"mode=single model.name=mlp data.name=imagefolder data.root={folder} data.channels=3 data.image_size=96 batch_size=2"
-    assert runs.train_on_cuda(f"{photos} data.workers=0", folder / "run").errors == []
+    photos = f"data.name=imagefolder data.root={folder} data.channels=3 data.image_size=96 data.workers=0 batch_size=2"
+    assert runs.train_on_cuda(f"mode=single model.name=mlp {photos}", folder / "run").errors == []
     with runs.alone(), simulated(2) as machine:
         for use in (uses.timed, uses.sent, uses.communicated, uses.probed, uses.broken):
             use(machine)

@@ -114,7 +114,6 @@ ELSEWHERE = {
     "inference/command.py run: name != 'cpu'": "starts processes of its own, which are not simulated",
     "devices.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/test_devices.py",
     "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cuda_count())": "a plan for absent cards",
-    "planning/memory.py own_memory: not world.cuda_count()": "the same",
     "planning/probe.py here: layout.kind == 'cuda'": "measures in processes of its own, which are not simulated",
     "planning/probe.py _at_once: layout.kind == 'cuda'": "the same",
     "planning/probe.py _measure: task['kind'] == 'cuda'": "the same",

@@ -156,7 +156,8 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
     """Give buffers, training flags and the random state back as they were."""
     parts = {part for module in modules for part in module.modules()}
     flags = {part: part.training for part in parts}
-    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
+    # By their names: a module that goes to another device and back has other tensors.
+    buffers = [(part, name, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
@@ -164,5 +165,5 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
         for part, training in flags.items():
             part.training = training
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for part, name, before in buffers:
+                part.get_buffer(name).copy_(before)

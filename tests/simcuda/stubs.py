@@ -268,10 +268,10 @@ def _between_devices(machine: Machine) -> dict[str, Any]:
 
 def _by_device(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    for position, row in enumerate(zip(*lists, strict=False)):
-        entry = found.setdefault((row[0].device, row[0].dtype), ([[] for _ in lists], []))
-        for own, value in zip(entry[0], row, strict=True):
-            own.append(value)
+    for position, first in enumerate(lists[0]):
+        entry = found.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        for own, values in zip(entry[0], lists, strict=True):
+            own += values[position : position + 1]  # a list may be empty
         entry[1].append(position)
     return found
 

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trainer import files
 from trainer.checkpoint import read_weights
 from trainer.checks import torchvision_classifiers
 from trainer.data.images import formats, read_image, reason
@@ -126,7 +127,7 @@ def header_shapes(folder: PhotoFolder) -> list[Shape]:
     for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
         with suppress(Exception), warnings.catch_warnings():  # what cannot be read is found in training
             warnings.simplefilter("ignore")
-            with Image.open(folder.where(index)) as image:
+            with files.opened(folder.where(index)) as file, Image.open(file, formats=formats()) as image:
                 shapes.append(shape_of(image))
     return shapes
 

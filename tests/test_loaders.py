@@ -459,7 +459,7 @@ DAMAGES = [truncate, lambda path: path.write_text("no image"), lambda path: path
     + [pytest.param(damage, ("data.workers=2",), marks=pytest.mark.full) for damage in DAMAGES],
 )
 def test_an_unreadable_image_stops_or_is_skipped(loading, tmp_path, damage, words):
-    root = photo_folder(tmp_path)
+    root = photo_folder(tmp_path, count=3, classes="ab")
     words = ("data.name=imagefolder", f"data.root={root}", "data.image_size=72", "batch_size=6", *words)
     sets = open_datasets(load(None, *words))
     for split in ("train", "val"):

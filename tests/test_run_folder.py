@@ -232,6 +232,7 @@ def test_a_lock_that_is_a_link_overwrites_nothing(tmp_path):
 @pytest.mark.parametrize("content", [b"\xff\x00", b"", b"[", b"epochs: many", b"[" * 9999])
 def test_a_damaged_recipe_says_what_to_do(tmp_path, content):
     RunFolder(recipe(tmp_path / "run")).close()
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)  # else there is nothing to continue
     (tmp_path / "run" / "recipe.yaml").write_bytes(content)
     with pytest.raises(RecipeError, match=r"recipe.*remove that file"):
         RunFolder(recipe(tmp_path / "run", "resume=auto"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -19,11 +20,15 @@ PARENT = "TRAINER_FORK_PARENT"  # whom the server dies with
 
 
 def context(*preload: str) -> Any:
-    """The context to start workers in; its server runs, and has torch and the modules that the first caller names."""
+    """The context to start workers in; its server runs, and has torch and the modules that the first caller names.
+
+    And torchvision where this process has it: a worker that needs it would load it for two seconds, each one by itself.
+    """
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
     if server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything
-        context.set_forkserver_preload(["trainer.preload", "torch", *preload])
+        known = [name for name in ("torchvision", "trainer.data.photos") if name in sys.modules]
+        context.set_forkserver_preload(["trainer.preload", "torch", *dict.fromkeys([*preload, *known])])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     resource_tracker.ensure_running()  # whose start unblocks some
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

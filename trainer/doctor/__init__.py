@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainer import fork_server
 from trainer.doctor import machine, software
 from trainer.doctor.devices import look_at_cards
 from trainer.doctor.findings import Findings
@@ -22,8 +23,9 @@ def command(words: Sequence[str]) -> int:
 def examine() -> Findings:
     """Look at everything. What fails becomes a problem of one line, and the rest goes on."""
     found = Findings()
+    found.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
     if found.trying("software", software.versions, found):
-        found.trying("gloo", software.processes, found)  # before CUDA is used
+        found.trying("gloo", software.processes, found)
         cards = found.trying("cards", look_at_cards, found) or 0
         found.trying("NCCL", software.nccl, found, cards)
         found.trying("shared memory", machine.check_shared_memory)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
-import sys
 import tempfile
 import time
-import warnings
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
 
+from trainer import fork_server
 from trainer.errors import SetupError, explain
 
 PATIENCE = 60.0  # seconds
@@ -21,7 +18,7 @@ PATIENCE = 60.0  # seconds
 class Group:
     """`size` processes that sum a pattern, from the moment this block is entered; they end with it.
 
-    On the CPU they are forked, which saves them seconds of loading torch, so this must come before CUDA is used.
+    They come from the fork server, which loads torch while this process does.
     """
 
     def __init__(self, backend: str, size: int) -> None:
@@ -30,16 +27,13 @@ class Group:
     def __enter__(self) -> Group:
         self.begun = time.monotonic()
         self.folder = tempfile.TemporaryDirectory(prefix="trainer-")
-        forked = self.backend == "gloo" and sys.platform == "linux"
-        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+        context = fork_server.context()
         self.children, self.answers = [], []
         for rank in range(self.size):
             answer, mine = context.Pipe(duplex=False)
             where = os.path.join(self.folder.name, "store")
             child = context.Process(target=_rank, args=(self.backend, rank, self.size, where, mine), daemon=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # newer Pythons', of threads that libraries may have begun
-                child.start()
+            child.start()
             mine.close()
             self.children.append(child)
             self.answers.append(answer)

@@ -168,6 +168,17 @@ def test_unused_parameters_under_ddp(group):
         create(load(None, "mode=ddp", "accumulate=2"), pair).setup(Half(), (4, 1, 2, 2))
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_ddp_is_set_up_without_a_warning_and_forward_passes_broadcast_what_they_read(group):
+    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
+    for reads in (False, True):
+        strategy = create(load(None, "mode=ddp"), pair)
+        strategy.setup(model, (4, 1, 2, 2))
+        assert strategy.wrapped.forward_sync_buffers is reads
+        model.register_buffer("scale", torch.ones(4))
+
+
 def test_buffers_are_broadcast_only_where_a_training_step_reads_them():
     """Batch norm's running statistics are written in training, and read in evaluation: after `settle`."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))

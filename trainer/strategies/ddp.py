@@ -57,7 +57,7 @@ class DistributedDataParallel(Strategy):
                 self.module,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                broadcast_buffers=read_in_training(self.module),
+                forward_sync_buffers=read_in_training(self.module),
                 # Under accumulation a static graph fails inside the reducer.
                 static_graph=self.recipe.accumulate == 1,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def typed(monkeypatch, capsys, *words):
 BROKEN = [
     (
         "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver",
-        ["driver 535.104.05 (knows CUDA 12.2) is too old for torch", "update the driver", "torch<2.15", "whl/cu126"],
+        ["driver 535.104.05 (knows CUDA 12.2) is too old for torch", "update the driver", cards.CUDA_12],
     ),
     ("Found no NVIDIA driver on your system. Please check", ["libcuda.so.1 is missing", "docker run --gpus all"]),
     (
@@ -189,7 +190,12 @@ def test_a_card_that_this_torch_has_no_code_for(card):
     card((6, 1))
     with pytest.raises(SetupError) as old:
         cards.check(CUDA[1], 3)
-    for part in ("cuda:1 (Tesla P40) has compute capability 6.1", "code for 7.5, 8.0", "cu126", "[cuda:0,cuda:2]"):
+    for part in (
+        "cuda:1 (Tesla P40) has compute capability 6.1",
+        "code for 7.5, 8.0",
+        cards.CUDA_12,
+        "[cuda:0,cuda:2]",
+    ):
         assert part in str(old.value)
     card((12, 0))
     with pytest.raises(SetupError, match=r"a newer torch.*devices=\[cpu\]"):
@@ -251,17 +257,27 @@ def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
     assert checked == [("cuda:0", 2), ("cuda:1", 2)]
 
 
-def test_ranks_on_cards_need_nccl(monkeypatch):
+@pytest.fixture
+def joined(monkeypatch):
+    """Two ranks meet: this one is rank 0, and the other has said in the store what it is on."""
+    store = torch.distributed.HashStore()
+    store.set("device/1", "cuda:1")
+    meeting = importlib.import_module("torch.distributed.rendezvous")  # there is a function of this name, too
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    return store
+
+
+def test_ranks_on_cards_need_nccl(joined, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     rank = world.World(world.Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
     with pytest.raises(SetupError, match="no NCCL"):
         rank.connect(1.0)
 
 
-def test_ranks_on_cards_sum_a_pattern_first(monkeypatch):
+def test_ranks_on_cards_sum_a_pattern_first(joined, monkeypatch):
     dist = torch.distributed
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_gather_object", lambda names, mine: names.__setitem__(slice(None), [mine, "other"]))
     monkeypatch.setattr(dist, "all_reduce", lambda numbers: None)  # the other rank's part is lost
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
@@ -269,6 +285,7 @@ def test_ranks_on_cards_sum_a_pattern_first(monkeypatch):
     with pytest.raises(SetupError, match="a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1"):
         rank.connect(1.0)
     alone = world.World(world.Place(0, 2, 0, 2, 0, True), torch.device("cpu"), 1, ())
+    joined.set("device/1", "cpu")
     alone.connect(1.0)  # gloo's sums need no test
 
 

@@ -13,6 +13,7 @@ from tests.simcuda import simulated, sources
 from tests.simcuda.runs import MEASURING
 from trainer.balance import BlockCost, block_costs
 from trainer.data import Batch
+from trainer.data.copies import Copies
 from trainer.metrics import Ledger, StepTimer, Stopwatch
 from trainer.models import build
 from trainer.partition import trace
@@ -54,9 +55,13 @@ def expect(fine):
 
 
 class Peers(World):
-    """A world of two, of which one is silent: an all-reduce is a kernel."""
+    """A world of two, of which one is silent and takes two seconds for everything: an all-reduce is a kernel."""
 
-    sum_ = max_ = lambda self, values: values.mul_(1)
+    def sum_(self, values):
+        return values.mul_(1)
+
+    def max_(self, values):
+        return values.fill_(2.0)
 
     def barrier(self):
         pass
@@ -159,8 +164,18 @@ def probed(machine):
         probe.PASS = passes
 
 
+def copied(machine):
+    """Batches go past the computing, and their memory is given away as soon as nobody holds it."""
+    copies = Copies(CARD)
+    for _ in range(3):
+        batch = copies(torch.ones(4))
+        batch + 1
+        del batch
+
+
 USES = {
     "balance.py": [costs],
+    "data/copies.py": [copied],
     "metrics.py": [timed, communicated, probed],
     "planning/probe.py": [probed],
     "pool/transport.py": [sent],

@@ -7,6 +7,7 @@ device. What was done wrong is in `machine.errors`; mixed devices raise, as on a
 
 What is simulated, by file:
 
+- `machine`: devices, and the errors found.
 - `order`: streams, events, and what happens before what (`StreamSynchronizations` of torch's own CUDA sanitizer). An
   event is complete only once the host has waited for it. A copy to pinned memory arrives at the host's next wait for it
   and not before; until then the memory holds rubbish.
@@ -25,6 +26,7 @@ What is not: speed, numerics of CUDA kernels (TF32, cuDNN, atomics), memory limi
 and errors that only a driver can give.
 """
 
-from tests.simcuda.stubs import Machine, simulated
+from tests.simcuda.machine import Machine
+from tests.simcuda.stubs import simulated
 
 __all__ = ["Machine", "simulated"]

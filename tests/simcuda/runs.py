@@ -41,7 +41,7 @@ MEASURING = frozenset(
         "strategies.ddp.DistributedDataParallel._exchange",
         "strategies.ddp.DistributedDataParallel._exposed",
         "strategies.spans.Recorder._now",
-        "strategies.stages.Staged.trial",
+        "strategies.stages.Staged._trial",
     }
 )
 IN_A_STEP = "training.train_epoch"
@@ -67,10 +67,10 @@ branches_seen: set[Branch] = set()
 
 
 @functools.cache
-def watching() -> ExitStack:
-    """From the first run on, branches that it takes are noted, until `watching().close()`."""
+def watching(*folders: str) -> ExitStack:
+    """From the first run on, branches that it takes are noted, until `watching().close()`; of some files or all."""
     stack = ExitStack()
-    stack.enter_context(watched(branches_seen))
+    stack.enter_context(watched(branches_seen, folders or ("",)))
     return stack
 
 

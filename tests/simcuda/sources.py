@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,6 +118,10 @@ def without(place: Site) -> Iterator[None]:
 # Branches on the kind of device.
 
 
+# What is no device's kind and still true where CUDA is.
+COUNTS = {"cuda", "gpu", "world.cuda_count()", "cuda_count()", "cards.look().count", "torch.cuda.is_available()"}
+
+
 class Branch(NamedTuple):
     site: Site
     on_cuda: bool  # what the condition is on CUDA
@@ -156,9 +161,7 @@ def _sides(node: ast.AST, side: bool) -> Iterator[bool]:
             yield side == (("cuda" in values) != isinstance(node.ops[0], ast.NotEq | ast.NotIn))
     elif isinstance(node, ast.Attribute) and node.attr in ("cuda", "passes_through", "gpu"):
         yield side == (node.attr != "passes_through")
-    elif (isinstance(node, ast.Name) and node.id in ("cuda", "gpu")) or (
-        isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("cuda_count", "is_available")
-    ):
+    elif isinstance(node, ast.Name | ast.Attribute | ast.Call) and ast.unparse(node) in COUNTS:
         yield side
 
 
@@ -177,9 +180,9 @@ class _Watched(ast.NodeTransformer):
 
 
 @contextmanager
-def watched(seen: set[Branch]) -> Iterator[None]:
-    """Adds to `seen` the branches whose condition has the value that it has on CUDA."""
-    numbered = branches()
+def watched(seen: set[Branch], folders: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """Adds to `seen` the branches whose condition has the value that it has on CUDA, of files that begin like this."""
+    numbered = [branch for branch in branches() if branch.site.file.startswith(folders)]
 
     def note(number: int, value: Any) -> Any:
         if bool(value) == numbered[number].on_cuda:
@@ -206,11 +209,11 @@ def watched(seen: set[Branch]) -> Iterator[None]:
 def _swapped(trees: dict[str, ast.Module], names: dict[str, Any]) -> Iterator[None]:
     """Loaded functions of some files run the code of other syntax trees, which may use `names`."""
     put_back: list[Callable[[], None]] = []
-    loaded = _functions(frozenset(trees))
+    loaded = _functions(frozenset(name for name in sys.modules if name.partition(".")[0] == "trainer"))
     try:
         for file, tree in trees.items():
             new = {_name(code): code for code in _codes(compile(tree, HOME + file, "exec", dont_inherit=True))}
-            for function in loaded[file]:
+            for function in loaded.get(file, []):
                 code = new.get(_name(function.__code__))
                 if code is not None and code.co_freevars == function.__code__.co_freevars:
                     put_back.append(functools.partial(setattr, function, "__code__", function.__code__))
@@ -233,11 +236,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _functions(wanted: frozenset[str]) -> dict[str, list[FunctionType]]:
-    found: dict[str, list[FunctionType]] = {file: [] for file in wanted}
+@functools.cache
+def _functions(modules: frozenset[str]) -> dict[str, list[FunctionType]]:
+    """All functions of the loaded modules, by file; looked for once, among millions of objects."""
+    found: dict[str, list[FunctionType]] = {}
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename.startswith(HOME):
-            file = thing.__code__.co_filename.removeprefix(HOME)
-            if file in found:
-                found[file].append(thing)
+            found.setdefault(thing.__code__.co_filename.removeprefix(HOME), []).append(thing)
     return found

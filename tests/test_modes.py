@@ -450,6 +450,7 @@ def test_a_measurement_without_enough_memory_is_not_the_end(tmp_path):
     assert "4, 6 micro-batches would be too large" in said
 
 
+@pytest.mark.full("two whole runs; test_tuning.py has the words")
 def test_over_processes_a_measurement_without_enough_memory_names_what_runs(tmp_path):
     """Its peers wait in the middle of a schedule; the smaller micro-batches were tried before."""
     done = trainer(*AUTO, "nproc=2", f"output={tmp_path / 'run'}", env={"TRAINER_FAULT": "oom@1:trial-4"})

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.commands import QUIET, ok, result, torchrun
@@ -38,6 +40,15 @@ def test_other_classes_are_not_those_it_was_trained_on(trained):
         evaluate_run(str(trained), "model.num_classes=7")
     with pytest.raises(CheckpointError, match="it knows 10 classes and the data has 7"):
         evaluate_run(str(trained / "checkpoints" / "step-00000002"), "model.num_classes=7")
+
+
+@pytest.mark.parametrize("told", ["[", "5", "[" * 9999])
+def test_damaged_class_names_are_one_line(trained, tmp_path, told):
+    with safe_open(trained / "last.safetensors", "pt") as file:
+        facts = file.metadata()
+    save_file(load_file(trained / "last.safetensors"), tmp_path / "odd.safetensors", facts | {"classes": told})
+    with pytest.raises(CheckpointError, match="its classes makes no sense"):
+        evaluate_run(str(tmp_path / "odd.safetensors"))
 
 
 class Fixed(Strategy):

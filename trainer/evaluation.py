@@ -84,7 +84,10 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, Any]:
     )
     check_processes(recipe, world.size)
     data = open_datasets(recipe)
-    known = tuple(json.loads(metadata.get("classes", "null")) or data.classes)
+    try:
+        known = tuple(map(str, json.loads(metadata.get("classes", "null")) or data.classes))
+    except (ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: what it tells of its classes makes no sense") from None
     if known != data.classes:
         raise CheckpointError(f"{path} was trained on {_listed(known)}, and {data.split} holds {_listed(data.classes)}")
     model = build(recipe.model, len(data.classes), data.channels, data.image_size, starting=False)

@@ -139,7 +139,7 @@ def test_torchrun_shows_our_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 1  # torchrun's own, whatever the rank's
-    assert answer.stderr.count("trainer: error: recipe=digts") == 1
+    assert answer.stderr.count("trainer: error: recipe=digts") <= 1  # none where rank 1 was first: rank 0 is ended then
     assert "traceback : recipe=digts: no such recipe or file; did you mean recipe=digits?" in answer.stderr
 
 

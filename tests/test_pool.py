@@ -419,7 +419,6 @@ wrapped = decorated(plain)
         ({"worker": workers.Classifier, "arguments": (lambda: 1,)}, "move what does not pickle"),
         ({"worker": workers.Classifier, "arguments": (threading.Lock(),)}, "pickle"),
     ],
-    ids=str,
 )
 def test_refused_before_anything_starts(options, message, monkeypatch):
     monkeypatch.setattr("trainer.pool.pool.Engine", None)

@@ -1,6 +1,9 @@
 """The contract's parts that whole runs do not show: synchronised BatchNorm's numbers, names, unused parameters."""
 
 import copy
+import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.commands import environment
 from tests.worlds import on_ranks
 from trainer import models
 from trainer.data import Batch
@@ -111,12 +115,28 @@ def test_converting_keeps_names():
 
 
 def test_on_a_gpu_synchronised_layers_are_torchs():
-    """Which take no part in what the CPU's do here; whether compile=true follows them is for a GPU to show."""
+    """Which take no part in what the CPU's do here."""
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
     before = model.state_dict()
     found = convert_sync_batchnorm(model, torch.device("cuda"))
     assert [type(layer) for layer in found[1]] == [nn.SyncBatchNorm, nn.SyncBatchNorm]
     assert list(found.state_dict()) == list(before)
+
+
+@pytest.mark.full("compiles in two ranks")
+def test_a_gpus_synchronised_layers_can_be_compiled(tmp_path):
+    """The compiler breaks its graph at them: their collectives stay as they are."""
+    rank = [sys.executable, "-m", "tests.synchronised", "{}", str(tmp_path / "store")]
+    ranks = [[word.format(number) for word in rank] for number in (0, 1)]
+    second = subprocess.Popen(ranks[1], env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        first = subprocess.run(ranks[0], env=environment(), capture_output=True, text=True, timeout=120)
+    finally:
+        second.kill()
+        second.wait()
+    assert first.returncode == 0, first.stderr
+    eager, compiled, graphs = json.loads(first.stdout.splitlines()[-1])
+    assert compiled == pytest.approx(eager, rel=1e-4) and graphs > 2 and len({*eager}) == 4
 
 
 def test_every_mode_of_the_schema_has_a_strategy():

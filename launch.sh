@@ -115,8 +115,15 @@ versions() {
         venv=$here/.venv-$which
         ensure
         "$venv/bin/python" -c 'import torch; print("torch", torch.__version__, flush=True)'
-        "$venv/bin/python" -m pytest --all tests/test_smoke.py
+        "$venv/bin/python" -m pytest --numprocesses="$(workers)" --all tests/test_smoke.py
     done
+}
+
+# How many tests run at once: some wait for others' ends. Each may start four processes.
+workers() {
+    local cores
+    cores=$(nproc 2>/dev/null || echo 2)
+    echo $((cores < 8 ? cores + 1 : 8))
 }
 
 # One launcher a node, whatever the tasks per node.
@@ -150,7 +157,7 @@ case $1 in
     test)
         shift
         cd "$here"
-        exec "$venv/bin/python" -m pytest "$@"
+        exec "$venv/bin/python" -m pytest --numprocesses="$(workers)" --dist=worksteal "$@"
         ;;
     tensorboard)
         shift

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `tests.commands.environment`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

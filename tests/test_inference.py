@@ -21,6 +21,7 @@ from PIL import Image
 from torch import nn
 
 from tests.commands import QUIET, environment, ok, result, torchrun, trainer
+from tests.storms import Job, slack
 from trainer import predict
 from trainer.errors import CheckpointError, FolderInUseError, PredictionError, RecipeError, SetupError
 from trainer.evaluation import recipe_of
@@ -232,6 +233,21 @@ def test_another_commands_folder_is_refused(digits, photos, labelled):
     assert other.returncode == 8 and "choose another output=" in other.stderr
     run = trainer(*words[:2], f"output={digits}", CPU)
     assert run.returncode == 8 and "holds a training run" in run.stderr
+
+
+@pytest.mark.full("twenty starts")
+def test_killed_as_it_starts_it_leaves_nothing(digits, photos, tmp_path):
+    """No worker and no fork server is left five seconds later, whatever was being imported."""
+    words = ["predict", f"checkpoint={digits}", f"data.root={photos}", "devices=[cpu,cpu]", "predict.batch_size=1"]
+    met = set()
+    for n in range(20):
+        job = Job(tmp_path / str(n), *words)
+        time.sleep(0.4 * n * slack())
+        met.add(len(job.members()))
+        job.main.kill()
+        job.end(5 * slack())
+        assert not job.orphaned_blocks()
+    assert len(met) > 1, met  # its children were met too
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+WORKERS = min(len(os.sched_getaffinity(0)) + 1, 8)  # tests at once
 # `uv venv` makes an environment whose python records its words; both commands are written down.
 UV = """#!/bin/bash
 echo "uv $*" >> "$LOG"
@@ -97,7 +98,7 @@ def test_commands(checkout: Checkout) -> None:
     checkout.run("recipes")
     here, home = checkout.home.parent, checkout.home
     for words, expected in (
-        (("test", "--all", "-k", "x"), f"{home}: -m pytest --all -k x"),
+        (("test", "--all", "-k", "x"), f"{home}: -m pytest --numprocesses={WORKERS} --dist=worksteal --all -k x"),
         (("tensorboard",), f"{here}: -m tensorboard.main --host=127.0.0.1 --logdir=runs"),
         (("tensorboard", "--logdir", "x", "--bind_all"), f"{here}: -m tensorboard.main --logdir x --bind_all"),
         (("tensorboard", "--port=1"), f"{here}: -m tensorboard.main --host=127.0.0.1 --logdir=runs --port=1"),
@@ -208,7 +209,7 @@ def test_other_versions_are_tested_in_environments_of_their_own(checkout: Checko
     assert len(asked) == 2 and not (checkout.home / ".venv").exists()
     assert ".venv-lowest" in asked[0] and asked[0].endswith(" ".join(f"{name}=={version}" for name, version in least))
     assert ".venv-newest" in asked[1] and asked[1].endswith("--upgrade torch torchvision")
-    assert out.count("-m pytest --all tests/test_smoke.py") == 2
+    assert out.count(f"-m pytest --numprocesses={WORKERS} --all tests/test_smoke.py") == 2
 
 
 def test_a_version_that_fails_fails_the_whole(checkout: Checkout) -> None:

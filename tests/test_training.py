@@ -448,6 +448,57 @@ def test_a_signal_while_compiling(mode, tmp_path):
     assert process.returncode == 143 and "Traceback" not in output, output
 
 
+SLOW = """
+import time
+import torch
+from torch import nn
+from trainer import register_model
+
+class Slow(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = nn.Linear(64, classes)
+        self.steps = 0
+
+    def forward(self, images):
+        self.steps += self.training
+        time.sleep(22 if self.steps == 3 else 0)
+        return self.layer(images.flatten(1))
+
+@register_model("slow")
+def slow(num_classes, in_channels, image_size):
+    return Slow(num_classes)
+"""
+
+
+@pytest.mark.full("steps of 22 seconds")
+@pytest.mark.parametrize("mode", [["mode=single"], ["mode=ddp", "nproc=2"]], ids=["single", "ddp"])
+def test_a_signal_waits_for_the_end_of_a_long_step(mode, tmp_path):
+    """Up to `grace` seconds, as on a processor that computes a large batch; the step is saved."""
+    (tmp_path / "sleeping.py").write_text(SLOW)
+    words = ["recipe=digits", "plugin=sleeping", "model.name=slow", *mode, *QUIET, f"output={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *words],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        log = tmp_path / "run" / "steps.csv"
+        wait_for(lambda: log.exists() and len(steps(tmp_path / "run")) >= 2, process, 60)
+        time.sleep(0.5)  # the third step is under way
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 143 and "Traceback" not in output, output
+    assert len(steps(tmp_path / "run")) == 3
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"], output
+
+
 def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
     words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=5", f"output={tmp_path / 'run'}"]
     begun = time.monotonic()

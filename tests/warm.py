@@ -1,12 +1,14 @@
 """A process that has imported what `python -m trainer` imports, and forks a child for each command.
 
 The child runs the same module as `python -m trainer` would, with its own words, environment, folder and output; only
-the seconds of importing torch are saved. It forks before any thread of OpenMP or gloo exists.
+the seconds of importing torch are saved. It forks before any thread of OpenMP or gloo exists. What it starts itself by
+`python -m trainer`, the ranks of a launcher say, runs in children that it forked at its beginning and that waited.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -16,6 +18,9 @@ import subprocess
 import sys
 
 PRELOADED = ["trainer.training", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets"]
+SPARES = 4  # children that a command may start; further ones import torch themselves
+_execute = subprocess.Popen._execute_child
+_spares: list[tuple[int, socket.socket]] = []  # this process's
 
 
 class Warm:
@@ -35,7 +40,7 @@ class Warm:
         with ours:
             socket.send_fds(self._ours, [b"x"], [theirs.fileno(), out, err])
             theirs.close()
-            ours.sendall(json.dumps([words, environment, cwd]).encode() + b"\n")
+            ours.sendall(_job(words, environment, cwd))
             ours.settimeout(timeout)
             answers = ours.makefile()
             try:
@@ -67,24 +72,80 @@ def serve(number: int) -> None:
 def _answer(number: int, out: int, err: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     asked = socket.socket(fileno=number)
-    words, environment, cwd = json.loads(asked.makefile().readline())
+    job = asked.makefile().readline()
     child = os.fork()
     if child == 0:
         asked.close()
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        os.close(out)
-        os.close(err)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.path[0] = cwd
-        sys.argv = ["trainer", *words]
-        importlib.reload(sys.modules["trainer.faults"])  # which looks at the environment once
-        _run()
+        _become(job, {1: out, 2: err})
     asked.sendall(f"{child}\n".encode())
     _, status = os.waitpid(child, 0)
     asked.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _job(words: list[str], environment: dict[str, str], cwd: str, session: bool = False) -> bytes:
+    return json.dumps([words, environment, cwd, session]).encode() + b"\n"
+
+
+def _become(job: str, streams: dict[int, int]) -> None:
+    """Be `python -m trainer`, with these files as its streams; ends this process."""
+    words, environment, cwd, session = json.loads(job)
+    if session:
+        os.setsid()
+    for stream, fd in streams.items():
+        os.dup2(fd, stream)
+    os.closerange(3, 1024)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0] = cwd
+    sys.argv = ["trainer", *words]
+    importlib.reload(sys.modules["trainer.faults"])  # which looks at the environment once
+    _spares.clear()
+    for _ in range(SPARES if "RANK" not in environment else 0):
+        _spares.append(_spare())
+    subprocess.Popen._execute_child = _execute_child
+    _run()
+
+
+def _spare() -> tuple[int, socket.socket]:
+    """A child of this process that waits for a command, or for this process's end."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child:
+        theirs.close()
+        return child, ours
+    ours.close()
+    for _, other in _spares:
+        other.close()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the group's, which a command would hear
+        signal.signal(number, signal.SIG_IGN)
+    data, fds, _, _ = socket.recv_fds(theirs, 1, 3)
+    if not data:
+        os._exit(0)
+    job = theirs.makefile().readline()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _become(job, dict(enumerate(fds)))
+    raise AssertionError("never here")
+
+
+def _execute_child(process: subprocess.Popen, *given, **named) -> None:
+    """Start `python -m trainer` in a spare child, while there is one, and anything else as `subprocess` does."""
+    asked = inspect.signature(_execute).bind(process, *given, **named).arguments
+    command = [word for word in map(str, asked["args"]) if word != "-u"]
+    if command[:3] != [sys.executable, "-m", "trainer"] or not _spares or asked["pass_fds"]:
+        _execute(process, *given, **named)
+        return
+    process.pid, spare = _spares.pop(0)
+    process._child_created = True
+    pipes = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    environment = os.environ if asked["env"] is None else asked["env"]
+    with spare:
+        socket.send_fds(spare, [b"x"], [fd if fd >= 0 else stream for stream, fd in enumerate(pipes)])
+        spare.sendall(_job(command[3:], {**environment}, asked["cwd"] or os.getcwd(), asked["start_new_session"]))
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(asked[name] for name in ends))
 
 
 def _run() -> None:

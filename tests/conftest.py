@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
-        from trainer import cards
+        from trainer.devices import cards
 
         if not cards.look().count:
             for item in marked:

@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from trainer.strategies import stages
-from trainer.world import Place, World
+from trainer.modes.pipeline import stages
+from trainer.processes.world import Place, World
 
 SECONDS = 60  # after which a rank's thread that waits for another gives up
 

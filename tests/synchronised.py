@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.strategies.sync_batchnorm import convert_sync_batchnorm
+from trainer.modes.sync_batchnorm import convert_sync_batchnorm
 
 AXES = [0, 2, 3]
 

@@ -1,71 +1,94 @@
-"""Imports go one way: a module imports only from the rooms to its left."""
+"""Imports go one way: a room imports only rooms from floors below its own, and says which."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 import trainer
 
-ROOMS = [
-    {"errors", "faults"},
-    {"files"},
-    {"recipe", "words"},
-    {"checks"},
-    {"world", "topology", "devices", "cards", "peers"},
-    {"family"},
-    {"interrupts", "fork_server", "preload"},
-    {"data", "checkpoint", "metrics", "precision", "randomness", "run_folder", "graphs", "partition", "balance"},
-    {"plots", "pool"},
-    {"models", "events", "tracking", "launching"},
-    {"strategies"},
-    {"evaluation", "optimization", "timeline", "verdict"},
-    {"run"},
-    {"reporting", "resuming", "speed_test", "diagnosis"},
-    {"meeting"},
+FLOORS = [  # the ground floor first; rooms of one floor do not know each other
+    {"errors"},
+    {"recipe"},
+    {"devices"},
+    {"processes"},
+    {"saving"},
+    {"data", "launch", "models", "pool", "telemetry"},
+    {"modes"},
     {"training"},
-    {"planning", "inference", "doctor"},
+    {"doctor", "inference", "planning"},
     {"comparison"},
     {"__main__"},
 ]
-LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 HOME = Path(trainer.__file__).parent
-FILES = sorted(HOME.rglob("*.py"))
+FILES = [path for path in sorted(HOME.rglob("*.py")) if path != HOME / "__init__.py"]
+FOLDERS = sorted({path.parent for path in FILES} - {HOME})
 
 
 def room(path: Path) -> str:
     return path.relative_to(HOME).parts[0].removesuffix(".py")
 
 
-def imported(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "trainer":
-            parts = node.module.split(".")
-            names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+def module(path: Path) -> str:
+    return ".".join(("trainer", *path.relative_to(HOME).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module(path): path for path in FILES}
+
+
+def imported(path: Path, at_once: bool = False) -> set[str]:
+    """Modules of ours that a file imports; `at_once`: as it is imported itself."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trainer":
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in inner}
         elif isinstance(node, ast.Import):
-            names = [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("trainer.")]
-        yield from names
+            found |= {alias.name for alias in node.names if alias.name.startswith("trainer.")}
+    return found & MODULES.keys()
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path != HOME / "__init__.py"], ids=lambda p: str(p.relative_to(HOME))
-)
-def test_imports_go_one_way(path):
-    assert room(path) in LEVEL, f"{path.name} has no place in the order above"
-    for name in imported(path):
-        if name not in LEVEL or name == room(path):
-            continue
-        assert LEVEL[name] <= LEVEL[room(path)], f"{room(path)} imports {name}, which is to its right"
+def rooms_of(names: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in names}
 
 
-def test_no_import_cycles():
-    graph = {
-        name: {n for path in FILES if room(path) == name for n in imported(path) if n in LEVEL and n != name}
-        for name in LEVEL
-    }
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
+def test_imports_go_down(path):
+    own = room(path)
+    assert own in FLOOR, f"{own} has no floor above"
+    for other in rooms_of(imported(path)) - {own}:
+        assert FLOOR[other] < FLOOR[own], f"{own} imports {other}, which is not below it"
 
-    def reaches(start: str, goal: str, seen: frozenset[str]) -> bool:
-        return any(n == goal or (n not in seen and reaches(n, goal, seen | {n})) for n in graph[start])
 
-    assert [name for name in graph if reaches(name, name, frozenset({name}))] == []
+def test_no_module_imports_itself_in_a_circle():
+    graph = {name: imported(path, at_once=True) - {name} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def follow(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        for other in graph[name] - done:
+            follow(other, (*way, name))
+        done.add(name)
+
+    for name in graph:
+        follow(name, ())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(HOME)))
+def test_a_room_says_what_lives_there_and_what_it_imports(folder):
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    first, _, rest = text.partition("\n\n")
+    assert 1 <= len(first.splitlines()) <= 2 and first.endswith(".") and rest
+    if folder.parent == HOME:
+        own = room(folder / "__init__.py")
+        found = set().union(*(rooms_of(imported(path)) for path in folder.rglob("*.py"))) - {own}
+        said = re.search(r"^Imports: ([\w, ]+)\.$", text, re.M)
+        assert said, f"Imports: {', '.join(sorted(found, key=FLOOR.get))}."
+        assert {*said[1].split(", ")} == found, sorted(found, key=FLOOR.get)
+
+
+def test_nothing_lies_loose():
+    assert {path.name for path in HOME.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}

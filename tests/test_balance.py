@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.balance import BlockCost, balance, block_costs
 from trainer.errors import RecipeError
-from trainer.partition import trace
+from trainer.models.balance import BlockCost, balance, block_costs
+from trainer.models.partition import trace
 
 
 def blocks(times: str, crossing: str = "") -> list[BlockCost]:
@@ -105,7 +105,7 @@ def test_the_median_of_the_repeats_after_one_to_warm_up(monkeypatch):
             self.readings += 1
             return self.now
 
-    monkeypatch.setattr("trainer.balance._clock", Clock())
+    monkeypatch.setattr("trainer.models.balance._clock", Clock())
     costs = block_costs(trace(model()), torch.randn(2, 3, 4, 4), repeats=3)
     assert [(cost.forward, cost.backward) for cost in costs] == [(2, 2)] * 3
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from trainer import __main__ as cli
-from trainer import cards, launching, training, world
+from trainer.devices import cards
 from trainer.errors import DeviceMemoryError, SetupError
+from trainer.launch import launching
+from trainer.processes import world
 from trainer.recipe import load
+from trainer.training import loop
 
 CUDA = [torch.device("cuda", index) for index in range(4)]
 
@@ -47,7 +50,7 @@ def typed(monkeypatch, capsys, *words):
     for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", launching.PARENT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launching, "die_with_parent", lambda: None)
-    monkeypatch.setattr(training, "run", lambda recipe, own_process: ran.append(recipe))
+    monkeypatch.setattr(loop, "run", lambda recipe, own_process: ran.append(recipe))
     monkeypatch.setattr(launching, "start", lambda recipe, words, launch: ran.append(launch) or 0)
     code = cli.answer(words)
     return code, capsys.readouterr().err, ran

@@ -27,9 +27,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 import trainer
-from trainer import checkpoint, faults
-from trainer.checkpoint import Position, State, commit, digest, load, newest, read_weights, write_weights
 from trainer.errors import CheckpointError, DiskFullError, NotFiniteError, SetupError
+from trainer.processes import faults
+from trainer.saving import checkpoint
+from trainer.saving.checkpoint import Position, State, commit, digest, load, newest, read_weights, write_weights
 
 POINTS = ("tmp", "write", "fsync", "rename", "prune")
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import checks
-from trainer.checks import (
+from trainer.errors import RecipeError
+from trainer.recipe import MODES, Recipe, Schedule, checks, load
+from trainer.recipe.checks import (
     OPTIONS,
     REFUSED,
     SPLIT_BACKWARD,
@@ -27,8 +28,6 @@ from trainer.checks import (
     schedule_of,
     shards,
 )
-from trainer.errors import RecipeError
-from trainer.recipe import MODES, Recipe, Schedule, load
 
 SCHEDULES = get_args(Schedule)
 
@@ -243,8 +242,8 @@ def as_one_of():
 def test_torch_accepts_the_same_numbers_of_micro_batches(ranks: int, as_one_of) -> None:
     from torch.distributed.pipelining import PipelineStage
 
-    from trainer.strategies.pipeline import SCHEDULES as KINDS
-    from trainer.strategies.pipeline import ranks_of_stages
+    from trainer.modes.pipeline.ranks import SCHEDULES as KINDS
+    from trainer.modes.pipeline.ranks import ranks_of_stages
 
     as_one_of(ranks)
     sample, layer, cpu = torch.zeros(1, 2), nn.Linear(2, 2), torch.device("cpu")

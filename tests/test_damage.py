@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ok, steps, trainer
-from trainer import checkpoint
-from trainer.checkpoint import digest
+from trainer.saving import checkpoint
+from trainer.saving.checkpoint import digest
 
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "epochs=2", "save.every_epochs=1"]
 RUN += ["save.every_steps=5", "logging.every_steps=1", "logging.progress=false"]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
-from trainer.checks import DATASETS
 from trainer.data import Datasets, ImageSet, LabelledSource, datasets, downloads, open_datasets, register_dataset
 from trainer.data.images import jpeg_size
 from trainer.errors import RecipeError, SetupError
 from trainer.inference.sources import files
 from trainer.recipe import load
+from trainer.recipe.checks import DATASETS
 
 
 def opened(*words):

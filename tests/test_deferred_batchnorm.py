@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.strategies.deferred_batchnorm import DeferredBatchNorm, convert_deferred_batchnorm, recomputing
+from trainer.modes.deferred_batchnorm import DeferredBatchNorm, convert_deferred_batchnorm, recomputing
 
 EVEN, UNEVEN = (4, 4, 4), (5, 4, 2, 1)
 

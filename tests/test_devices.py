@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.devices import assign_devices, numbered
+from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import RecipeError
 from trainer.recipe import load
 

@@ -9,12 +9,14 @@ from torch import nn
 
 from tests.commands import losses
 from tests.simcuda import runs, simulated
-from trainer import checkpoint, models
 from trainer.data import Batch
-from trainer.randomness import random_states, restore_random_states
+from trainer.models import zoo
+from trainer.modes import create
+from trainer.modes.pipeline import stages, streams
+from trainer.processes.world import Place, World
 from trainer.recipe import load
-from trainer.strategies import create, stages, streams
-from trainer.world import Place, World
+from trainer.saving import checkpoint
+from trainer.training.randomness import random_states, restore_random_states
 
 CARDS = tuple(torch.device("cuda", index) for index in range(2))
 
@@ -60,7 +62,7 @@ def dropping(monkeypatch):
         halves = nn.Linear(wide, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.5)
         return nn.Sequential(nn.Flatten(), *halves, nn.Linear(32, num_classes))
 
-    monkeypatch.setitem(models._builders, "dropping", build)
+    monkeypatch.setitem(zoo._builders, "dropping", build)
 
 
 @pytest.mark.parametrize("mode", ["split", "pipeline pipeline.microbatches=2", "dp"])
@@ -106,7 +108,7 @@ def test_an_older_checkpoint_says_which_random_numbers_start_anew(dropping, tmp_
     checkpoint.commit(tmp_path / "run", checkpoint.State(position, state.tensors, state.facts), 2)
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.tracking.Tracker.say", lambda self, text: said.append(text))
+        patch.setattr("trainer.telemetry.tracking.Tracker.say", lambda self, text: said.append(text))
         done = runs.train_on_cuda(f"{words} resume=auto", tmp_path / "run")
     assert done.result["status"] == "completed"
     assert [text for text in said if "no random state of cuda:1" in text]

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.commands import trainer
-from trainer import cards, doctor, peers
+from trainer import doctor
+from trainer.devices import cards
 from trainer.doctor import devices, machine, software
 from trainer.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
+from trainer.processes import peers
 
 
 class Processes:

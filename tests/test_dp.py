@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from trainer.data import Batch
+from trainer.modes import create
+from trainer.modes.dp import rows_of_devices
+from trainer.processes.world import Place, World
 from trainer.recipe import load
-from trainer.strategies import create
-from trainer.strategies.dp import rows_of_devices
-from trainer.world import Place, World
 
 CPU = torch.device("cpu")
 

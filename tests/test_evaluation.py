@@ -9,9 +9,9 @@ from torch import nn
 from tests.commands import QUIET, ok, result, torchrun
 from trainer.data import Batch
 from trainer.errors import CheckpointError
-from trainer.evaluation import evaluate, evaluate_run
-from trainer.strategies import Strategy
-from trainer.world import Place, World
+from trainer.modes import Strategy
+from trainer.processes.world import Place, World
+from trainer.training.evaluation import evaluate, evaluate_run
 
 
 @pytest.fixture(scope="module")

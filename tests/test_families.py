@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from tests.commands import PROJECT, QUIET, losses, ok
-from trainer import launching, load_recipe
+from trainer import load_recipe
 from trainer.data import open_datasets
-from trainer.evaluation import evaluate_run
-from trainer.training import train
+from trainer.launch import launching
+from trainer.training.evaluation import evaluate_run
+from trainer.training.loop import train
 
 # The smallest of each family, and the smallest usual image size that it reads.
 FAMILIES = {

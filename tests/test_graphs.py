@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainer.errors import RecipeError
-from trainer.partition import trace
+from trainer.models.partition import trace
 
 
 class Two(nn.Module):

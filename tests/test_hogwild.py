@@ -15,9 +15,9 @@ from tests.commands import QUIET, environment, losses, ok, result, steps, traine
 from tests.worlds import on_ranks
 from trainer import train
 from trainer.errors import SetupError
+from trainer.modes import create
+from trainer.modes.hogwild import ALIGNMENT, MemoryFile
 from trainer.recipe import load
-from trainer.strategies import create
-from trainer.strategies.hogwild import ALIGNMENT, MemoryFile
 
 # --- the memory ---------------------------------------------------------------------------------------------------
 

@@ -24,12 +24,12 @@ from tests.commands import QUIET, environment, ok, result, torchrun, trainer
 from tests.storms import Job, slack
 from trainer import predict
 from trainer.errors import CheckpointError, FolderInUseError, PredictionError, RecipeError, SetupError
-from trainer.evaluation import recipe_of
 from trainer.inference import labelling, sources
 from trainer.inference.command import _complete, _prepared
 from trainer.inference.labelling import Labeller, Labels, Preparation
 from trainer.inference.rows import Rows, complete
 from trainer.recipe import load
+from trainer.training.evaluation import recipe_of
 
 CPU = "devices=[cpu]"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.interrupts import Interrupts, outlive_terminal
+from trainer.processes.interrupts import Interrupts, outlive_terminal
 
 PROJECT = Path(__file__).parent.parent
 PROGRAM = """
 import signal, sys, time
-from trainer.interrupts import Interrupts
+from trainer.processes.interrupts import Interrupts
 with Interrupts(grace={grace}) as interrupts:
     interrupts.beat()
     print("ready", flush=True)
@@ -147,7 +147,7 @@ def test_a_step_too_slow_for_the_launcher_is_said_once(monkeypatch):
 # Its children are siblings of each other, as the ranks of a torchrun are.
 LAUNCHER = """
 import os, signal, subprocess, sys, time
-look = "from trainer import family; print({look})"
+look = "from trainer.processes import family; print({look})"
 def rank(number, program, **options):
     return subprocess.Popen([sys.executable, "-c", program], env={{**os.environ, "RANK": str(number)}}, **options)
 sleeping = "import time; print('here', flush=True); time.sleep(60)"
@@ -220,7 +220,8 @@ def test_a_terminal_that_closes_fails_no_print(monkeypatch):
 
 def test_handlers_are_put_back():
     program = (
-        "import signal\nfrom trainer.interrupts import Interrupts\nbefore = signal.getsignal(signal.SIGTERM)\n"
+        "import signal\n"
+        "from trainer.processes.interrupts import Interrupts\nbefore = signal.getsignal(signal.SIGTERM)\n"
         "with Interrupts():\n    assert signal.getsignal(signal.SIGTERM) != before\n"
         "assert signal.getsignal(signal.SIGTERM) == before\n"
         "import threading\nassert threading.active_count() == 1\n"

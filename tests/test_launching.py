@@ -1,6 +1,6 @@
 """Ranks that are started, fail, are stopped and orphaned; the exit code and the one line that come back.
 
-Ranks here run a plugin that puts a small stand-in for `trainer.training` in place, so that only launching is tested.
+Ranks here run a plugin that puts a small stand-in for `trainer.training.loop` in place: only launching is tested.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 
 import pytest
 
-from trainer import launching
 from trainer.errors import NotFiniteError, PeerError, RecipeError, SetupError, TrainerError
-from trainer.launching import Ending, verdict
+from trainer.launch import launching
+from trainer.launch.launching import Ending, verdict
 from trainer.recipe import load
 
 STAND_IN = """
 import json, os, signal, sys, time, types
 from pathlib import Path
-from trainer import errors, world
+from trainer import errors
+from trainer.processes import world
 
 def run(recipe, own_process=False):
     me, case = world.place(), os.environ.get("CASE", "")
@@ -55,9 +56,9 @@ def run(recipe, own_process=False):
         Path(recipe.output).mkdir(parents=True, exist_ok=True)
         Path(recipe.output, "result.json").write_text(json.dumps({"world_size": me.size, "recipe": recipe.name}))
 
-module = types.ModuleType("trainer.training")
+module = types.ModuleType("trainer.training.loop")
 module.run = run
-sys.modules["trainer.training"] = module
+sys.modules["trainer.training.loop"] = module
 """
 ROOT = Path(__file__).parent.parent
 
@@ -147,7 +148,7 @@ def test_prepare_under_torchrun_takes_what_is_given(monkeypatch: pytest.MonkeyPa
 def test_prepare_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("trainer.world.cuda_count", lambda: 4)
+    monkeypatch.setattr("trainer.processes.world.cuda_count", lambda: 4)
     assert launching.prepare(load(None)) == launching.Launch(4)
     assert launching.prepare(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
     assert launching.prepare(load(None, "mode=single")) is None

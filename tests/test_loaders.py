@@ -19,12 +19,12 @@ from PIL import Image
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from tests.commands import environment
-from trainer import fork_server
 from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, order, steps_per_epoch, workers
 from trainer.data.datasets import UserItems
 from trainer.data.images import read_image
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.pool import DevicePool
+from trainer.processes import fork_server
 from trainer.recipe import load
 
 CPU = torch.device("cpu")

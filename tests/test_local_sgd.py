@@ -9,8 +9,8 @@ from tests.commands import QUIET, losses, ok, result, steps, trainer
 from tests.worlds import on_ranks
 from trainer import train
 from trainer.data import Batch
+from trainer.modes import create, local_sgd
 from trainer.recipe import load
-from trainer.strategies import create, local_sgd
 
 SHAPE = (4, 2, 3, 3)
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.commands import environment
 from trainer import __main__ as cli
-from trainer import launching
 from trainer.errors import CheckpointError, DeviceMemoryError, PeerError, RecipeError
+from trainer.launch import launching
 from trainer.recipe import load, shipped_recipes
 
 ROOT = Path(__file__).parent.parent

@@ -5,8 +5,8 @@ import torch
 import torchvision
 from torch import nn
 
-from trainer import metrics
-from trainer.metrics import StepTimer, Sums
+from trainer.telemetry import metrics
+from trainer.telemetry.metrics import StepTimer, Sums
 
 
 def test_sums_leave_padding_out():

@@ -6,9 +6,9 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer import checks, models
 from trainer.errors import CheckpointError, RecipeError
-from trainer.recipe import ModelRecipe
+from trainer.models import zoo
+from trainer.recipe import ModelRecipe, checks
 
 SHAPES = [(1, 8), (1, 28), (3, 32)]
 
@@ -16,7 +16,7 @@ SHAPES = [(1, 8), (1, 28), (3, 32)]
 @pytest.mark.parametrize("name", checks.SMALL_MODELS)
 @pytest.mark.parametrize(("channels", "size"), SHAPES)
 def test_small_models(name, channels, size):
-    model = models.build(ModelRecipe(name=name), 7, channels, size)
+    model = zoo.build(ModelRecipe(name=name), 7, channels, size)
     out = model.train()(torch.randn(4, channels, size, size))
     assert out.shape == (4, 7)
     out.sum().backward()
@@ -24,26 +24,25 @@ def test_small_models(name, channels, size):
 
 
 def test_the_small_models_are_those_that_recipes_know():
-    assert set(checks.SMALL_MODELS) <= set(models._builders)
+    assert set(checks.SMALL_MODELS) <= set(zoo._builders)
 
 
 def test_batch_norm_free_models_are():
     for name in ("mlp", "cnn_gn", "vit_tiny"):
         assert not any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm)
-            for m in models.build(ModelRecipe(name=name), 3, 1, 8).modules()
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in zoo.build(ModelRecipe(name=name), 3, 1, 8).modules()
         )
-    assert any(isinstance(m, nn.BatchNorm2d) for m in models.build(ModelRecipe(name="cnn"), 3, 1, 8).modules())
+    assert any(isinstance(m, nn.BatchNorm2d) for m in zoo.build(ModelRecipe(name="cnn"), 3, 1, 8).modules())
 
 
 def test_resnet20_has_the_papers_size():
     # Table 6 of arXiv:1512.03385 gives 0.27 M for depth 20; projection shortcuts (option B) add 2,752.
-    assert sum(p.numel() for p in models._resnet20(10, 3, 32).parameters()) == pytest.approx(0.27e6, rel=0.03)
+    assert sum(p.numel() for p in zoo._resnet20(10, 3, 32).parameters()) == pytest.approx(0.27e6, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "vit_b_32"])
 def test_torchvision_by_name(name):
-    model = models.build(ModelRecipe(name=name), 5, 3, 64)
+    model = zoo.build(ModelRecipe(name=name), 5, 3, 64)
     assert model.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 5)
 
 
@@ -57,7 +56,7 @@ def test_every_torchvision_classifier_is_known_without_importing_it():
 def test_a_new_head(name):
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
-        models.replace_head(model, 1000, 3)
+        zoo.replace_head(model, 1000, 3)
         out = model.eval()(torch.empty(2, 3, 224, 224))
     assert out.shape == (2, 3)
 
@@ -75,7 +74,7 @@ def test_a_new_head(name):
 )
 def test_errors_say_what_to_type(keys, channels, size, says):
     with pytest.raises(RecipeError, match=says):
-        models.build(ModelRecipe(**keys), 10, channels, size)
+        zoo.build(ModelRecipe(**keys), 10, channels, size)
 
 
 @pytest.mark.parametrize(
@@ -83,44 +82,44 @@ def test_errors_say_what_to_type(keys, channels, size, says):
 )
 def test_the_size_to_try_works(name, size, works):
     with torch.device("meta"), pytest.raises(RecipeError, match=rf"cannot read .* try data\.image_size={works}$"):
-        models.build(ModelRecipe(name=name), 10, 3, size)
+        zoo.build(ModelRecipe(name=name), 10, 3, size)
     with torch.device("meta"):
-        models.build(ModelRecipe(name=name), 10, 3, works)
+        zoo.build(ModelRecipe(name=name), 10, 3, works)
 
 
 def test_what_published_weights_bring_with_them_stays_when_others_are_loaded():
     with torch.device("meta"):
-        for name in models.AUXILIARY:
+        for name in zoo.AUXILIARY:
             recipe = ModelRecipe(name=name, weights="DEFAULT")
-            assert models.build(recipe, 3, 3, 128, starting=False).transform_input
-            assert not models.build(ModelRecipe(name=name), 3, 3, 128).transform_input
-            assert eval(models.bare(recipe, 3, 128), {"torchvision": torchvision}).transform_input
+            assert zoo.build(recipe, 3, 3, 128, starting=False).transform_input
+            assert not zoo.build(ModelRecipe(name=name), 3, 3, 128).transform_input
+            assert eval(zoo.bare(recipe, 3, 128), {"torchvision": torchvision}).transform_input
         recipe = ModelRecipe(name="vit_b_16", weights="IMAGENET1K_SWAG_E2E_V1")
-        assert models.build(recipe, 3, 3, 384, starting=False).image_size == 384
+        assert zoo.build(recipe, 3, 3, 384, starting=False).image_size == 384
         with pytest.raises(RecipeError, match=r"data\.image_size=384"):
-            models.build(recipe, 3, 3, 224, starting=False)
+            zoo.build(recipe, 3, 3, 224, starting=False)
 
 
 def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
-    source = models.build(ModelRecipe(name="cnn"), 10, 1, 8)
+    source = zoo.build(ModelRecipe(name="cnn"), 10, 1, 8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
-    same = models.build(ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
+    same = zoo.build(ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
     torch.testing.assert_close(same.state_dict(), source.state_dict(), rtol=0, atol=0)
-    other = models.build(ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors")), 4, 1, 8)
+    other = zoo.build(ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors")), 4, 1, 8)
     assert torch.equal(other[0].weight, source[0].weight) and other[-1].weight.shape == (4, 128)
     with pytest.raises(CheckpointError, match="another model"):
-        models.build(ModelRecipe(name="mlp", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
+        zoo.build(ModelRecipe(name="mlp", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
 
 
 def test_a_users_own_model(monkeypatch):
-    monkeypatch.setattr(models, "_builders", dict(models._builders))
+    monkeypatch.setattr(zoo, "_builders", dict(zoo._builders))
 
-    @models.register_model("mine")
+    @zoo.register_model("mine")
     def build(num_classes, channels, image_size):
         return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, num_classes))
 
-    assert models.build(ModelRecipe(name="mine"), 3, 1, 8)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
+    assert zoo.build(ModelRecipe(name="mine"), 3, 1, 8)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
     with pytest.raises(RecipeError, match="taken"):
-        models.register_model("mine")(build)
+        zoo.register_model("mine")(build)
     with pytest.raises(RecipeError, match="taken"):
-        models.register_model("resnet18")(build)
+        zoo.register_model("resnet18")(build)

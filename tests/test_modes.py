@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from tests.commands import PROJECT, QUIET, environment, losses, ok, result, trainer
 from tests.test_training import SAME
-from trainer.checks import OPTIONS, REFUSED, SPLIT_BACKWARD, VIRTUAL, check_processes
 from trainer.data import Shard
 from trainer.errors import RecipeError
+from trainer.modes.pipeline.ranks import SCHEDULES
 from trainer.recipe import load
-from trainer.reporting import few_for_batch_norm
-from trainer.strategies.pipeline import SCHEDULES
+from trainer.recipe.checks import OPTIONS, REFUSED, SPLIT_BACKWARD, VIRTUAL, check_processes
+from trainer.training.reporting import few_for_batch_norm
 
 # -------------------------------------------------------------------------------------------- modes x models
 

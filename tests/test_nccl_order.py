@@ -13,11 +13,12 @@ from torch import nn
 from tests.call_recorder import read
 from tests.commands import QUIET, trainer
 from tests.nccl_order import Call, on_ranks, stuck
-from trainer.checks import microbatch_counts
 from trainer.data import Batch
 from trainer.errors import RecipeError
+from trainer.modes import create
+from trainer.modes.pipeline import stages
 from trainer.recipe import load
-from trainer.strategies import create, stages
+from trainer.recipe.checks import microbatch_counts
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
 KINDS += [(name, n) for name in ("interleaved1f1b", "loopedbfs", "interleavedzerobubble") for n in (2, 3)]

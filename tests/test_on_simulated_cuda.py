@@ -12,21 +12,21 @@ from tests.simcuda.sources import branches
 from trainer.comparison.entries import Entry
 from trainer.comparison.predictions import _stands_in
 from trainer.data import Batch, open_datasets
-from trainer.devices import prediction_devices, present
+from trainer.devices.assignment import prediction_devices, present
 from trainer.doctor import software
 from trainer.doctor.findings import Findings
 from trainer.errors import TrainerError
 from trainer.inference.labelling import Forward, Labeller, Preparation
-from trainer.models import build
-from trainer.partition import trace
+from trainer.models.partition import trace
+from trainer.models.zoo import build
+from trainer.modes import Strategy
+from trainer.modes.sync_batchnorm import convert_sync_batchnorm
 from trainer.planning import plan
 from trainer.pool.checks import check_devices
+from trainer.processes.world import Place, World
 from trainer.recipe import ModelRecipe, load
-from trainer.speed_test import speed_recipe
-from trainer.strategies import Strategy
-from trainer.strategies.sync_batchnorm import convert_sync_batchnorm
-from trainer.verdict import Measured, Setting, judge
-from trainer.world import Place, World
+from trainer.telemetry.verdict import Measured, Setting, judge
+from trainer.training.speed_test import speed_recipe
 
 CARD = torch.device("cuda", 0)
 

@@ -8,7 +8,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 from trainer.errors import CheckpointError
-from trainer.optimization import (
+from trainer.modes import Strategy
+from trainer.recipe import load
+from trainer.training.optimization import (
     MovingAverage,
     Updater,
     build_optimizer,
@@ -17,8 +19,6 @@ from trainer.optimization import (
     optimizer_state,
     parameter_groups,
 )
-from trainer.recipe import load
-from trainer.strategies import Strategy
 
 STEPS = 7  # in an epoch
 

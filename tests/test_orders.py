@@ -5,7 +5,7 @@ Digits are forward passes of micro-batches and letters their backward passes: "0
 
 import pytest
 
-from trainer.strategies.orders import (
+from trainer.modes.pipeline.orders import (
     Span,
     Task,
     gpipe,

@@ -8,9 +8,9 @@ import torch
 import torchvision
 from torch import nn
 
-from trainer import models
 from trainer.errors import RecipeError
-from trainer.partition import choose, trace
+from trainer.models import zoo
+from trainer.models.partition import choose, trace
 from trainer.recipe import ModelRecipe
 
 SMALL = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
@@ -51,7 +51,7 @@ def one_thread():
 def build(name: str, size: int, options: dict) -> nn.Module:
     torch.manual_seed(0)
     if name in SMALL:
-        return models.build(ModelRecipe(name=name), 10, 3, size)
+        return zoo.build(ModelRecipe(name=name), 10, 3, size)
     return torchvision.models.get_model(name, **options)
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import PROJECT, QUIET, trainer
-from trainer import peers
 from trainer.errors import PeerError, SetupError, explain
-from trainer.meeting import Meeting
-from trainer.world import Place, World
+from trainer.processes import peers
+from trainer.processes.world import Place, World
+from trainer.training.meeting import Meeting
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled error, NCCL version 2.30.7\n"

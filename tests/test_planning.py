@@ -13,21 +13,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.commands import PROJECT, environment
-from trainer import load_recipe, plan, world
+from trainer import load_recipe, plan
 from trainer.__main__ import answer
 from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
-from trainer.models import build
-from trainer.optimization import build_optimizer, optimizer_state
+from trainer.models.zoo import build
+from trainer.modes import create
+from trainer.modes.pipeline.orders import Task, issue_order
 from trainer.planning import amounts, schedules, summary
 from trainer.planning.images import describe
 from trainer.planning.layout import every_mode, lay_out
 from trainer.planning.memory import footprint
 from trainer.planning.shadow import Shadow
-from trainer.strategies import create
-from trainer.strategies.orders import Task, issue_order
-from trainer.words import split
-from trainer.world import Place, World
+from trainer.processes import world
+from trainer.processes.world import Place, World
+from trainer.recipe.words import split
+from trainer.training.optimization import build_optimizer, optimizer_state
 
 MODELS = {
     "resnet18": 64,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trainer import plots
-from trainer.plots import Bar, Panel, Point
 from trainer.recipe import MODES
+from trainer.telemetry import plots
+from trainer.telemetry.plots import Bar, Panel, Point
 
 BARS = [Bar(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (CPU stand-in)") for n, mode in enumerate(MODES, 1)]
 
@@ -138,5 +138,5 @@ def test_thinned():
 def test_it_imports_nothing_of_ours_and_matplotlib_only_when_drawing():
     tree = ast.parse(Path(plots.__file__).read_text())
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("trainer")]
-    code = "import sys, trainer.plots; assert 'matplotlib' not in sys.modules"
+    code = "import sys, trainer.telemetry.plots; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.commands import QUIET, losses, ok, result
-from trainer.precision import computed_in, described, set_precision
-from trainer.randomness import seed_everything
+from trainer.devices.precision import computed_in, described, set_precision
+from trainer.training.randomness import seed_everything
 
 AMPERE, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -161,7 +161,7 @@ from tests.benchmarks.fork_hang import compute, hung
 def context(method):
     if method == "spawn":
         return multiprocessing.get_context(method)
-    from trainer import fork_server
+    from trainer.processes import fork_server
     return fork_server.context("trainer.data.photos")
 
 if __name__ == "__main__":
@@ -203,7 +203,7 @@ def test_the_demonstration():
 
 STARTING = """
 import sys
-from trainer import fork_server
+from trainer.processes import fork_server
 fork_server.context("takes_long")
 print("server", flush=True)
 sys.stdin.read()

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from trainer.randomness import random_states, restore_random_states, seed_everything, seed_ranks
+from trainer.training.randomness import random_states, restore_random_states, seed_everything, seed_ranks
 
 
 def draw():

@@ -264,7 +264,7 @@ def test_rejecting_imports_no_torch() -> None:
         "import sys\n"
         "from trainer import recipe\n"
         "try: recipe.load('digits', 'optimzer.lr=1')\n"
-        "except recipe.RecipeError: print('torch' in sys.modules)\n"
+        "except errors.RecipeError: print('torch' in sys.modules)\n"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout == "False\n"

@@ -11,9 +11,9 @@ from PIL import Image
 
 from tests.commands import QUIET, ok, steps, trainer
 from trainer.errors import FolderInUseError, RecipeError, SetupError
-from trainer.evaluation import evaluate_run
 from trainer.recipe import load
-from trainer.run_folder import STEP_COLUMNS, RunFolder, StepsFile, as_before, write_atomically
+from trainer.saving.run_folder import STEP_COLUMNS, RunFolder, StepsFile, as_before, write_atomically
+from trainer.training.evaluation import evaluate_run
 
 
 def recipe(folder, *words):
@@ -53,7 +53,7 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
 
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.run_folder.job_id", lambda: "job 1")
+    monkeypatch.setattr("trainer.saving.run_folder.job_id", lambda: "job 1")
     first = RunFolder(recipe(tmp_path / "run"))
     first.write_recipe(recipe(tmp_path / "run"))
     first.close()
@@ -62,7 +62,7 @@ def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
     again = RunFolder(recipe(tmp_path / "run"))
     assert again.resuming
     again.close()
-    monkeypatch.setattr("trainer.run_folder.job_id", lambda: "job 2")
+    monkeypatch.setattr("trainer.saving.run_folder.job_id", lambda: "job 2")
     (tmp_path / "run" / "last.safetensors").touch()
     with pytest.raises(FolderInUseError):
         RunFolder(recipe(tmp_path / "run"))

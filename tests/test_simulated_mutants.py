@@ -13,19 +13,20 @@ from torch.nn.functional import cross_entropy
 
 from tests.simcuda import simulated, sources
 from tests.simcuda.runs import MEASURING
-from trainer.balance import BlockCost, block_costs
 from trainer.data import Batch
 from trainer.data.copies import Copies
-from trainer.metrics import Ledger, StepTimer, Stopwatch
-from trainer.models import build
-from trainer.partition import trace
+from trainer.models.balance import BlockCost, block_costs
+from trainer.models.partition import trace
+from trainer.models.zoo import build
+from trainer.modes import create
+from trainer.modes.pipeline import stages
+from trainer.modes.pipeline.tuning import Plan
 from trainer.planning import probe
 from trainer.pool.transport import pack, pack_rows
 from trainer.pool.worker import Caller
+from trainer.processes.world import Place, World
 from trainer.recipe import ModelRecipe, load
-from trainer.strategies import create, stages
-from trainer.strategies.tuning import Plan
-from trainer.world import Place, World
+from trainer.telemetry.metrics import Ledger, StepTimer, Stopwatch
 
 CARD = torch.device("cuda", 0)
 ROWS = 8

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.strategies import spans
-from trainer.strategies.orders import Span, Task
-from trainer.strategies.spans import KEPT, Recorder
+from trainer.modes.pipeline import spans
+from trainer.modes.pipeline.orders import Span, Task
+from trainer.modes.pipeline.spans import KEPT, Recorder
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import speed_test
+from trainer.processes.world import Place, World
 from trainer.recipe import load
-from trainer.speed_test import pieces_that_fit
-from trainer.world import Place, World
+from trainer.training import speed_test
+from trainer.training.speed_test import pieces_that_fit
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ from torch import nn
 
 from tests.commands import environment
 from tests.worlds import on_ranks
-from trainer import models
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.partition import trace
+from trainer.models import zoo
+from trainer.models.partition import trace
+from trainer.modes import STRATEGIES, create, sync_batchnorm
+from trainer.modes.ddp import read_in_training
+from trainer.modes.pipeline.ranks import Wire
+from trainer.modes.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from trainer.processes.world import Place, World
 from trainer.recipe import MODES, ModelRecipe, load
-from trainer.strategies import STRATEGIES, create, sync_batchnorm
-from trainer.strategies.ddp import read_in_training
-from trainer.strategies.pipeline import Wire
-from trainer.strategies.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from trainer.world import Place, World
 
 CPU = torch.device("cpu")
 ALONE = World(Place(), CPU, 1, ("cpu",))
@@ -94,7 +94,7 @@ def test_without_the_other_rank_sync_batch_norm_is_something_else(monkeypatch):
 def test_what_a_rank_sends_is_contiguous_wherever_the_cut(name, channels_last):
     """Activations, and gradients as zero-bubble schedules ask for them; gloo and NCCL refuse others."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    traced = trace(models.build(ModelRecipe(name=name), 10, 3, 32).to(memory_format=layout), name)
+    traced = trace(zoo.build(ModelRecipe(name=name), 10, 3, 32).to(memory_format=layout), name)
     stages = traced.stages(traced.cuts)
     travelling = torch.randn(2, 3, 32, 32).contiguous(memory_format=layout)
     for index, stage in enumerate(stages):

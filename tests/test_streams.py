@@ -14,10 +14,11 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.data import Batch
-from trainer.models import build
+from trainer.models.zoo import build
+from trainer.modes import create
+from trainer.modes.pipeline import streams
+from trainer.processes.world import Place, World
 from trainer.recipe import ModelRecipe, load
-from trainer.strategies import create, streams
-from trainer.world import Place, World
 
 CPU = torch.device("cpu")
 ROWS = 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import RecipeError
+from trainer.launch.topology import Launch, hosts, topology
 from trainer.recipe import load
-from trainer.topology import Launch, hosts, topology
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "1234567"}
 STEP |= {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_LOCALID": "0"}

@@ -12,12 +12,12 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from tensorboard.summary.writer.record_writer import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.checkpoint import Position, State, commit
 from trainer.errors import SetupError
-from trainer.events import trim_events
 from trainer.recipe import load
-from trainer.run_folder import RunFolder
-from trainer.tracking import NullTracker, Tracker, without_nan
+from trainer.saving.checkpoint import Position, State, commit
+from trainer.saving.run_folder import RunFolder
+from trainer.telemetry.events import trim_events
+from trainer.telemetry.tracking import NullTracker, Tracker, without_nan
 
 
 def written(folder):

@@ -346,7 +346,7 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
 
 
 def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, here):
-    monkeypatch.setattr("trainer.meeting.SECONDS", 0.0)
+    monkeypatch.setattr("trainer.training.meeting.SECONDS", 0.0)
     words = ["mode=single", "data.image_size=32", "batch_size=4", "model.name=cnn", *QUIET]
     found = train(load("resnet50", *words, f"output={tmp_path / 'run'}"))
     assert found["steps"] == 2 and found["throughput"]["samples_per_sec"] > 0

@@ -6,11 +6,11 @@ import math
 import pytest
 from torch import nn
 
-from trainer.balance import BlockCost
 from trainer.errors import DeviceMemoryError
-from trainer.partition import trace
+from trainer.models.balance import BlockCost
+from trainer.models.partition import trace
+from trainer.modes.pipeline.tuning import FINALISTS, Pipe, Plan, Trial, find_plan, key_of, predict, recall
 from trainer.recipe import load
-from trainer.strategies.tuning import FINALISTS, Pipe, Plan, Trial, find_plan, key_of, predict, recall
 
 TRACED = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))  # cuts "0" to "4", after each layer but the last
 DIVISORS = tuple(m for m in range(1, 97) if 96 % m == 0)

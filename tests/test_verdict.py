@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer import verdict
 from trainer.recipe import load
-from trainer.verdict import Measured, Setting, judge, shares
+from trainer.telemetry import verdict
+from trainer.telemetry.verdict import Measured, Setting, judge, shares
 
 RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
 

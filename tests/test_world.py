@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trainer import world
 from trainer.errors import PeerError, SetupError
+from trainer.processes import world
 from trainer.recipe import load
 
 TORCHRUN = {
@@ -102,6 +102,8 @@ def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
 def test_jobs_have_names_of_their_own():
     ours = world.job_id()
     done = subprocess.run(
-        [sys.executable, "-c", "from trainer import world; print(world.job_id())"], capture_output=True, text=True
+        [sys.executable, "-c", "from trainer.processes import world; print(world.job_id())"],
+        capture_output=True,
+        text=True,
     )
     assert ours == world.job_id() != done.stdout.strip() != ""

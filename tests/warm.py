@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 
-PRELOADED = ["trainer.training", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets"]
+PRELOADED = ["trainer.training.loop", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets"]
 SPARES = 4  # children that a command may start; further ones import torch themselves
 _execute = subprocess.Popen._execute_child
 _spares: list[tuple[int, socket.socket]] = []  # this process's
@@ -99,7 +99,7 @@ def _become(job: str, streams: dict[int, int]) -> None:
     os.environ.update(environment)
     sys.path[0] = cwd
     sys.argv = ["trainer", *words]
-    importlib.reload(sys.modules["trainer.faults"])  # which looks at the environment once
+    importlib.reload(sys.modules["trainer.processes.faults"])  # which looks at the environment once
     _spares.clear()
     for _ in range(SPARES if "RANK" not in environment else 0):
         _spares.append(_spare())

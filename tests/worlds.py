@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from trainer.world import Place, World
+from trainer.processes.world import Place, World
 
 
 class ThreadWorld(World):

@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.comparison import compare as compare
     from trainer.data import register_dataset as register_dataset
-    from trainer.evaluation import evaluate_run as evaluate  # noqa: F401
     from trainer.inference import predict as predict
-    from trainer.models import register_model as register_model
+    from trainer.models.zoo import register_model as register_model
     from trainer.planning import plan as plan
     from trainer.pool import DevicePool as DevicePool
     from trainer.pool import ItemError as ItemError
     from trainer.pool import current_device as current_device
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import load as load_recipe  # noqa: F401
-    from trainer.training import train as train
+    from trainer.training.evaluation import evaluate_run as evaluate  # noqa: F401
+    from trainer.training.loop import train as train
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Recipe": ("trainer.recipe", "Recipe"),
     "load_recipe": ("trainer.recipe", "load"),
-    "train": ("trainer.training", "train"),
+    "train": ("trainer.training.loop", "train"),
     "plan": ("trainer.planning", "plan"),
     "compare": ("trainer.comparison", "compare"),
-    "evaluate": ("trainer.evaluation", "evaluate_run"),
+    "evaluate": ("trainer.training.evaluation", "evaluate_run"),
     "predict": ("trainer.inference", "predict"),
-    "register_model": ("trainer.models", "register_model"),
+    "register_model": ("trainer.models.zoo", "register_model"),
     "register_dataset": ("trainer.data", "register_dataset"),
     "DevicePool": ("trainer.pool", "DevicePool"),
     "ItemError": ("trainer.pool", "ItemError"),

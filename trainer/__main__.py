@@ -14,11 +14,14 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from trainer import checks, interrupts, launching, recipe, world
+from trainer import recipe
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.files import open_streams
-from trainer.interrupts import leave_now
-from trainer.words import split
+from trainer.launch import launching
+from trainer.processes import interrupts, world
+from trainer.processes.interrupts import leave_now
+from trainer.recipe import checks
+from trainer.recipe.words import split
+from trainer.saving.files import open_streams
 
 USAGE = """\
 usage: python -m trainer [train] recipe=NAME [key=value ...]    train
@@ -131,9 +134,9 @@ def train(words: Sequence[str]) -> int:
     if launch is not None:
         return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)
     launching.load_plugin(own.get("plugin"))
-    from trainer import training
+    from trainer.training import loop
 
-    training.run(chosen, own_process=True)
+    loop.run(chosen, own_process=True)
     return 0
 
 
@@ -146,7 +149,7 @@ def evaluate(words: Sequence[str]) -> int:
         if key in own:
             raise RecipeError(f"{key}= is not for evaluate: {instead}")
     launching.load_plugin(own.get("plugin"))
-    from trainer import evaluation
+    from trainer.training import evaluation
 
     interrupts.raise_at_ctrl_c()
     evaluation.evaluate_run(own["checkpoint"], *rest)

@@ -31,7 +31,7 @@ from trainer.comparison.statistics import Difference, mean_and_std, ratios
 PLUGIN = """
 import time
 from trainer import register_model
-from trainer.models import build
+from trainer.models.zoo import build
 from trainer.recipe import ModelRecipe
 
 @register_model("slowed")
@@ -51,7 +51,7 @@ def slowed(num_classes, channels, image_size):
     model.register_forward_pre_hook(idle)
     return model
 """
-PRELOADED = ["torchvision", "torch.utils.tensorboard", "sklearn.datasets", "trainer.training", "trainer.__main__"]
+PRELOADED = ["torchvision", "torch.utils.tensorboard", "sklearn.datasets", "trainer.training.loop", "trainer.__main__"]
 MODES = ("single", "single", "single model.name=slowed")
 
 

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import load_recipe, register_dataset, register_model, training
+from trainer import load_recipe, register_dataset, register_model
 from trainer.data import Batch, Loader
+from trainer.training import loop
 
 IMAGES = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 10, (50_000,), generator=torch.Generator().manual_seed(1))
@@ -90,7 +91,7 @@ class Terminal(io.StringIO):
 def ours(steps: int, loader: type[Loader]) -> float:
     """Seconds a step of the real loop, logging included."""
     marks: list[float] = []
-    inner = training.learning_rate
+    inner = loop.learning_rate
 
     def marked(recipe, steps_per_epoch):
         rate = inner(recipe, steps_per_epoch)
@@ -105,13 +106,13 @@ def ours(steps: int, loader: type[Loader]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = ["mode=single", "model.name=tiny", "data.name=pictures", f"batch_size={BATCH}", "epochs=1", "threads=1"]
         recipe = load_recipe(None, *words, f"max_steps={steps}", f"output={Path(folder, 'run')}")
-        kept = (training.Loader, training.learning_rate, sys.stdout, sys.stderr)
-        training.Loader, training.learning_rate = loader, marked
+        kept = (loop.Loader, loop.learning_rate, sys.stdout, sys.stderr)
+        loop.Loader, loop.learning_rate = loader, marked
         sys.stdout, sys.stderr = io.StringIO(), Terminal()
         try:
-            training.run(recipe.replace(threads=torch.get_num_threads()))
+            loop.run(recipe.replace(threads=torch.get_num_threads()))
         finally:
-            training.Loader, training.learning_rate, sys.stdout, sys.stderr = kept
+            loop.Loader, loop.learning_rate, sys.stdout, sys.stderr = kept
     return (marks[1] - marks[0]) / (steps - 1 - steps // 10)
 
 

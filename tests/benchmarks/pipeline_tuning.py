@@ -24,17 +24,17 @@ import time
 
 import torch
 
-from trainer.balance import block_costs
 from trainer.data import Batch
-from trainer.models import build
-from trainer.partition import trace
-from trainer.randomness import seed_everything
+from trainer.models.balance import block_costs
+from trainer.models.partition import trace
+from trainer.models.zoo import build
+from trainer.modes import create
+from trainer.modes.base import Strategy
+from trainer.modes.pipeline import stages as staging
+from trainer.modes.pipeline.tuning import Plan
+from trainer.processes.world import keep_freed_memory, locate
 from trainer.recipe import load
-from trainer.strategies import create
-from trainer.strategies import stages as staging
-from trainer.strategies.base import Strategy
-from trainer.strategies.tuning import Plan
-from trainer.world import keep_freed_memory, locate
+from trainer.training.randomness import seed_everything
 
 
 class Bench:

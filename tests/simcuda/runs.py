@@ -23,9 +23,9 @@ from tests.commands import losses
 from tests.simcuda.sources import Branch, watched
 from tests.simcuda.stubs import simulated
 from tests.simcuda.waits import Waits
-from trainer import training
+from trainer.modes.pipeline import stages
 from trainer.recipe import load
-from trainer.strategies import stages
+from trainer.training import loop
 
 # Small enough for a second a run: 2 steps of 16 images.
 BASE = """data.name=synthetic data.samples=32 data.val_samples=24 data.image_size=8 data.channels=1 batch_size=16
@@ -108,7 +108,7 @@ def train_on_cpu(words: str, folder: Path, own: bool = True) -> Trained:
 def _run(words: str, folder: Path, own: bool) -> Trained:
     given = {word.partition("=")[0] for word in words.split()}
     base = [word for word in BASE.split() if word.partition("=")[0] not in given]
-    result = training.run(load(None, *base, *words.split(), f"output={folder}"))
+    result = loop.run(load(None, *base, *words.split(), f"output={folder}"))
     return Trained(result, losses(folder), load_file(folder / "last.safetensors")) if own else Trained(result, [], {})
 
 

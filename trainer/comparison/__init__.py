@@ -1,4 +1,8 @@
-"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table."""
+"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table.
+
+Each mode runs as a user would start it, in a process of its own.
+Imports: errors, recipe, devices, processes, saving, launch, models, telemetry, training, planning.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import launching, world
 from trainer.comparison import entries
 from trainer.comparison.comparing import Comparison
 from trainer.comparison.folder import claim
 from trainer.errors import RecipeError
+from trainer.launch import launching
+from trainer.processes import world
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
-from trainer.run_folder import write_atomically
-from trainer.words import split
+from trainer.recipe.words import split
+from trainer.saving.run_folder import write_atomically
 
 __all__ = ["command", "compare"]
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import yaml
 
-from trainer import checks, launching, recipe, world
+from trainer import recipe
 from trainer.errors import RecipeError
-from trainer.recipe import MANY_PROCESS_MODES, MODES, Recipe, flatten
+from trainer.launch import launching
+from trainer.processes import world
+from trainer.recipe import MANY_PROCESS_MODES, MODES, Recipe, checks, flatten
 
 OWN_WORDS = ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps")
 ONLY_FOR = {"pipeline": ("pipeline",), "local_sgd": ("local_sgd",), "nproc": (*MANY_PROCESS_MODES, "pipeline")}

@@ -75,7 +75,7 @@ def batch_dependent(recipe: Recipe) -> list[str]:
     from torch import nn
     from torchvision.ops import StochasticDepth
 
-    from trainer.models import build
+    from trainer.models.zoo import build
 
     shape = recipe.data.channels or 3, recipe.data.image_size or 224
     found: set[str] = set()

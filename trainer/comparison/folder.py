@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import FolderInUseError, RecipeError, SetupError
-from trainer.files import usable_json
-from trainer.run_folder import write_atomically
+from trainer.saving.files import usable_json
+from trainer.saving.run_folder import write_atomically
 
 FREE = ("repeats",)  # of what was asked, a continued comparison may change
 

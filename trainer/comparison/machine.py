@@ -9,7 +9,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from trainer import cards, world
+from trainer.devices import cards
+from trainer.processes import world
 
 BUSY = 0.2  # cores: what others may use before it is worth a word
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import plots
 from trainer.comparison.entries import Entry, Sweep
 from trainer.comparison.report import as_markdown, columns
-from trainer.events import Events
-from trainer.events import read_events as read_file
+from trainer.telemetry import plots
+from trainer.telemetry.events import Events
+from trainer.telemetry.events import read_events as read_file
 
 Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 SPEED = "images per second"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import cards, world
 from trainer.comparison.entries import Entry
+from trainer.devices import cards
 from trainer.errors import TrainerError
 from trainer.planning import plan
+from trainer.processes import world
 
 
 def predictions(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.comparison.statistics import ERROR, LOOKS, MARGIN
-from trainer.run_folder import write_atomically
+from trainer.saving.run_folder import write_atomically
 
 RED, PLAIN = "\033[31m", "\033[0m"
 CSV_COLUMNS = (
@@ -22,7 +22,7 @@ CSV_COLUMNS = (
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
     """compare.json, compare.csv and compare.md, each replaced at once."""
-    from trainer.tracking import without_nan  # with torch, which a wrong word need not wait for
+    from trainer.telemetry.tracking import without_nan  # with torch, which a wrong word need not wait for
 
     plain = without_nan(report)
     write_atomically(folder / "compare.json", json.dumps(plain, indent=2, allow_nan=False) + "\n")

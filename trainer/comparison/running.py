@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainer import launching
 from trainer.comparison.entries import Entry
 from trainer.errors import SetupError, TrainerError
-from trainer.files import read, read_json, writing
+from trainer.launch import launching
 from trainer.recipe import Recipe
-from trainer.run_folder import read_steps, write_atomically
+from trainer.saving.files import read, read_json, writing
+from trainer.saving.run_folder import read_steps, write_atomically
 
 CHECKED_STEPS = 20  # whose losses are held against single's
 SECONDS, FEWEST, MOST = 4.0, 10, 1000  # a run measures for so long, in so many steps
@@ -162,7 +162,7 @@ def choose_length(
         times = [result["step_time_s"]["mean"] for result in checked if result["step_time_s"]]
         steps = max(FEWEST, min(MOST, round(SECONDS / median(times)))) if times else FEWEST
         if any(result["data"]["synthetic"] for result in checked) and recipe.data.name != "synthetic":
-            from trainer.speed_test import STEPS  # as many as a run without its data takes
+            from trainer.training.speed_test import STEPS  # as many as a run without its data takes
 
             steps = max(1, min(steps, STEPS - warmup))
     total = warmup + steps

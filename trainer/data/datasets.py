@@ -15,7 +15,6 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.checks import DATASETS
 from trainer.data import order
 from trainer.data.downloads import PUBLISHED, load_published
 from trainer.data.folders import IMAGENET, Shape, image_shape, open_folder, shape_of, statistics
@@ -23,6 +22,7 @@ from trainer.data.images import from_item, with_channels
 from trainer.data.sets import Datasets, ImageSet, PhotoSource
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import DataRecipe, Recipe, nearest
+from trainer.recipe.checks import DATASETS
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20

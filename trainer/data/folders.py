@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer import files
-from trainer.checkpoint import read_weights
-from trainer.checks import torchvision_classifiers
 from trainer.data.images import formats, read_image, reason
 from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import CheckpointError, SetupError
 from trainer.recipe import Recipe
+from trainer.recipe.checks import torchvision_classifiers
+from trainer.saving import files
+from trainer.saving.checkpoint import read_weights
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 2**30

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
 
-from trainer import files
 from trainer.errors import text_of
+from trainer.saving import files
 
 # What Pillow may open, whatever a file is called: its readers of other formats start programs (EPS: Ghostscript), hold
 # no pixels, or are rarely met and rarely mended. HEIF and JXL where a package that reads them is installed.

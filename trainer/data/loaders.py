@@ -16,8 +16,8 @@ from trainer.data.photos import Failure
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard
 from trainer.data.workers import PhotoFeed, check_shared_memory, slots
 from trainer.errors import RecipeError
+from trainer.processes.world import cores
 from trainer.recipe import AugmentRecipe, Recipe
-from trainer.world import cores
 
 
 def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trainer import fork_server
 from trainer.data.copies import Copies
 from trainer.data.folders import unreadable
 from trainer.data.order import Array
 from trainer.data.photos import Failure, Key, Reader
 from trainer.data.sets import PhotoSource
 from trainer.errors import PeerError, RecipeError, SetupError
+from trainer.processes import fork_server
 from trainer.recipe import Recipe
 
 PREFETCH = 2  # batches each worker reads ahead

@@ -1,14 +1,18 @@
-"""`python -m trainer doctor`: what this machine offers to training, and what is wrong with it."""
+"""`python -m trainer doctor`: what this machine offers to training, and what is wrong with it.
+
+It repairs nothing.
+Imports: errors, devices, processes, data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer import fork_server
 from trainer.doctor import machine, software
 from trainer.doctor.devices import look_at_cards
 from trainer.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
+from trainer.processes import fork_server
 
 
 def command(words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from trainer import cards
+from trainer.devices import cards
 from trainer.doctor.findings import Findings
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import time
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from trainer import fork_server
 from trainer.errors import SetupError, explain
+from trainer.processes import fork_server
 
 PATIENCE = 60.0  # seconds
 
@@ -87,7 +87,7 @@ def _take_part(backend: str, rank: int, size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from trainer.peers import check_sums, lost_peers
+    from trainer.processes.peers import check_sums, lost_peers
 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":

@@ -9,9 +9,9 @@ import shutil
 import sys
 from contextlib import suppress
 
-from trainer import world
 from trainer.doctor.findings import Findings
-from trainer.peers import shared_memory
+from trainer.processes import world
+from trainer.processes.peers import shared_memory
 
 GIB = 2**30
 BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import trainer
-from trainer import cards
+from trainer.devices import cards
 from trainer.doctor.findings import Findings
 from trainer.doctor.groups import Group
 

@@ -1,4 +1,8 @@
-"""Labelling images with a trained model on every device at hand: in order, as a stream, losing nothing."""
+"""Labelling images with a trained model on every device at hand: in order, as a stream, losing nothing.
+
+Nothing here trains.
+Imports: errors, recipe, devices, processes, saving, data, launch, models, pool, telemetry, modes, training.
+"""
 
 from trainer.inference.api import predict
 from trainer.inference.command import command

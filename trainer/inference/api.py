@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.devices import prediction_devices
+from trainer.devices.assignment import prediction_devices
 from trainer.inference.labelling import Forward
 from trainer.pool import DevicePool
-from trainer.world import cores, cuda_for
+from trainer.processes.world import cores, cuda_for
 
 
 def predict(

@@ -18,12 +18,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import nn
 from torchvision.models import get_model_weights
 
-from trainer import launching
 from trainer import recipe as recipes
-from trainer.checkpoint import read_weights
 from trainer.data import Datasets, open_datasets
 from trainer.data.folders import IMAGENET
-from trainer.devices import prediction_devices
+from trainer.devices.assignment import prediction_devices
 from trainer.errors import (
     CheckpointError,
     FolderInUseError,
@@ -33,18 +31,20 @@ from trainer.errors import (
     RecipeError,
     TrainerError,
 )
-from trainer.evaluation import recipe_of
 from trainer.inference import rows, sources
 from trainer.inference.labelling import Labeller, Preparation
 from trainer.inference.rows import Rows
 from trainer.inference.sources import Inputs, Item
 from trainer.inference.watching import Watch
-from trainer.models import build, initialise
+from trainer.launch import launching
+from trainer.models.zoo import build, initialise
 from trainer.pool import DevicePool, ItemError
+from trainer.processes.world import Place, World, cores, cuda_for, place
 from trainer.recipe import Recipe
-from trainer.run_folder import write_atomically
-from trainer.words import split
-from trainer.world import Place, World, cores, cuda_for, place
+from trainer.recipe.words import split
+from trainer.saving.checkpoint import read_weights
+from trainer.saving.run_folder import write_atomically
+from trainer.training.evaluation import recipe_of
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
 DECODERS = 32  # threads that decode for one GPU, at most

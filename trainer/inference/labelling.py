@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer import cards
 from trainer.data import Datasets, PhotoSource
 from trainer.data.augment import Finish
 from trainer.data.folders import PhotoFolder
 from trainer.data.images import read_image, reason, with_channels
 from trainer.data.photos import for_evaluation
-from trainer.precision import set_precision
+from trainer.devices import cards
+from trainer.devices.precision import set_precision
+from trainer.modes.base import AUTOCAST
 from trainer.recipe import Recipe
-from trainer.strategies.base import AUTOCAST
 
 TOP = 5
 PIECES, FEWEST = 4, 16  # a batch is decoded beside the device in so many pieces, of so many images at least

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from trainer.errors import FolderInUseError, SetupError
-from trainer.files import draft_of, put, read_json, remove, writing
 from trainer.inference.labelling import Labels
 from trainer.inference.sources import Item, one_line
-from trainer.run_folder import write_atomically
-from trainer.world import World, lost_peers, place
+from trainer.processes.world import World, lost_peers, place
+from trainer.saving.files import draft_of, put, read_json, remove, writing
+from trainer.saving.run_folder import write_atomically
 
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")

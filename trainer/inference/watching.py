@@ -11,11 +11,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.devices import numbered
-from trainer.events import Events
-from trainer.files import writing
+from trainer.devices.assignment import numbered
 from trainer.pool import DevicePool
 from trainer.recipe import LoggingRecipe
+from trainer.saving.files import writing
+from trainer.telemetry.events import Events
 
 SECONDS = 1.0  # between two looks at the pool
 SPOKEN = 5.0  # between two lines where there is no terminal

@@ -2,6 +2,7 @@
 
 The model is built of shapes alone, so a plan for eight GPUs takes seconds on a laptop. Nothing is launched, save by
 `measured=here`, which computes for a few seconds. What is wrong with the words is said before torch is imported.
+Imports: errors, recipe, devices, processes, saving, data, launch, models, telemetry, modes, training.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from trainer import checks, launching
 from trainer import recipe as recipes
+from trainer.launch import launching
 from trainer.planning import amounts
 from trainer.planning.layout import lay_out
-from trainer.recipe import Recipe
-from trainer.words import split
+from trainer.recipe import Recipe, checks
+from trainer.recipe.words import split
 
 OWN = ("nproc", "memory", "measured", "bandwidth")
 JSON = "--json"

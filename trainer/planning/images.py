@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checks import DATASETS
 from trainer.data import open_datasets
 from trainer.recipe import Recipe
+from trainer.recipe.checks import DATASETS
 
 # Training images, held-out images, classes, channels, pixels along a side.
 PUBLISHED = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from trainer import checks, world
-from trainer.devices import assign_devices, numbered
+from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import RecipeError
-from trainer.recipe import MODES, STREAMS, Recipe
-from trainer.topology import topology
+from trainer.launch.topology import topology
+from trainer.processes import world
+from trainer.recipe import MODES, STREAMS, Recipe, checks
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import checks
 from trainer import recipe as recipes
-from trainer.balance import BlockCost
 from trainer.errors import RecipeError, SetupError
-from trainer.files import read_json
+from trainer.models.balance import BlockCost
 from trainer.planning.images import Images, describe
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, checks
+from trainer.saving.files import read_json
 
 PLANNED = ("cuts", "microbatches", "split_size", "stage_seconds")
 SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed depends on beside the image's size

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from trainer import cards
+from trainer.devices import cards
 from trainer.errors import RecipeError
-from trainer.metrics import free_memory
+from trainer.modes import STRATEGIES
+from trainer.modes.base import AUTOCAST
+from trainer.modes.dp import rows_of_devices
+from trainer.modes.local_sgd import BUCKET
 from trainer.planning import schedules
 from trainer.planning.layout import Layout, lay_out
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
-from trainer.strategies import STRATEGIES
-from trainer.strategies.base import AUTOCAST
-from trainer.strategies.dp import rows_of_devices
-from trainer.strategies.local_sgd import BUCKET
+from trainer.telemetry.metrics import free_memory
 
 USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
 STAGES_TRIED = (2, 4, 8)

@@ -19,20 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import launching, recipe, strategies, world
-from trainer.balance import BlockCost, block_costs
+from trainer import modes, recipe
 from trainer.data import Batch
+from trainer.devices.precision import set_precision
 from trainer.errors import PeerError, SetupError
-from trainer.metrics import synchronise
-from trainer.models import build
-from trainer.optimization import Updater, build_optimizer
-from trainer.partition import trace
+from trainer.launch import launching
+from trainer.models.balance import BlockCost, block_costs
+from trainer.models.partition import trace
+from trainer.models.zoo import build
 from trainer.planning import schedules
 from trainer.planning.images import Images
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Measured, ring
-from trainer.precision import set_precision
-from trainer.world import Place, World
+from trainer.processes import world
+from trainer.processes.world import Place, World
+from trainer.telemetry.metrics import synchronise
+from trainer.training.optimization import Updater, build_optimizer
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
@@ -158,7 +160,7 @@ def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     classes, channels, size = task["images"]
     model = build(chosen.model, classes, channels, size, starting=False)
     answer = _whole(chosen, peers, model, task["rows"], (channels, size, size))
-    strategy = strategies.Strategy(chosen, peers)
+    strategy = modes.Strategy(chosen, peers)
     if task["microbatches"]:
         traced = trace(model, chosen.model.name)
         for rows in task["microbatches"]:
@@ -176,7 +178,7 @@ def _whole(
     chosen: recipe.Recipe, peers: World, model: torch.nn.Module, rows: int, shape: tuple[int, int, int]
 ) -> dict[str, Any]:
     """Seconds of the whole model's pass, of as many images as take about PASS seconds, and of the optimizer's part."""
-    strategy = strategies.Strategy(chosen, peers)
+    strategy = modes.Strategy(chosen, peers)
     device = peers.device
     pilot = min(rows, 4)
     strategy.setup(model, (pilot, *shape))

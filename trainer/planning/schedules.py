@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from trainer.balance import BlockCost, balance
-from trainer.checks import VIRTUAL
 from trainer.errors import RecipeError
-from trainer.partition import Traced, choose
+from trainer.models.balance import BlockCost, balance
+from trainer.models.partition import Traced, choose
+from trainer.modes.pipeline import orders, tuning
+from trainer.modes.pipeline.orders import Task
+from trainer.modes.pipeline.ranks import SCHEDULES, _tasks, ranks_of_stages
+from trainer.modes.pipeline.tuning import Pipe
 from trainer.planning.layout import Layout
 from trainer.planning.shadow import Shadow, StagePass
 from trainer.recipe import STREAMS
-from trainer.strategies import orders, tuning
-from trainer.strategies.orders import Task
-from trainer.strategies.pipeline import SCHEDULES, _tasks, ranks_of_stages
-from trainer.strategies.tuning import Pipe
+from trainer.recipe.checks import VIRTUAL
 
 MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: its bubble is 20 % or less
 

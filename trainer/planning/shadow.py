@@ -18,16 +18,16 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.balance import BlockCost
 from trainer.errors import RecipeError
-from trainer.models import build
-from trainer.optimization import build_optimizer, optimizer_state
-from trainer.partition import Traced, trace
+from trainer.models.balance import BlockCost
+from trainer.models.partition import Traced, trace
+from trainer.models.zoo import build
+from trainer.modes.base import AUTOCAST
+from trainer.modes.pipeline.ranks import Wire
 from trainer.planning.allocations import Allocations, size_of
 from trainer.planning.images import Images
 from trainer.recipe import ModelRecipe, Recipe
-from trainer.strategies.base import AUTOCAST
-from trainer.strategies.pipeline import Wire
+from trainer.training.optimization import build_optimizer, optimizer_state
 
 
 class Pass(NamedTuple):

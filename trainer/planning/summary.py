@@ -6,11 +6,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from trainer import cards
-from trainer.checks import wider_batch
 from trainer.data import Shard, steps_per_epoch
+from trainer.devices import cards
 from trainer.errors import RecipeError
-from trainer.optimization import learning_rate, total_steps
 from trainer.planning import forecast, memory, probe, schedules
 from trainer.planning.forecast import Forecast
 from trainer.planning.images import Images, describe
@@ -19,6 +17,8 @@ from trainer.planning.measured import from_run, ring
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import Recipe, words_of
+from trainer.recipe.checks import wider_batch
+from trainer.training.optimization import learning_rate, total_steps
 
 
 def summarise(

@@ -1,4 +1,8 @@
-"""Work over any list of devices: ordered, streaming, losing nothing. `DevicePool` is the whole of it."""
+"""Work over any list of devices: ordered, streaming, losing nothing. `DevicePool` is the whole of it.
+
+It knows nothing of images and models.
+Imports: errors, devices, processes.
+"""
 
 from trainer.pool.failures import ItemError
 from trainer.pool.pool import DevicePool

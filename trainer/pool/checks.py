@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer import cards
+from trainer.devices import cards
 from trainer.errors import RecipeError, SetupError
 
 MOVE = "move what does not pickle to the top of a module, undecorate it, or use flavour='thread'"

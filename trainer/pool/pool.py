@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from trainer import fork_server
 from trainer.errors import RecipeError, SetupError
 from trainer.pool.batching import Batching
 from trainer.pool.checks import check_devices, check_importable, check_worker, one_of, unpicklable
@@ -24,6 +23,7 @@ from trainer.pool.handles import ProcessHandle, ThreadHandle
 from trainer.pool.scheduler import Scheduler, Seat
 from trainer.pool.transport import pack
 from trainer.pool.worker import Caller, Definition
+from trainer.processes import fork_server
 
 ITEM_TIMEOUT = 60.0  # seconds
 

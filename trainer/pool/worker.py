@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer import family, fork_server
 from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
 from trainer.pool.transport import Message, Parcel, Place, Slot, fetch, pack, pack_rows, store
+from trainer.processes import family, fork_server
 
 
 class Kind(IntEnum):

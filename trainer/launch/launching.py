@@ -1,0 +1,338 @@
+"""Where the ranks come from: this process, a torchrun that the user started, or one that we start.
+
+There is one launcher, torch's own; `start` calls it within this process, so that the exit code and the line of the rank
+that failed reach the user unchanged. Nothing here imports torch before it starts something.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.devices.assignment import assign_devices
+from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
+from trainer.launch.topology import Launch, topology
+from trainer.processes import family, interrupts, world
+from trainer.recipe import Recipe
+from trainer.recipe.checks import check_processes
+from trainer.saving.run_folder import fresh_folder
+
+# Set by our launcher for its ranks and by the API for the trainer it starts: whom to die with, who speaks for them.
+PARENT = "TRAINER_PARENT"
+EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
+KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
+SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
+
+
+def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
+    """Hold a recipe against processes and devices before anything heavy starts.
+
+    Returns:
+        What to `start`, or None when this process trains: it is a rank already, or there is only one.
+
+    Raises:
+        RecipeError: it cannot run like this; the line says what can.
+    """
+    me = world.place()
+    if me.launched:
+        if nproc is not None and nproc != str(me.local_size):
+            raise RecipeError(
+                f"nproc={nproc} but torchrun started {me.local_size} here: leave nproc= out, "
+                f"or type torchrun --nproc_per_node={nproc}"
+            )
+        launch, size = Launch(me.local_size), me.size
+    else:
+        launch = topology(os.environ, nproc, recipe, world.cuda_count, world.cores())
+        size = launch.size
+    check_processes(recipe, size, size // launch.nproc)
+    assign_devices(recipe, launch.nproc, world.cuda_wanted(recipe))
+    return None if me.launched or size == 1 else launch
+
+
+def wants_children(recipe: Recipe) -> bool:
+    """Whether the Python API has to start torchrun for this recipe here."""
+    return prepare(recipe) is not None
+
+
+def load_plugin(name: str | None) -> None:
+    """Import the user's own module, which registers models and data sets; the working folder comes first.
+
+    Raises:
+        RecipeError: there is no such module.
+    """
+    if not name:
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            hint = f" (write plugin={name.removesuffix('.py')}, without .py)" if name.endswith(".py") else ""
+            raise RecipeError(f"plugin={name}: no module of that name in {os.getcwd()} or installed{hint}") from None
+        raise RecipeError(f"plugin={name} imports {error.name}, which is not installed") from None
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"plugin={name} is not a module's name: {error}") from None
+
+
+# --- starting torchrun ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank failed: its exit code as the system gives it (negative: killed by a signal), its line, when."""
+
+    rank: int
+    code: int
+    line: str = ""
+    time: float = 0.0
+
+
+def verdict(endings: Iterable[Ending]) -> Ending:
+    """The failure that explains the others, with the code and the line that the launcher passes on.
+
+    A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
+    counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
+    One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause.
+    """
+    endings = list(endings)
+    follows = {130: 1, PeerError.code: 2, 143: 3}
+    late = min(end.time for end in endings) + KILLED_LATE
+
+    def place(end: Ending) -> tuple[int, bool, float, int]:
+        return follows.get(_exit_code(end.code), 0), end.code >= 0 or end.time > late, end.time, end.rank
+
+    first = min(endings, key=place)
+    return Ending(first.rank, _exit_code(first.code), first.line or _obituary(first), first.time)
+
+
+def _exit_code(code: int) -> int:
+    if code >= 0:
+        return code
+    return 128 - code if -code in (signal.SIGINT, signal.SIGTERM) else PeerError.code
+
+
+def _obituary(end: Ending) -> str:
+    if end.code >= 0:
+        return f"rank {end.rank} ended with exit code {end.code}"
+    try:
+        name = signal.Signals(-end.code).name
+    except ValueError:
+        name = f"signal {-end.code}"
+    return f"rank {end.rank} was killed by {name}" + (
+        " (the system may be short of memory)" if name == "SIGKILL" else ""
+    )
+
+
+def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
+    """Run `python -m trainer words...` under torchrun, within this process.
+
+    Returns:
+        0, or the exit code of the rank that failed first, after printing its line.
+    """
+    loud = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = loud or "FATAL"  # read once, here: pages of stack for nodes that do not meet
+    from torch.distributed import run
+
+    if not loud:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    arguments = [f"--nproc_per_node={launch.nproc}", f"--nnodes={launch.nnodes}", "--max_restarts=0"]
+    arguments += [f"--rdzv_conf=timeout={math.ceil(recipe.timeout)}"]
+    if launch.nnodes == 1:
+        arguments += ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1"]
+        arguments += [f"--rdzv_id={uuid.uuid4().hex}"]
+    else:
+        arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
+        arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
+    os.environ[PARENT] = str(os.getpid())
+    # torchrun would set 1, and the user's own 1 could not be told from it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
+    quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
+    quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
+    interrupts.raise_at_ctrl_c()
+    passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
+    handlers = {number: signal.getsignal(number) for number in passed_on}
+    arguments += _signals(run, recipe)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
+        arguments += [f"--log_dir={logs}", "--module", "trainer", *words]
+        try:
+            ending = _ending(lambda: run.run(run.parse_args(arguments)), Path(logs), launch)  # type: ignore[no-untyped-call]
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    if ending is None:
+        return 0
+    say(ending.line, ending.code)
+    return ending.code
+
+
+def _signals(run: Any, recipe: Recipe) -> list[str]:
+    """Options of torchrun, where it has them: which signals it passes on, and how long before it kills.
+
+    What means save and go reaches the ranks as SIGTERM, as it goes to their loader workers too. Under nohup a terminal
+    that closes means nothing.
+    """
+    known = set(run.get_args_parser()._option_string_actions)
+    options = []
+    if "--signals-to-handle" in known:
+        options.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
+        for number in interrupts.IF_UNUSED:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if "--shutdown-timeout" in known:  # the ranks read it too
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + SAVING)))
+    return options
+
+
+def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending | None:
+    """Run to the end; None when every rank ended well."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun()
+    except ChildFailedError as failed:
+        reports = _reports(logs)
+        return verdict(
+            reports.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
+            for rank, failure in failed.failures.items()
+        )
+    except SignalException as stopped:
+        # The agent has passed the signal on and waited. A rank that could not save tells by a code of its own.
+        code = interrupts.exit_code(stopped.sigval)
+        ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())
+        return verdict([ours, *(end for end in _reports(logs).values() if end.code != PeerError.code)])
+    except Exception as error:
+        if not type(error).__name__.startswith(("Dist", "Rendezvous")):
+            raise
+        where = f"{launch.master_addr}:{launch.master_port}"
+        raise SetupError(f"the nodes cannot meet at {where}: {str(error).splitlines()[0]}") from None
+    return None
+
+
+def _reports(logs: Path) -> dict[int, Ending]:
+    """What the ranks of this node wrote when they failed, by rank."""
+    found: dict[int, Ending] = {}
+    for path in logs.glob("*/attempt_*/*/error.json"):
+        try:
+            message = json.loads(path.read_text())["message"]
+            extra = message["extraInfo"]
+            end = Ending(extra["rank"], message["errorCode"], extra["py_callstack"], extra["time"])
+            found[end.rank] = end
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+# --- being a rank, or a child -----------------------------------------------------------------------------------------
+
+
+def report(line: str, code: int) -> None:
+    """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": world.place().rank}
+    with suppress(OSError):  # the exit code still tells
+        Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+
+
+def last_look(line: str, code: int, error: BaseException) -> str:
+    """The line of a rank that lost another, which names those that were silent because somebody had stopped them."""
+    stopped = family.wake() if code == PeerError.code else []
+    if not stopped:
+        return line
+    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", str(error.__cause__))
+    silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
+    names = ", ".join(map(str, stopped))
+    return f"rank {names}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
+
+
+def say(line: str, code: int) -> None:
+    """Print a run's last word: one line on stderr (or a bug's traceback)."""
+    prefix = "" if line.startswith("Traceback") else "trainer: " if code in (130, 143) else "trainer: error: "
+    with suppress(OSError):  # the terminal may be gone
+        print(f"{prefix}{line}", file=sys.stderr, flush=True)
+
+
+def has_speaker() -> bool:
+    """Whether a launcher of ours prints for this rank."""
+    return PARENT in os.environ and world.place().launched
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, so that no rank outlives its launcher."""
+    parent = os.environ.get(PARENT)
+    if parent is None and not world.place().launched:
+        return
+    before = int(parent) if parent and parent.isdigit() else os.getppid()
+    family.die_with(before)
+
+
+def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
+    """Train a many-process mode from the Python API: `python -m trainer` in a child, its result.json as the answer.
+
+    Raises:
+        TrainerError: of the kind that the child's exit code names, with its line.
+    """
+    folder = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as temporary:
+        file = Path(temporary, f"{recipe.name}.yaml")
+        file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
+        command = [sys.executable, "-m", "trainer", f"recipe={file}", *([f"plugin={plugin}"] if plugin else [])]
+        # A session of its own: Ctrl-C reaches the child once, from here.
+        child = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, PARENT: str(os.getpid())},
+            start_new_session=True,
+        )
+        try:
+            last = _pass_on(child)
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            _pass_on(child)
+            raise
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    code = _exit_code(child.returncode)
+    if code == 0:
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return result
+    raise KINDS.get(code, TrainerError)(last or f"the training ended with exit code {code}")
+
+
+def _pass_on(child: subprocess.Popen[str]) -> str:
+    """Copy a child's stderr to ours until it ends, and return its last word; an error is kept back, to be raised.
+
+    A bug's last word is the last line of its traceback.
+    """
+    last = end = ""
+    for line in child.stderr or ():
+        end = line.strip() or end
+        if line.startswith("trainer: "):
+            last = end.removeprefix("trainer: ").removeprefix("error: ")
+        if not line.startswith("trainer: error: "):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+    return end if child.wait() == TrainerError.code else last

@@ -1,0 +1,169 @@
+"""What each block of a model costs on its device, and where to cut so that the slowest stage is as fast as can be."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import RecipeError
+from trainer.models.partition import Traced
+
+TIE = 1.01  # stages within one percent of the best count as equally fast: timings repeat no better
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One micro-batch through the block between two neighbouring cuts."""
+
+    forward: float  # seconds
+    backward: float  # seconds
+    bytes: int  # that cross the cut after this block; 0 for the last
+    kept: int = 0  # bytes, from the forward pass to the backward pass
+    weights: int = 0  # bytes
+
+
+def balance(costs: Sequence[BlockCost], stages: int) -> tuple[int, ...]:
+    """Where to cut a row of blocks into `stages` so that the slowest stage is fastest.
+
+    Two passes of the linear-partition dynamic programme (Skiena, The Algorithm Design Manual, section 8.5): the first
+    finds the fastest slowest stage, the second, among all cuts within 1 % of it, those over which the fewest bytes go.
+
+    Returns:
+        `stages` - 1 rising indices of cuts; cut i lies between the blocks i and i + 1.
+
+    Raises:
+        RecipeError: fewer blocks than stages.
+    """
+    if stages > len(costs):
+        raise RecipeError(
+            f"{stages} stages need {stages - 1} cuts and the model has only {len(costs) - 1} usable cuts: "
+            f"lower pipeline.stages to at most {len(costs)}"
+        )
+    upto = [0.0, *accumulate(cost.forward + cost.backward for cost in costs)]
+    blocks = range(len(costs))
+
+    # Entry i of a row: the best way to make the first i + 1 blocks into so many stages.
+    slowest = [upto[i + 1] for i in blocks]
+    for _ in range(stages - 1):
+        slowest = [
+            min((max(slowest[j], upto[i + 1] - upto[j + 1]) for j in range(i)), default=float("inf")) for i in blocks
+        ]
+    limit = slowest[-1] * TIE
+    ways: list[tuple[int, float, tuple[int, ...]] | None]  # bytes, slowest stage, cuts
+    ways = [(0, upto[i + 1], ()) if upto[i + 1] <= limit else None for i in blocks]
+    for _ in range(stages - 1):
+        ways = [
+            min(
+                (
+                    (before[0] + costs[j].bytes, max(before[1], upto[i + 1] - upto[j + 1]), (*before[2], j))
+                    for j, before in enumerate(ways[:i])
+                    if before is not None and upto[i + 1] - upto[j + 1] <= limit
+                ),
+                default=None,
+            )
+            for i in blocks
+        ]
+    assert ways[-1] is not None  # the first pass found one
+    return ways[-1][2]
+
+
+def block_costs(
+    traced: Traced,
+    inputs: Tensor,
+    run: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
+    repeats: int = 3,
+) -> list[BlockCost]:
+    """Time forward and backward of each block between neighbouring cuts, on the device the inputs are on.
+
+    In training mode, one block after the other as in a pipeline: each gets a detached output of the one before. The
+    model is left as it was: gradients, running statistics, flags and the random state.
+
+    Args:
+        traced: its model may be elsewhere: block by block goes to the inputs' device and back.
+        inputs: a micro-batch (N, C, H, W). Its size matters: the costs of blocks do not scale alike.
+        run: calls a module, for example under autocast.
+        repeats: the median of so many, after one to warm up.
+
+    Returns:
+        One cost a block, `len(traced.cuts)` + 1 of them.
+    """
+    blocks = traced.stages(traced.cuts)
+    rounds = []
+    with undisturbed(blocks, inputs.device):
+        for repeat in range(1 + repeats):
+            received, costs = inputs, []
+            for block in blocks:
+                home = next((tensor.device for tensor in block.state_dict().values()), inputs.device)
+                received, cost = _time(block.to(inputs.device).train(), received, run, weigh=repeat == 0)
+                block.to(home)  # the device may be too small for the whole model
+                costs.append(cost)
+            rounds.append(costs)
+    return [
+        BlockCost(
+            statistics.median(cost.forward for cost in times),
+            statistics.median(cost.backward for cost in times),
+            first.bytes if block is not blocks[-1] else 0,
+            first.kept,
+            sum(p.numel() * p.element_size() for p in block.parameters()),
+        )
+        for block, first, times in zip(blocks, rounds[0], zip(*rounds[1:], strict=True), strict=True)
+    ]
+
+
+def _time(
+    block: nn.Module, received: Tensor, run: Callable[[nn.Module, Tensor], Tensor], weigh: bool
+) -> tuple[Tensor, BlockCost]:
+    """One forward and backward; returns the output as the next block receives it. `weigh` adds up what is kept."""
+    parameters = [p for p in block.parameters() if p.requires_grad]
+    kept: dict[int, int] = {}  # by storage: views and in-place results of one tensor count once
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor) if weigh else nullcontext()
+    with torch.enable_grad(), hooks:
+        start = _clock(received.device)
+        out = run(block, received)
+        middle = _clock(received.device)
+        wanted = [received, *parameters] if received.requires_grad else parameters
+        torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)  # leaves .grad and its hooks alone
+        end = _clock(received.device)
+    sent = out.detach()
+    crossing = sent.numel() * sent.element_size()
+    return sent.requires_grad_(), BlockCost(middle - start, end - middle, crossing, sum(kept.values()))
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Give buffers, training flags and the random state back as they were."""
+    parts = {part for module in modules for part in module.modules()}
+    flags = {part: part.training for part in parts}
+    # By their names: a module that goes to another device and back has other tensors.
+    buffers = [(part, name, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, training in flags.items():
+            part.training = training
+        with torch.no_grad():
+            for part, name, before in buffers:
+                part.get_buffer(name).copy_(before)

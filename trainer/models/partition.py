@@ -1,0 +1,162 @@
+"""A model's graph -> the places where it can be cut -> stages that keep parameter names.
+
+A model can be cut where exactly one tensor is live. `torch.fx` records its operations (Reed et al., arXiv:2112.08429);
+a stage is the operations between two cuts and holds what they use: the model's own tensors under the model's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from trainer import recipe as recipes
+from trainer.errors import RecipeError
+from trainer.models.graphs import BY_MODE, ByMode, Recording, Tracer, Untraceable, attribute, places, record
+
+
+class Traced:
+    """A model as a straight line of blocks.
+
+    Attributes:
+        cuts: the usable cuts in order, each named after the innermost module whose output goes over it ("layer3.2": a
+            stage ends after that block) or, where no module ends, after an operation of the graph ("add_3"). Of places
+            with no trained parameter between them the last is the cut: however cuts are chosen, each stage has
+            something to train.
+        named: every name a user may give -> its cut: also outer modules that end there ("layer3"), and places before
+            a cut from which only operations without trained parameters lead to it ("layer4" -> "flatten").
+    """
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self._model = model
+        self._constants = recording.constants
+        self._nodes = list(recording.graph.nodes)
+        self._ends: list[tuple[int, fx.Node]] = []  # of each cut: the last node before it, the value that goes over it
+        self.named: dict[str, str] = {}
+        cuts: list[str] = []
+        for group in places(self._nodes, model):
+            usable = [place for place in group if place.usable]
+            if usable:
+                cuts.append(recording.names(usable[-1].value)[0])
+                self._ends.append((usable[-1].end, usable[-1].value))
+                self.named |= {name: cuts[-1] for place in group for name in recording.names(place.value)}
+        self.cuts = tuple(cuts)
+
+    def stages(self, cuts: Sequence[str]) -> list[fx.GraphModule]:
+        """The model as `len(cuts)` + 1 modules in a row, each of which takes the output of the one before, a tensor.
+
+        Parameters and buffers are the model's own (move them with `stage.to` once there are stages), and the stages'
+        state dicts together are the model's. What no operation uses belongs to the last stage. Modules without
+        parameters may be in several stages, and then share their training flag. Stages can be copied and pickled.
+
+        Raises:
+            RecipeError: as `choose`.
+        """
+        ends = [self._ends[self.cuts.index(cut)] for cut in choose(self, cuts, len(cuts) + 1)]
+        ends.append((len(self._nodes) - 1, self._nodes[-1].args[0]))
+        stages, start, received = [], 0, self._nodes[0]
+        for end, sent in ends:
+            stages.append(self._stage(self._nodes[start : end + 1], received, sent))
+            start, received = end + 1, sent
+        held = {name for stage in stages for name, _ in _tensors(stage)}
+        for name, tensor in _tensors(self._model):
+            if name not in held:  # unused, or another name of a tied one
+                owners = (stage for stage in stages if any(own is tensor for _, own in _tensors(stage)))
+                _put(next(owners, stages[-1]), name, tensor)
+        saved = self._model.state_dict().keys()
+        for stage in stages:
+            for name, _ in stage.named_buffers(remove_duplicate=False):
+                if name not in saved:
+                    owner, _, field = name.rpartition(".")
+                    stage.get_submodule(owner)._non_persistent_buffers_set.add(field)
+        return stages
+
+    def _stage(self, nodes: Sequence[fx.Node], received: fx.Node, sent: fx.Node) -> fx.GraphModule:
+        graph = fx.Graph(tracer_cls=Tracer)
+        copies = {received: graph.placeholder(received.name)}
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:  # an attribute: every stage that uses it reads it, wherever it was read first
+                assert node.op == "get_attr"
+                copies[node] = graph.node_copy(node)
+            return copies[node]
+
+        for node in nodes:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                copies[node] = graph.node_copy(node, copied)
+        graph.output(copies[sent])
+        targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+        stage = fx.GraphModule({target: self._attribute(target) for target in targets}, graph)
+        stage.training = self._model.training
+        return stage
+
+    def _attribute(self, target: str) -> Any:
+        if target == BY_MODE:
+            return ByMode().train(self._model.training)
+        return self._constants[target] if target in self._constants else attribute(self._model, target)
+
+
+def trace(model: nn.Module, name: str = "") -> Traced:
+    """Record the model's operations, in training and in evaluation mode, and find where it can be cut.
+
+    Nothing of the input's size is fixed by it: stages take any shape the model takes. Whether a parameter is trained
+    (`requires_grad`) is read now.
+
+    Args:
+        model: takes one tensor and returns one. It stays as it is.
+        name: the recipe's `model.name`, for messages.
+
+    Raises:
+        RecipeError: its forward cannot be recorded, with the reason and what to do.
+    """
+    try:
+        return Traced(model, record(model))
+    except Untraceable as error:
+        raise RecipeError(
+            f"model.name={name or type(model).__name__} cannot be cut into stages: {error}; use mode=ddp, "
+            "or write its forward as a straight line of operations on one tensor"
+        ) from error
+
+
+def choose(traced: Traced, wanted: Sequence[str], stages: int) -> tuple[str, ...]:
+    """The cuts that a user's `pipeline.cuts=[...]` means.
+
+    Raises:
+        RecipeError: a name that is no cut (with the nearest, and the list), one too many or too few, or a wrong order.
+    """
+    given = f"pipeline.cuts=[{', '.join(wanted)}]"
+    for name in wanted:
+        if name not in traced.named:
+            guess = recipes.nearest(name, traced.named)
+            hint = f"did you mean {guess}? There are" if guess else "there are"
+            raise RecipeError(f"{given}: {name} is not a usable cut; {hint}: {', '.join(traced.cuts) or 'none'}")
+    if len(wanted) != stages - 1:
+        raise RecipeError(f"{given} has {len(wanted)} names and {stages} stages need {stages - 1}")
+    chosen = tuple(traced.named[name] for name in wanted)
+    for i, cut in enumerate(chosen):
+        if cut in chosen[:i]:
+            raise RecipeError(f"{given}: {wanted[chosen.index(cut)]} and {wanted[i]} mean the same cut, {cut}")
+    ordered = sorted(chosen, key=traced.cuts.index)
+    if list(chosen) != ordered:
+        raise RecipeError(f"{given} is not in the model's order; use pipeline.cuts=[{','.join(ordered)}]")
+    return chosen
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Register a parameter or buffer under a dotted name, in empty modules where there are none yet."""
+    *path, field = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(field, tensor)
+    else:
+        module.register_buffer(field, tensor)

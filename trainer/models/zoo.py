@@ -1,0 +1,335 @@
+"""Name -> model: torchvision's classifiers, a few small ones, and the user's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
+
+from trainer import recipe as recipes
+from trainer.errors import CheckpointError, RecipeError, SetupError
+from trainer.recipe import ModelRecipe
+from trainer.saving.checkpoint import read_weights
+
+Builder = Callable[[int, int, int], nn.Module]
+USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
+AUXILIARY = ("googlenet", "inception_v3")  # their auxiliary heads would make a tuple of the output
+_builders: dict[str, Builder] = {}
+
+
+def register_model(name: str) -> Callable[[Builder], Builder]:
+    """Make a model known to recipes: the decorated function takes (num_classes, channels, image_size) and returns it.
+
+    Put it in a module and name that on the command line: `plugin=my_module model.name=my_net`.
+
+    Raises:
+        RecipeError: the name is taken.
+    """
+
+    def register(builder: Builder) -> Builder:
+        if name in _builders or name in torchvision.models.list_models(module=torchvision.models):
+            raise RecipeError(f"register_model('{name}'): the name is taken; choose another")
+        _builders[name] = builder
+        return builder
+
+    return register
+
+
+@register_model("mlp")
+def _mlp(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    inputs = channels * image_size * image_size
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, num_classes)
+    )
+
+
+def _convolutional(num_classes: int, channels: int, image_size: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+    """3x3 convolutions, each with a normalisation, the image halved between them; a fourth from 16 pixels on."""
+    widths = (32, 64, 128) if image_size < 16 else (32, 64, 128, 256)
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True)]
+        layers += [nn.MaxPool2d(2)] if width < widths[-1] else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        channels = width
+    return nn.Sequential(*layers, nn.Linear(channels, num_classes))
+
+
+@register_model("cnn")
+def _cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    return _convolutional(num_classes, channels, image_size, nn.BatchNorm2d)
+
+
+@register_model("cnn_gn")
+def _cnn_gn(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    return _convolutional(num_classes, channels, image_size, lambda width: nn.GroupNorm(8, width))
+
+
+@register_model("vit_tiny")
+def _vit_tiny(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    patches = next(count for count in range(8, 0, -1) if image_size % count == 0)  # along each side
+    model: nn.Module = torchvision.models.VisionTransformer(
+        image_size,
+        image_size // patches,
+        num_layers=4,
+        num_heads=4,
+        hidden_dim=96,
+        mlp_dim=192,
+        num_classes=num_classes,
+    )
+    if channels != 3:
+        model.conv_proj = nn.Conv2d(channels, 96, image_size // patches, image_size // patches)
+    return model
+
+
+class SmallResNet(nn.Module):
+    """The ResNet for 32-pixel images of He et al., "Deep Residual Learning" (arXiv:1512.03385), section 4.2.
+
+    Depth is 6 x blocks + 2. Shortcuts that change shape are 1x1 convolutions (their option B).
+    """
+
+    def __init__(self, blocks: int, num_classes: int, channels: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        )
+        width, stages = 16, []
+        for planes in (16, 32, 64):
+            stage: list[nn.Module] = []
+            for _ in range(blocks):
+                stride = 2 if planes != width else 1
+                shortcut = (
+                    nn.Sequential(nn.Conv2d(width, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
+                    if planes != width
+                    else None
+                )
+                stage.append(BasicBlock(width, planes, stride, shortcut))
+                width = planes
+            stages.append(nn.Sequential(*stage))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(width, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, num_classes)."""
+        out: Tensor = self.head(self.stages(self.stem(x)).mean((2, 3)))
+        return out
+
+
+@register_model("resnet8")
+def _resnet8(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    return SmallResNet(1, num_classes, channels)
+
+
+@register_model("resnet20")
+def _resnet20(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    return SmallResNet(3, num_classes, channels)
+
+
+def build(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool = True) -> nn.Module:
+    """The recipe's model on the CPU, with `num_classes` outputs, and tried on a shape.
+
+    `starting` loads the weights it starts from; without, it is the model that those would have been loaded into.
+
+    Raises:
+        RecipeError: an unknown name, or a model that cannot read such images.
+        SetupError: published weights that cannot be fetched.
+        CheckpointError: `init_from` does not fit.
+    """
+    if recipe.num_classes is not None and recipe.num_classes < num_classes:
+        raise RecipeError(
+            f"model.num_classes={recipe.num_classes}, but the data has {num_classes} classes: leave it out or raise it"
+        )
+    num_classes = recipe.num_classes or num_classes
+    if recipe.name in _builders and recipe.weights is not None:
+        raise RecipeError(
+            f"model.weights={recipe.weights}: {recipe.name} has no published weights; use model.init_from=FILE"
+        )
+    try:
+        model = _made(recipe, num_classes, channels, image_size, starting)
+        out = _tried(model, channels, image_size)
+    except (_Unreadable, AssertionError) as error:
+        reason = " ".join(str(error).split())[:160]
+        works = _working_size(recipe, num_classes, channels, image_size)
+        hint = f"try data.image_size={works}" if works else "see its documentation"
+        raise RecipeError(
+            f"model.name={recipe.name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {hint}"
+        ) from None
+    if out is not None and (not isinstance(out, Tensor) or out.shape != (2, num_classes)):
+        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise RecipeError(f"model.name={recipe.name} gives {found} for 2 images; a classifier gives (2, {num_classes})")
+    if starting and recipe.init_from is not None:
+        initialise(model, read_weights_from(recipe.init_from), f"init_from={recipe.init_from}")
+    return model
+
+
+class _Unreadable(Exception):
+    """A model cannot read images of a size: why."""
+
+
+def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+    if recipe.name in _builders:
+        return _builders[recipe.name](num_classes, channels, image_size)
+    return _torchvision(recipe, num_classes, channels, image_size, starting)
+
+
+def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+    known = torchvision.models.list_models(module=torchvision.models)
+    if recipe.name not in known:
+        names = [*_builders, *known]
+        guess = recipes.nearest(recipe.name, names)
+        hint = f"did you mean {guess}?" if guess else f"small ones: {', '.join(_builders)}; any torchvision classifier"
+        raise RecipeError(f"model.name={recipe.name} is not a model; {hint}")
+    if channels != 3:
+        raise RecipeError(
+            f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
+        )
+    builder = torchvision.models.get_model_builder(recipe.name)
+    options = _options(recipe, image_size)
+    if recipe.weights is None or not starting:
+        quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
+        try:
+            return builder(num_classes=num_classes, **options, **quick)  # type: ignore[no-any-return]
+        except ValueError as error:  # MaxViT's windows
+            raise _Unreadable(str(error)) from None
+    weights = _published(recipe)
+    try:
+        model: nn.Module = builder(weights=weights, **options)
+    except (URLError, ConnectionError, TimeoutError) as error:
+        target = f"{torch.hub.get_dir()}/checkpoints/{weights.url.rpartition('/')[2]}"
+        raise SetupError(
+            f"model.weights={recipe.weights} cannot be downloaded ({error}); put the file at {target}"
+        ) from None
+    published = len(weights.meta["categories"])
+    if published != num_classes:
+        replace_head(model, published, num_classes)
+    return model
+
+
+def _published(recipe: ModelRecipe) -> Any:
+    """The entry of torchvision's published weights that the recipe names.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
+    entries = torchvision.models.get_model_weights(recipe.name)
+    try:
+        return entries[recipe.weights]
+    except KeyError:
+        raise RecipeError(
+            f"model.weights={recipe.weights} is not published for {recipe.name}; "
+            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
+        ) from None
+
+
+def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
+    """What torchvision's builder is told besides the number of classes; published weights bring some with them."""
+    options: dict[str, Any] = {}
+    if recipe.name.startswith("vit_"):
+        fixed = _published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
+        options["image_size"] = fixed
+    if recipe.name.startswith("maxvit_") and recipe.weights is None:
+        options["input_size"] = (image_size, image_size)
+    if recipe.name in AUXILIARY:
+        options["aux_logits"] = False
+        if recipe.weights is not None:
+            options["transform_input"] = True  # they expect inputs normalised in another way, and do it themselves
+    return options
+
+
+def bare(recipe: ModelRecipe, num_classes: int, image_size: int) -> str | None:
+    """The call that makes the bare torchvision model for the recipe's trained weights; None for other models."""
+    if recipe.name in _builders:
+        return None
+    options = {"num_classes": num_classes, **_options(recipe, image_size)}
+    options |= {"init_weights": False} if recipe.name in AUXILIARY else {}  # they are loaded
+    return f"torchvision.models.{recipe.name}({', '.join(f'{key}={value}' for key, value in options.items())})"
+
+
+def replace_head(model: nn.Module, old: int, new: int) -> str:
+    """Put a fresh last layer with `new` outputs where the one with `old` outputs was; returns its name."""
+    heads: list[tuple[str, nn.Module]] = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if (isinstance(layer, nn.Linear) and layer.out_features == old)
+        or (isinstance(layer, nn.Conv2d) and layer.out_channels == old)
+    ]
+    name, layer = heads[-1]
+    if isinstance(layer, nn.Linear):
+        fresh: nn.Module = nn.Linear(layer.in_features, new, bias=layer.bias is not None)
+    else:
+        assert isinstance(layer, nn.Conv2d)
+        fresh = nn.Conv2d(layer.in_channels, new, 1, bias=layer.bias is not None)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, fresh)
+    return name
+
+
+def read_weights_from(source: str) -> dict[str, Tensor]:
+    """Plain-named weights of a run folder, a checkpoint or a file."""
+    return read_weights(Path(source).expanduser())[0]
+
+
+def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> None:
+    """Load weights; unless `whole`, the last layer may have another number of classes and is then left as it is.
+
+    Raises:
+        CheckpointError: naming what does not fit.
+    """
+    own = model.state_dict()
+    absent = [name for name in own if name not in weights]
+    if absent:
+        raise CheckpointError(f"{source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model")
+    unlike = [name for name in own if own[name].shape != weights[name].shape]
+    last = next(
+        (name for name, layer in reversed(list(model.named_modules())) if isinstance(layer, nn.Linear | nn.Conv2d)), ""
+    )
+    heads = [name for name in unlike if name.rpartition(".")[0] == last]
+    foreign = sorted(name for name in unlike if whole or name not in heads)
+    if foreign:
+        name = foreign[0]
+        there, here = tuple(weights[name].shape), tuple(own[name].shape)
+        why = (
+            f"it knows {there[0]} classes and the data has {here[0]}" if unlike == heads else "weights of another model"
+        )
+        raise CheckpointError(f"{source}: {name} is {there} there and {here} here: {why}")
+    fitting = type(own)((name, weights[name]) for name in own if name not in unlike)
+    # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
+    fitting._metadata = own._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(fitting, strict=False)
+
+
+def _tried(model: nn.Module, channels: int, image_size: int) -> Any:
+    """What a model gives for two images of shapes alone; None where shapes alone do not tell.
+
+    Raises:
+        _Unreadable: it cannot read such images.
+    """
+    try:
+        probe = copy.deepcopy(model).to("meta").eval()
+        with torch.no_grad():
+            return probe(torch.empty(2, channels, image_size, image_size, device="meta"))
+    except NotImplementedError:
+        return None  # an operator that cannot run on shapes alone; training will tell
+    except (RuntimeError, ValueError, AssertionError) as error:
+        if "meta tensors" in str(error):  # it looks at values, which shapes do not have
+            return None
+        raise _Unreadable(str(error)) from None
+
+
+def _working_size(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int) -> int | None:
+    """The next larger of the usual image sizes that the model can read."""
+    for size in (size for size in USUAL_SIZES if size > image_size):
+        with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything
+            _tried(_made(recipe, num_classes, channels, size, starting=False), channels, size)
+            return size
+    return None

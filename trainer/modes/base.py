@@ -1,0 +1,172 @@
+"""The contract between the loop and the modes; the base class is mode `single`.
+
+A strategy owns forward, loss and backward as one, because pipelines fuse them. The loop owns everything else and asks
+only what is here. A mode overrides what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer.data import Batch, Shard
+from trainer.modes.pipeline.orders import Span
+from trainer.processes.world import World
+from trainer.recipe import Recipe
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Communication(NamedTuple):
+    """What communication adds to a step: seconds that nothing hides, or at most so many; None where not measured."""
+
+    seconds: float | None
+    at_most: bool = False
+
+
+class Strategy:
+    """One model on one device (mode `single`)."""
+
+    private: tuple[str, ...] = ()  # what differs from rank to rank and is saved for each: model, optimizer, ema
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        self.recipe = recipe
+        self.world = world
+        self.device = world.device
+        self._autocast = AUTOCAST.get(recipe.precision)
+        self._smoothing = recipe.loss.label_smoothing
+        self.scale: Callable[[Tensor], Tensor] | None = None  # the fp16 scaler's, set by the loop
+        self.batch_norm = False  # whether the model has such layers, set by the loop
+        self.samples = 0  # training images of an epoch, set by the loop
+        # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
+        self.known: dict[str, Any] = {}
+        self.say: Callable[[str], None] = lambda text: None  # rank 0's voice, set by the loop
+        self.module: nn.Module
+
+    def shard(self) -> Shard:
+        """Which part of every global batch this rank reads."""
+        return Shard()
+
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        """Take the model, with its starting weights loaded, to where it trains.
+
+        Args:
+            model: on the CPU.
+            shape: (N, C, H, W) of a micro-batch's inputs on this rank.
+        """
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
+        if self.recipe.compile:
+            self.module.compile()
+        self._parameters = list(self.module.parameters())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trained parameters under the plain model's names."""
+        return dict(self.module.named_parameters())
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers that belong in a checkpoint, under the plain model's names."""
+        saved = self.module.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+
+    def train(self, training: bool = True) -> None:
+        """Switch between training and evaluation."""
+        self.module.train(training)
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        """Add the gradients of weight x the loss summed over the batch's rows.
+
+        Args:
+            batch: a full micro-batch.
+            weight: 1 / global batch size, so that gradients summed over ranks and micro-batches are the mean's.
+            sync: False while more micro-batches of this step follow.
+
+        Returns:
+            weight x summed loss of the rows this rank has outputs for, 0-dim, detached, on the device.
+        """
+        share = weight * len(batch.targets)
+        loss = self.loss(self.outputs(batch.inputs), batch.targets)
+        loss = loss if share == 1.0 else loss * share
+        self.backward(loss)
+        return loss.detach()
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Logits (N, classes) in the recipe's precision."""
+        return self.in_precision(self.module, inputs)
+
+    def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """A forward pass of `module`, under autocast where the recipe asks for it."""
+        if self._autocast is None:
+            plain: Tensor = module(inputs)
+            return plain
+        with torch.autocast(self.device.type, self._autocast):
+            out: Tensor = module(inputs)
+        return out
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in fp32, for class indices (N,) or soft labels (N, classes)."""
+        return cross_entropy(outputs.float(), targets, label_smoothing=self._smoothing)
+
+    def backward(self, loss: Tensor) -> None:
+        (self.scale(loss) if self.scale else loss).backward()  # type: ignore[no-untyped-call]
+
+    def reduce_gradients(self) -> None:
+        """Combine gradients over replicas where backward has not done so already."""
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient, 0-dim, on the device."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def share_overflow(self, flag: Tensor) -> None:
+        """Make an fp16 overflow seen by one part of the model known to all: the maximum of `flag`, in place."""
+
+    def forward(self, inputs: Tensor) -> Tensor | None:
+        """Logits without gradients, or None on a rank that has none."""
+        with torch.no_grad():
+            return self.outputs(inputs)
+
+    def after_step(self, step: int) -> None:
+        """Called after every optimizer step, with the number of steps done."""
+
+    def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
+        """Called at an epoch's end, before evaluation, with the moving averages there are."""
+
+    def settle(self, averages: Mapping[str, Tensor]) -> None:
+        """Make the weights one over all ranks before evaluating or saving, and with them their moving `averages`."""
+
+    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole model's tensors on rank 0, from each rank's part under plain names."""
+        return {name: tensor.detach() for name, tensor in named.items()}
+
+    def notes(self) -> dict[str, str]:
+        """Lines of the banner that this mode adds, by their title."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """Keys of result.json that this mode adds or fills."""
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        """TensorBoard values of the steps since the last call, beyond what every mode has. Collective."""
+        return {}
+
+    def timeline(self) -> list[list[Span]]:
+        """On rank 0: when which stage worked in the last few steps that `figures` looked at. Collective."""
+        return []
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        """What communication adds to a step. Collective; called after the last step, and leaves no trace.
+
+        Args:
+            steps: trained by this process.
+            step_seconds: of one.
+            budget: seconds that a measurement may take.
+        """
+        return Communication(0.0)
+
+    def close(self) -> None:
+        """Let go of what `setup` took."""

@@ -1,0 +1,162 @@
+"""`ddp`: a replica on every rank, gradients averaged while the backward pass still runs.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.data import Batch, Shard
+from trainer.errors import RecipeError
+from trainer.models.balance import undisturbed
+from trainer.modes.base import Communication, Strategy
+from trainer.modes.sync_batchnorm import convert_sync_batchnorm
+from trainer.processes.world import lost_peers
+from trainer.telemetry.metrics import synchronise
+
+PAIRS = 8  # passes with and without communication, at most, to find what it costs
+
+
+def read_in_training(model: nn.Module) -> bool:
+    """Whether the model has buffers that a training step may read, so that every rank needs rank 0's at each.
+
+    Batch norm only writes its own then: rank 0's are the same with and without a broadcast, and `settle` spreads them.
+    """
+    return any(
+        not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats
+        for module in model.modules()
+        for _ in module.buffers(recurse=False)
+    )
+
+
+class DistributedDataParallel(Strategy):
+    """`torch.nn.parallel.DistributedDataParallel`, with bucket views and `no_sync` while accumulating."""
+
+    def shard(self) -> Shard:
+        return Shard(self.world.rank, self.world.size)
+
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        self.wrapped: nn.parallel.DistributedDataParallel | None = None
+        self.shape = tuple(shape)
+        if self.world.size == 1:
+            super().setup(model, shape)
+            return
+        if self.recipe.sync_bn:
+            model = convert_sync_batchnorm(model, self.device)
+        super().setup(model, shape)
+        with lost_peers():
+            self.wrapped = nn.parallel.DistributedDataParallel(
+                self.module,
+                device_ids=[self.device] if self.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                forward_sync_buffers=read_in_training(self.module),
+                # Under accumulation a static graph fails inside the reducer.
+                static_graph=self.recipe.accumulate == 1,
+            )
+            self._rebuild_buckets(shape)
+
+    def _rebuild_buckets(self, shape: Sequence[int]) -> None:
+        """Two backward passes on nothing, so that every start has the buckets that DDP ends up with.
+
+        DDP orders its buckets anew after its first backward pass, and from three ranks on the order of a sum in gloo
+        depends on a gradient's place in its bucket: without this a resumed run would differ in the last bits.
+        """
+        before = [buffer.clone() for buffer in self.module.buffers()]
+        self.train()
+        rows = shape[0] if self.recipe.compile else 2  # another shape would be compiled a second time
+        for _ in range(2):
+            self.outputs(torch.zeros(rows, *shape[1:], device=self.device)).sum().backward()  # type: ignore[no-untyped-call]
+        for buffer, value in zip(self.module.buffers(), before, strict=True):
+            buffer.copy_(value)
+        self.module.zero_grad()
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        if self.wrapped is None or not torch.is_grad_enabled():
+            return super().outputs(inputs)
+        try:
+            return self.in_precision(self.wrapped, inputs)
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise RecipeError(
+                f"model.name={self.recipe.model.name} has parameters that a pass does not use, and ddp cannot "
+                "accumulate over those: set accumulate=1, or mode=single"
+            ) from None
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        if self.wrapped is None:
+            return super().forward_backward(batch, weight, sync)
+        with lost_peers(), nullcontext() if sync else self.wrapped.no_sync():
+            # DDP divides the sum of gradients by the ranks, and `weight` has done so already.
+            size = self.world.size
+            return super().forward_backward(batch, weight * size, sync) / size
+
+    def settle(self, averages: Mapping[str, Tensor]) -> None:
+        """Rank 0's buffers are the truth: the others' are its own from here on."""
+        if self.wrapped is None:
+            return
+        with lost_peers():
+            for name, buffer in self.named_buffers().items():
+                dist.broadcast(buffer, src=0)
+                if name in averages:
+                    dist.broadcast(averages[name], src=0)
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as
+        many bytes, of which some may be hidden."""
+        if self.wrapped is None:
+            return Communication(0.0)
+        each = 2 * step_seconds / self.recipe.accumulate
+        pairs, budget = self.world.share((min(PAIRS, int(budget / each) - 1), budget))
+        with undisturbed([self.module], self.device):
+            found = self._exposed(pairs) if pairs > 0 else self._exchange(budget)
+        self.module.zero_grad()
+        return found
+
+    def _exposed(self, pairs: int) -> Communication:
+        rows = self.shape[0]
+        batch = Batch(
+            torch.zeros(self.shape, device=self.device), torch.zeros(rows, dtype=torch.int64, device=self.device), rows
+        )
+        self.train()
+        wrapped, times = self.wrapped, {True: [0.0], False: [0.0]}
+        synchronise([self.device])
+        for n in range(2 * (1 + pairs)):
+            together = n % 2 == 0
+            self.wrapped = wrapped if together else None
+            self.world.barrier()
+            begun = time.perf_counter()
+            self.forward_backward(batch, 1.0)
+            synchronise([self.device])
+            times[together].append(time.perf_counter() - begun)
+            self.module.zero_grad()
+        self.wrapped = wrapped
+        with_ddp, without = (statistics.median(times[key][2:]) for key in (True, False))  # the first are to warm up
+        return Communication(self._mean(max(0.0, with_ddp - without)))
+
+    def _exchange(self, budget: float) -> Communication:
+        size = sum(p.numel() * p.element_size() for p in self._parameters) // 4
+        sent = torch.zeros(size, device=self.device)
+        synchronise([self.device])
+        seconds = 0.0
+        for _ in range(2):  # the first connects and allocates
+            if seconds > budget / 2:
+                break
+            self.world.barrier()
+            begun = time.perf_counter()
+            self.world.sum_(sent)
+            synchronise([self.device])
+            seconds = self._mean(time.perf_counter() - begun)
+        return Communication(seconds, at_most=True)
+
+    def _mean(self, seconds: float) -> float:
+        """Over the ranks."""
+        return self.world.sum_(torch.tensor(seconds, device=self.device)).item() / self.world.size

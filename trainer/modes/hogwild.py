@@ -1,0 +1,134 @@
+"""`hogwild`: workers that update one set of weights in shared memory, without locks.
+
+Recht, Re, Wright and Niu, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent"
+(arXiv:1106.5730).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.data import Batch, Shard
+from trainer.errors import SetupError
+from trainer.modes.base import Strategy
+from trainer.processes.world import lost_peers
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+
+
+class Hogwild(Strategy):
+    """One set of weights and buffers for all ranks; gradients, optimizer and moving average are each rank's own."""
+
+    private = ("optimizer", "scaler")
+
+    def shard(self) -> Shard:
+        return Shard(self.world.rank, self.world.size, every_sample=True)
+
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        """Put the weights where all ranks see them.
+
+        Raises:
+            SetupError: this system has no anonymous memory files, or does not let one rank open another's.
+        """
+        super().setup(model, shape)
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        file = self.world.share(MemoryFile.create(places(tensors)[-1]) if self.world.is_main else None)
+        move(tensors, file.map(), fill=self.world.is_main)
+        self.world.barrier()
+        if self.world.is_main:
+            os.close(file.descriptor)
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
+        size = self.world.size
+        return super().forward_backward(batch, weight * size, sync) / size
+
+    def settle(self, averages: Mapping[str, Tensor]) -> None:
+        """Wait until every worker has done its steps; rank 0's moving averages are the truth."""
+        self.world.barrier()
+        if self.world.size > 1:
+            with lost_peers():
+                for average in averages.values():
+                    dist.broadcast(average, src=0)
+
+    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rank 0's as copies; the others wait meanwhile, for they would change them."""
+        copies = {name: tensor.detach().clone() for name, tensor in named.items()} if self.world.is_main else {}
+        self.world.barrier()
+        return copies
+
+    def notes(self) -> dict[str, str]:
+        return {
+            "workers": "all update one set of weights, no locks: lr acts per worker update, runs are not repeatable"
+        }
+
+
+@dataclass(frozen=True)
+class MemoryFile:
+    """A file in memory without a name: it is gone with its processes, however they end, and needs no /dev/shm."""
+
+    pid: int
+    descriptor: int
+    inode: int
+
+    @classmethod
+    def create(cls, size: int) -> MemoryFile:
+        """`size` bytes of zeros, in this process."""
+        if not hasattr(os, "memfd_create"):
+            raise SetupError(f"mode=hogwild shares memory in a way that only Linux has: {INSTEAD}")
+        descriptor = os.memfd_create("trainer-hogwild")
+        os.ftruncate(descriptor, size)
+        return cls(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+
+    def map(self) -> mmap.mmap:
+        """Its bytes in this process's memory, whichever process of this machine made it."""
+        try:
+            descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SetupError(f"mode=hogwild: rank 0's memory cannot be opened ({error.strerror}): {INSTEAD}") from error
+        try:
+            if os.fstat(descriptor).st_ino != self.inode:  # another container's process of that number
+                raise SetupError(f"mode=hogwild: the ranks do not see each other's processes: {INSTEAD}")
+            return mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+
+
+INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
+
+
+def places(tensors: Sequence[Tensor]) -> list[int]:
+    """The offset of each tensor in the shared memory, in bytes, and at last the memory's size."""
+    offsets = [0]
+    for tensor in tensors:
+        end = offsets[-1] + extent(tensor) * tensor.element_size()
+        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
+    return offsets
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements from the tensor's first to behind its last, in the layout that it has."""
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(steps) if tensor.numel() else 0
+
+
+def move(tensors: Sequence[Tensor], memory: mmap.mmap, fill: bool) -> None:
+    """Let the tensors be views of `memory`, with their values written to it first where `fill` says so.
+
+    Parameters stay the same objects, and shapes and strides as they were (channels_last).
+    """
+    for tensor, offset in zip(tensors, places(tensors), strict=False):
+        if not tensor.numel():
+            continue
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=extent(tensor), offset=offset)
+        view = flat.as_strided(tensor.shape, tensor.stride())
+        if fill:
+            view.copy_(tensor.detach())
+        tensor.data = view

@@ -1,0 +1,105 @@
+"""`local_sgd`: workers that train apart from each other on their own part of the data, and average their weights.
+
+Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.data import Batch, Shard
+from trainer.data.order import own_span
+from trainer.modes.base import Communication, Strategy
+from trainer.processes.world import World
+from trainer.recipe import Recipe
+from trainer.telemetry.metrics import Stopwatch
+
+BUCKET = 2**24  # elements, about: what travels in one all-reduce, so that its copy stays small beside the model
+
+
+class LocalSGD(Strategy):
+    """Own weights, buffers, optimizer and moving average on every rank; averaged every `local_sgd.every` steps, and at
+    every epoch's end.
+
+    An average is over the workers, weighted by the images that each has in an epoch. Buffers of whole numbers
+    (BatchNorm's counters) become rank 0's. Optimizer states are never averaged.
+    """
+
+    private = ("model", "optimizer", "ema", "scaler")
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        super().__init__(recipe, world)
+        self.averaging = Stopwatch(self.device)
+
+    def shard(self) -> Shard:
+        return Shard(self.world.rank, self.world.size, every_sample=True)
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
+        size = self.world.size
+        return super().forward_backward(batch, weight * size, sync) / size
+
+    def after_step(self, step: int) -> None:
+        every = self.recipe.local_sgd.every
+        if every is not None and step % every == 0:
+            weights = self._weights()
+            with self.averaging:
+                self._average(weights, weights)
+
+    def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
+        tensors = [*self._weights(), *averages.values()]
+        # A run that was stopped right here averages a second time, which must change nothing.
+        self._average(tensors, tensors, exact=True)
+
+    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The workers' average, of optimizer states too, as copies: saving does not change the training."""
+        copies = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in named.items()}
+        self._average(list(named.values()), list(copies.values()), exact=True)
+        return copies
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        return Communication(self.averaging.seconds() / max(1, steps))
+
+    def notes(self) -> dict[str, str]:
+        every = self.recipe.local_sgd.every
+        when = "every epoch" if every is None else f"every {every} step{'s' * (every > 1)}"
+        return {"workers": f"each has its own weights and optimizer; weights are averaged {when}"}
+
+    def _weights(self) -> list[Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    def _average(self, sources: Sequence[Tensor], targets: Sequence[Tensor], exact: bool = False) -> None:
+        """Write the average of each source into its target, which may be the same tensor.
+
+        With `exact`, sums are in float64, and the average of what is equal on all ranks is that, to the last bit.
+        """
+        start, stop = own_span(self.samples, self.world.rank, self.world.size)
+        share = (stop - start) / self.samples
+        with torch.no_grad():
+            for bucket in buckets(sources):
+                sent = torch.cat([sources[i].reshape(-1) for i in bucket])
+                if sent.is_floating_point():
+                    sent = (sent.double() if exact else sent) * share
+                else:
+                    sent = sent.long() * self.world.is_main
+                if self.world.shared:  # NCCL wants a card for each rank
+                    sent = sent.cpu()
+                pieces = self.world.sum_(sent).split_with_sizes([sources[i].numel() for i in bucket])
+                for i, piece in zip(bucket, pieces, strict=True):
+                    targets[i].copy_(piece.view(targets[i].shape))
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Positions of the tensors that travel together: one data type, BUCKET elements and what the last adds to them."""
+    filling: dict[torch.dtype, list[int]] = {}
+    elements = dict.fromkeys((tensor.dtype for tensor in tensors), 0)
+    for position, tensor in enumerate(tensors):
+        filling.setdefault(tensor.dtype, []).append(position)
+        elements[tensor.dtype] += tensor.numel()
+        if elements[tensor.dtype] >= BUCKET:
+            yield filling.pop(tensor.dtype)
+            elements[tensor.dtype] = 0
+    yield from filling.values()

@@ -1,0 +1,348 @@
+"""`pipeline` over processes: one rank a stage, or several stages a rank, by `torch.distributed.pipelining`.
+
+A world of P x R ranks holds R replicas of a model in P ranks' stages: rank r x P + p works for replica r. Schedules are
+torch's (docs.pytorch.org/docs/stable/distributed.pipelining.html); evaluation is a chain of forward passes of our own,
+because not all of them can evaluate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from trainer.data import Batch, Shard
+from trainer.models.partition import Traced
+from trainer.modes.base import Communication
+from trainer.modes.pipeline import orders
+from trainer.modes.pipeline.orders import Task
+from trainer.modes.pipeline.stages import Staged
+from trainer.modes.pipeline.tuning import Pipe, Plan
+from trainer.processes.world import World, lost_peers
+from trainer.recipe import Recipe
+from trainer.recipe.checks import V_SHAPED, microbatch_counts, ranks_per_pipeline, schedule_of, virtual_stages
+from trainer.telemetry.metrics import Stopwatch
+
+SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
+    "loopedbfs": schedules.ScheduleLoopedBFS,
+    "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints whole schedules beside what it raises
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+def ranks_of_stages(schedule: str, ranks: int, virtual: int) -> list[int]:
+    """Which rank of a replica holds each stage: round and round, or down and up again for V-shaped schedules."""
+    if schedule in V_SHAPED:
+        return [*range(ranks), *reversed(range(ranks))]
+    return list(range(ranks)) * virtual
+
+
+def _tasks(actions: Sequence[Any]) -> Iterator[Task]:
+    """Torch's actions of one rank as tasks; what is neither forward nor backward is left out."""
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from _tasks(action.sub_actions)
+        elif action is not None and action.computation_type.name in LETTERS:
+            yield Task(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
+
+
+class as_raised:
+    """Torch wraps what a stage raises into a text on its tensors: what was raised says more, as out of memory does."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+            raise error.__cause__ from None
+
+
+class _Received(torch.autograd.Function):
+    """The identity; its gradient, which goes back to the rank before, is contiguous. That of `cat` would not be."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class Wire(nn.Module):
+    """A stage as neighbours see it: what goes between ranks is contiguous, channels_last images as (N, H, W, C)."""
+
+    def __init__(self, stage: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], first: bool, last: bool) -> None:
+        super().__init__()
+        self.stage, self._run, self._first, self._last = stage, run, first, last
+
+    def forward(self, received: Tensor) -> Tensor:
+        if not self._first:
+            received = _Received.apply(received)
+            if received.dim() == 4:
+                received = received.permute(0, 3, 1, 2)
+        out = self._run(self.stage, received)
+        if not self._last and out.dim() == 4:
+            out = out.permute(0, 2, 3, 1)
+        out = out.contiguous()
+        # Schedules with a backward pass in two parts detach what was sent in place, which a view does not allow.
+        return out.clone() if out._is_view() else out
+
+
+class ProcessPipeline(Staged):
+    """This rank's stages of one replica."""
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        super().__init__(recipe, world)
+        self.schedule_name = schedule_of(recipe, world.size)
+        self.ranks = ranks_per_pipeline(recipe, world.size)
+        self.replicas = world.size // self.ranks
+        self.replica, self.place = divmod(world.rank, self.ranks)
+        self.virtual = virtual_stages(recipe, self.schedule_name)
+        self.holders = ranks_of_stages(self.schedule_name, self.ranks, self.virtual)
+        self.own = [stage for stage, rank in enumerate(self.holders) if rank == self.place]
+        self.last = len(self.holders) - 1
+        self.averaging = Stopwatch(self.device)
+        self._weight = 1.0
+        self._losses: list[Tensor] = []
+
+    def shard(self) -> Shard:
+        return Shard(self.replica, self.replicas, inputs=0 in self.own, targets=self.last in self.own)
+
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        with lost_peers():
+            # Every rank makes every group, in one order.
+            every, size = range(self.world.size), self.ranks
+            limit = datetime.timedelta(seconds=self.recipe.timeout)  # torch would wait for 30 minutes
+            pipes: Any = [dist.new_group([n for n in every if n // size == r], limit) for r in range(self.replicas)]
+            copies: Any = [dist.new_group([n for n in every if n % size == p], limit) for p in range(size)]
+            self.pipe_group, self.copies_group = pipes[self.replica], copies[self.place]
+            super().setup(model, shape)
+        self._predict()
+
+    def _predict(self) -> None:
+        """The bubble, from torch's own order of the ranks' tasks where it tells."""
+        order = getattr(self.schedule, "pipeline_order", None)
+        if not order or isinstance(self.schedule, schedules.PipelineScheduleSingle):
+            return  # torch 2.15 numbers 1F1B's forward passes on the last rank from 1; tuning has predicted these
+        seconds = {
+            (kind, stage): cost
+            for stage, pair in enumerate(self.known["stage_seconds"])
+            for kind, cost in zip("FB", pair, strict=True)
+        }
+        spans = orders.simulate([list(_tasks(order[rank])) for rank in range(self.ranks)], seconds)
+        bubble = orders.idle_share(spans, self.ranks)
+        self.known["predicted"] = {"step_seconds": max(span.end for span in spans), "bubble": bubble}
+
+    def describe_pipe(self, rows: int) -> Pipe:
+        counts = tuple(microbatch_counts(self.recipe, self.world.size))
+        names: tuple[str, ...] = (self.schedule_name,)
+        if self.recipe.pipeline.schedule is None and len(counts) > 1:
+            # With one stage a rank this is 1F1B that runs further ahead: more activations, less waiting.
+            names += ("interleaved1f1b",)
+        return Pipe(len(self.holders), self.ranks, names, rows, counts)
+
+    def probe(self, traced: Traced, rows: int) -> list[Any]:
+        """All ranks time all blocks at once, as they will work side by side; the mean counts."""
+        costs = super().probe(traced, rows)
+        times = torch.tensor([(cost.forward, cost.backward) for cost in costs], dtype=torch.float64)
+        times = self.world.sum_(times) / self.world.size
+        return [
+            replace(cost, forward=forward, backward=backward)
+            for cost, (forward, backward) in zip(costs, times.tolist(), strict=True)
+        ]
+
+    def build(self, traced: Traced, plan: Plan) -> None:
+        self._norms.clear()
+        self.stages.clear()
+        everything = traced.stages(plan.cuts)
+        samples = self._samples(everything, self.pipe.rows // plan.microbatches)
+        for index in self.own:
+            self.stages[index] = self.prepare_stage(everything[index], self.device, deferred=True)
+        parts = []
+        for index, stage in self.stages.items():
+            wire = Wire(stage, self.run_stage, index == 0, index == self.last)
+            part = PipelineStage(
+                wire,
+                index,
+                len(self.holders),
+                self.device,
+                input_args=samples[index],
+                output_args=samples[index + 1],
+                group=self.pipe_group,
+            )
+            parts.append(self._watched(part, index))
+        kind: Any = SCHEDULES[plan.schedule]
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        self.schedule = kind(
+            parts[0] if single else parts, plan.microbatches, loss_fn=self._loss_of_microbatch, scale_grads=False
+        )
+        self._arriving = {index: samples[index] for index in self.own}
+
+    def _samples(self, everything: Sequence[nn.Module], rows: int) -> list[Tensor]:
+        """What goes into each stage and out of the last, as it travels: shapes and types are found by one pass."""
+        travelling = self.sample(rows)
+        samples = [travelling]
+        for index, stage in enumerate(everything):
+            stage.to(self.device).train(False)  # BatchNorm's statistics stay as they are
+            with torch.no_grad():
+                travelling = Wire(stage, self.in_precision, index == 0, index == self.last)(travelling)
+            samples.append(travelling.requires_grad_())
+            if index not in self.own:
+                stage.to("cpu")  # the device may be too small for the whole model
+        return samples
+
+    def _watched(self, part: PipelineStage, index: int) -> PipelineStage:
+        """Note when the stage works: its methods are what schedules call."""
+        forward, backward, weights = part.forward_one_chunk, part.backward_one_chunk, part.backward_weight_one_chunk
+
+        def timed_forward(chunk: int, *args: Any, **kwargs: Any) -> Any:
+            with self.recorder.task(self.place, Task("F", index, chunk)), as_raised():
+                return forward(chunk, *args, **kwargs)
+
+        def timed_backward(chunk: int, *args: Any, **kwargs: Any) -> Any:
+            kind = "B" if kwargs.get("full_backward", True) else "I"
+            with self.recorder.task(self.place, Task(kind, index, chunk)), as_raised():
+                return backward(chunk, *args, **kwargs)
+
+        def timed_weights(chunk: int, *args: Any, **kwargs: Any) -> Any:
+            with self.recorder.task(self.place, Task("W", index, chunk)), as_raised():
+                return weights(chunk, *args, **kwargs)
+
+        for name, method in (
+            ("forward", timed_forward),
+            ("backward", timed_backward),
+            ("backward_weight", timed_weights),
+        ):
+            setattr(part, f"{name}_one_chunk", method)
+        return part
+
+    def _loss_of_microbatch(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.weighted_loss(outputs, targets, self._weight)
+        self._losses.append(loss.detach())
+        return self.scale(loss) if self.scale else loss
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        self._weight = weight
+        self._losses.clear()
+        arguments = (batch.inputs,) if 0 in self.own else ()
+        target = batch.targets if self.last in self.own else None
+        with lost_peers(), self.recorder.step():
+            self.schedule.step(*arguments, target=target, return_outputs=False)
+        self.commit_statistics()
+        return torch.stack(self._losses).sum() if self._losses else torch.zeros((), device=self.device)
+
+    def reduce_gradients(self) -> None:
+        """Add up over the replicas what each got from its part of the batch, in one all-reduce a type of number."""
+        if self.replicas == 1:
+            return
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        with self.averaging, lost_peers():
+            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+                same = [gradient for gradient in gradients if gradient.dtype == dtype]
+                flat = torch.cat([gradient.reshape(-1) for gradient in same])
+                dist.all_reduce(flat, group=self.copies_group)
+                for gradient, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
+                    gradient.copy_(part.view(gradient.shape))
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        """Between replicas; between stages it is part of the bubble."""
+        return Communication(self.averaging.seconds() / max(1, steps))
+
+    def grad_norm(self) -> Tensor:
+        square = super().grad_norm().square().to(self.device)
+        with lost_peers():
+            dist.all_reduce(square, group=self.pipe_group)
+        return square.sqrt()
+
+    def share_overflow(self, flag: Tensor) -> None:
+        self.world.max_(flag)
+
+    def forward(self, inputs: Tensor) -> Tensor | None:
+        """Micro-batches in waves through this replica's stages; the rank of the last stage has the logits.
+
+        NCCL does what it is given in order, and a send may last until its receive begins. With several stages a rank a
+        wave of as many micro-batches as there are other ranks is what the ring of ranks takes in before the first comes
+        round: more would have every rank send and none receive.
+        """
+        count, wave = self.plan.microbatches, max(1, self.ranks - 1)
+        wires = {
+            index: Wire(stage, self.in_precision, index == 0, index == self.last)
+            for index, stage in self.stages.items()
+        }
+        pieces = inputs.chunk(count) if 0 in self.own else ()
+        found: list[Tensor] = []
+        sending: deque[tuple[Any, Tensor]] = deque()  # a tensor must live until it is sent
+        with lost_peers(), torch.no_grad():
+            for first in range(0, count, wave):
+                here = list(pieces[first : first + wave])  # for this rank's next stage
+                for index in self.own:
+                    arriving: Iterator[Tensor] = iter(here)
+                    if index and self.holders[index - 1] != self.place:
+                        arriving = (self._receive(index) for _ in range(min(wave, count - first)))
+                    here = []
+                    for received in arriving:
+                        out = wires[index](received)
+                        if index == self.last or self.holders[index + 1] == self.place:
+                            here.append(out)
+                            continue
+                        to = self._rank(self.holders[index + 1])
+                        sending.append((dist.isend(out, to, group=self.pipe_group), out))
+                        if len(sending) > 2 * wave:
+                            sending.popleft()[0].wait()
+                found += here if self.last in self.own else []
+            for work, _ in sending:
+                work.wait()
+        return torch.cat(found) if self.last in self.own else None
+
+    def _receive(self, index: int) -> Tensor:
+        """A micro-batch of a stage, from the rank that has the one before."""
+        received = torch.empty_like(self._arriving[index])
+        dist.recv(received, self._rank(self.holders[index - 1]), group=self.pipe_group)
+        return received
+
+    def _rank(self, place: int) -> int:
+        return self.replica * self.ranks + place
+
+    def settle(self, averages: Mapping[str, Tensor]) -> None:
+        """Each replica's BatchNorm has seen its own part of the batches: the first one's statistics are the truth."""
+        if self.replicas == 1:
+            return
+        with lost_peers():
+            for name, buffer in self.named_buffers().items():
+                for tensor in (buffer, *([averages[name]] if name in averages else [])):
+                    dist.broadcast(tensor, self.place, group=self.copies_group)
+
+    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """From the ranks of the first replica, tensor by tensor: pickling all of them would need their memory twice."""
+        if self.replica > 0:
+            return {}
+        mine = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+        described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()]
+        with lost_peers():
+            lists: list[Any] | None = [None] * self.ranks if self.place == 0 else None
+            dist.gather_object(described, lists, dst=0, group=self.pipe_group)
+            if lists is None:
+                for tensor in mine.values():
+                    dist.send(tensor, 0, group=self.pipe_group)
+                return {}
+            whole = dict(mine)
+            for place in range(1, self.ranks):
+                for name, shape, dtype in lists[place]:
+                    whole[name] = torch.empty(shape, dtype=dtype)
+                    dist.recv(whole[name], place, group=self.pipe_group)
+        return whole

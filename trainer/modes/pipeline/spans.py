@@ -1,0 +1,72 @@
+"""When stages worked: the spans of the last few steps, on the clock of the CPU or by events on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.modes.pipeline.orders import Span, Task
+
+KEPT = 8  # steps between two looks
+Mark = Any  # a time, or a CUDA event
+
+
+class Recorder:
+    """Records the tasks of the steps since the last look; nothing here waits for a device before `steps`."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.cuda = devices[0].type == "cuda"
+        self._devices = [device.index for device in dict.fromkeys(devices)] if self.cuda else []
+        self._steps: deque[list[tuple[int, Task, int, Mark, Mark]]] = deque(maxlen=KEPT)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step, or a piece of it."""
+        self._steps.append([])
+        yield
+
+    @contextmanager
+    def task(self, worker: int, task: Task) -> Iterator[None]:
+        """A task within the step, issued to the current stream of the current device."""
+        begin = self._mark()
+        yield
+        if self._steps:
+            index = torch.cuda.current_device() if self.cuda else 0
+            self._steps[-1].append((worker, task, index, begin, self._mark()))
+
+    def _mark(self) -> Mark:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def steps(self) -> list[list[Span]]:
+        """Each step's spans, which are forgotten: seconds on `time.perf_counter`'s clock; waits for the devices."""
+        now = {index: self._now(index) for index in self._devices}
+        found = [[self._span(now, *marks) for marks in step] for step in self._steps]
+        self._steps.clear()
+        return [spans for spans in found if spans]
+
+    def _now(self, index: int) -> tuple[float, Mark]:
+        """One moment on the CPU's clock and, as an event, on an idle device's."""
+        torch.cuda.synchronize(index)
+        with torch.cuda.device(index):
+            event = self._mark()
+        moment = time.perf_counter()
+        event.synchronize()
+        return moment, event
+
+    def _span(
+        self, now: dict[int, tuple[float, Mark]], worker: int, task: Task, index: int, begin: Mark, end: Mark
+    ) -> Span:
+        if not self.cuda:
+            return Span(worker, task, begin, end)
+        moment, event = now[index]
+        start, stop = (moment - mark.elapsed_time(event) / 1e3 for mark in (begin, end))
+        return Span(worker, task, start, stop)

@@ -1,0 +1,277 @@
+"""What all modes share that hold a model in stages: names, cuts, deferred BatchNorm, what is known of the plan."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.data import Batch
+from trainer.errors import is_out_of_memory
+from trainer.models.balance import BlockCost, block_costs, undisturbed
+from trainer.models.partition import Traced, trace
+from trainer.modes.base import Strategy
+from trainer.modes.deferred_batchnorm import DeferredBatchNorm, convert_deferred_batchnorm, recomputing
+from trainer.modes.pipeline import orders, tuning
+from trainer.modes.pipeline.orders import Span
+from trainer.modes.pipeline.spans import Recorder
+from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
+from trainer.processes import faults
+from trainer.processes.world import World
+from trainer.recipe import Recipe
+from trainer.telemetry.metrics import forget_memory, free_memory
+
+TRIAL_STEPS, TRIAL_SECONDS = (3, 50), 0.5  # at least and at most, the first to warm up; enough once so long
+
+
+class Staged(Strategy):
+    """A model in stages, some or all of them on this rank."""
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        super().__init__(recipe, world)
+        self.stages: dict[int, nn.Module] = {}  # this rank's, by their place in the model
+        self.recorder = Recorder(world.drives)
+        self.plan: Plan
+        self.pipe: Pipe
+        self._norms: list[DeferredBatchNorm] = []
+        self._bubbles: list[float] = []
+        self._recent: list[list[Span]] = []
+        self._busy: list[float] = []
+        self._ran: int | None = None  # micro-batches of the last trial that memory sufficed for
+
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        self._names = [name for name, _ in model.named_parameters()]
+        self._saved = set(model.state_dict())
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        self.model = model.to(memory_format=layout)
+        self.shape = tuple(shape)
+        traced = trace(self.model, self.recipe.model.name)
+        self.pipe = self.describe_pipe(shape[0])
+        plan = tuning.recall(self.known, tuning.key_of(traced, self.recipe, self.pipe), traced, self.pipe)
+        if plan is None:
+            plan, self.known = tuning.find_plan(
+                traced,
+                self.recipe,
+                self.pipe,
+                lambda rows: self.probe(traced, rows),
+                lambda plan: self.trial(traced, plan),
+                self.say,
+                self.room(),
+            )
+        self.plan = plan
+        self.build(traced, plan)
+        forget_memory(self.world.drives)
+        del self.model  # stages that are not this rank's need no memory
+        self._parameters = list(self.named_parameters().values())
+
+    # What each mode says for itself.
+
+    def describe_pipe(self, rows: int) -> Pipe:
+        """Stages, workers and possible micro-batches for so many rows."""
+        raise NotImplementedError
+
+    def build(self, traced: Traced, plan: Plan) -> None:
+        """Take this rank's stages to their devices."""
+        raise NotImplementedError
+
+    # Stages.
+
+    def probe(self, traced: Traced, rows: int) -> list[BlockCost]:
+        """Seconds of each block for a micro-batch of so many rows; endless where memory does not suffice."""
+        try:
+            return block_costs(traced, self.sample(rows), self.in_precision, repeats=2)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self._free()
+        return [BlockCost(math.inf, math.inf, 0)] * (len(traced.cuts) + 1)
+
+    def room(self) -> float:
+        """Free bytes of each worker, of the one with least."""
+        devices = set(self.world.drives)
+        sharing = len(self.world.drives) // len(devices) * self.world.sharing()
+        free = min(free_memory(device) for device in devices) / sharing
+        return -self.world.max_(torch.tensor(-free, dtype=torch.float64)).item()
+
+    def trial(self, traced: Traced, plan: Plan) -> Trial:
+        """Run a few steps as `plan` says, which leave no trace; endless where memory does not suffice.
+
+        Raises:
+            DeviceMemoryError: it did not on one of several ranks, whose peers wait for it in the middle of a schedule.
+        """
+        try:
+            found = self._trial(traced, plan)
+            self._ran = plan.microbatches
+            return found
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.world.size > 1:
+                raise tuning.too_little(self.pipe, plan.microbatches, self._ran) from error
+        for norm in self._norms:
+            norm.forget()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.recorder = Recorder(self.world.drives)
+        self._free()
+        return Trial(math.inf, (0.0,) * self.pipe.stages)
+
+    def _free(self) -> None:
+        """Give back what a failed attempt had taken, so that a smaller one finds it."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _trial(self, traced: Traced, plan: Plan) -> Trial:
+        self.plan = plan
+        self.build(traced, plan)
+        self.train()
+        rows = self.pipe.rows
+        batch = Batch(self.sample(rows), torch.zeros(rows, dtype=torch.int64, device=self.device), rows)
+        times: list[float] = []
+        with undisturbed(list(self.stages.values()), self.device):
+            while len(times) < TRIAL_STEPS[0] or (sum(times) < TRIAL_SECONDS and len(times) < TRIAL_STEPS[1]):
+                self.meet()
+                begun = time.perf_counter()
+                if faults.active:
+                    faults.fault(self.world.rank, f"trial-{plan.microbatches}")
+                self.forward_backward(batch, 1 / rows)
+                self.meet()
+                times.append(self.world.share(time.perf_counter() - begun))
+        for parameter in self.named_parameters().values():
+            parameter.grad = None
+        busy = self.busy(self.recorder.steps()[-1])
+        return Trial(min(times[1:]), tuple(busy))
+
+    def meet(self) -> None:
+        """Wait for all devices and ranks."""
+        for device in self.world.drives:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self.world.barrier()
+
+    def busy(self, spans: Sequence[Span]) -> list[float]:
+        """Seconds that each stage works in a step."""
+        seconds = torch.zeros(self.pipe.stages, dtype=torch.float64)
+        for span in spans:
+            seconds[span.task.stage] += span.end - span.begin
+        found: list[float] = (self.world.sum_(seconds) / self.shard().count).tolist()
+        return found
+
+    def sample(self, rows: int) -> Tensor:
+        """Random images of the recipe's shape on the device."""
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(rows, *self.shape[1:], generator=generator).to(self.device)
+        return images.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else images
+
+    def prepare_stage(self, stage: nn.Module, device: torch.device, deferred: bool) -> nn.Module:
+        """A stage as it trains: on its device, its BatchNorm deferred where micro-batches would show in it.
+
+        And where activations are computed twice: a plain BatchNorm would count them twice.
+        """
+        if (deferred and self.recipe.pipeline.deferred_batch_norm) or self.recipe.pipeline.recompute:
+            self._norms += convert_deferred_batchnorm(stage)
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        stage = stage.to(device, memory_format=layout)  # type: ignore[call-overload]
+        if self.recipe.compile:
+            stage.compile()
+        return stage
+
+    def run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
+        """One stage's forward pass, in the recipe's precision, its activations computed twice if it says so."""
+        if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):
+            return self.in_precision(stage, inputs)
+        out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, context_fn=_statistics_once)
+        if not self.recipe.pipeline.deferred_batch_norm:
+            self.commit_statistics()
+        return out
+
+    def split_size(self) -> int:
+        """Images of a micro-batch, of the largest where they differ."""
+        return -(-self.pipe.rows // self.plan.microbatches)
+
+    def commit_statistics(self) -> None:
+        """A mini-batch is complete."""
+        for norm in self._norms:
+            norm.commit()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        here = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+        return {name: here[name] for name in self._names if name in here}
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        here = {name: b for stage in self.stages.values() for name, b in stage.named_buffers()}
+        return {name: buffer for name, buffer in here.items() if name in self._saved}
+
+    def train(self, training: bool = True) -> None:
+        for stage in self.stages.values():
+            stage.train(training)
+
+    def weighted_loss(self, outputs: Tensor, targets: Tensor, weight: float) -> Tensor:
+        """weight x summed loss of a micro-batch."""
+        return self.loss(outputs, targets) * (weight * len(targets))
+
+    # What is told of it.
+
+    def figures(self) -> dict[str, float]:
+        steps = self.recorder.steps()
+        if not steps:
+            return {}
+        self._recent = steps
+        spans = steps[-1]
+        own = max(span.end for span in spans) - min(span.begin for span in spans)
+        length = self.world.max_(torch.tensor(own)).item()
+        busy = self.busy(spans)
+        self._busy = busy
+        bubble = 1 - sum(busy) / (self.pipe.workers * length)
+        self._bubbles.append(bubble)
+        values = {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
+        predicted = 100 * self.known["predicted"]["bubble"]
+        return {"pipeline/bubble_pct": 100 * bubble, "pipeline/bubble_predicted_pct": predicted, **values}
+
+    def timeline(self) -> list[list[Span]]:
+        """The first replica's; ranks of one machine share a clock."""
+        gathered = self.world.gather(self._recent if self.shard().index == 0 else None)
+        ranks = [steps for steps in gathered if steps is not None]
+        return [[span for spans in step for span in spans] for step in zip(*ranks, strict=True)]
+
+    def notes(self) -> dict[str, str]:
+        count, size = self.plan.microbatches, self.split_size()
+        micro = f"{count} micro-batches of {'up to ' * (count * size > self.pipe.rows)}{size} images"
+        return {
+            "stages": f"{self.pipe.stages}, cut after {', '.join(self.plan.cuts)}",
+            "pipeline": f"{self.plan.schedule}, {micro}, predicted bubble {self.known['predicted']['bubble']:.1%}",
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """result.json's `pipeline`."""
+        virtual = self.pipe.stages // self.pipe.workers
+        bubbles = self._bubbles[1:] or self._bubbles  # the first may be of the very first step, which warms up
+        measured = sum(bubbles) / len(bubbles) if bubbles else None
+        return {
+            "pipeline": {
+                "stages": self.pipe.stages,
+                "ranks": self.pipe.workers,
+                "replicas": self.shard().count,
+                "schedule": self.plan.schedule,
+                "cuts": list(self.plan.cuts),
+                "microbatches": self.plan.microbatches,
+                "split_size": self.split_size(),
+                "bubble_ideal": orders.ideal_bubble(self.pipe.workers, self.plan.microbatches, virtual),
+                "bubble_predicted": self.known["predicted"]["bubble"],
+                "bubble_measured": measured,  # of a few steps in each logged window, over all workers
+                "stage_seconds": self._busy,  # of work in a step, the last that was looked at
+                "trials": self.known["trials"],
+            }
+        }
+
+
+def _statistics_once() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), recomputing()

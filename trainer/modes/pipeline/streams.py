@@ -1,0 +1,182 @@
+"""`pipeline` in one process: micro-batches overlap because everything that a stage does is asynchronous CUDA work.
+
+One thread issues the tasks of all stages in an order in which none waits for a later one. A stage has a stream of its
+own on its device, and copies between neighbours have streams of theirs, so that a copy delays nobody but who needs it.
+On CPU devices, stand-ins for tests, the same code does one task at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import Batch
+from trainer.models.partition import Traced
+from trainer.modes.pipeline.orders import Task, issue_order
+from trainer.modes.pipeline.stages import Staged
+from trainer.modes.pipeline.tuning import Pipe, Plan
+from trainer.recipe.checks import microbatch_counts
+
+delay_cycles = 0  # of the GPU before each copy; tests raise it to show that who needs a copy waits for it
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class Lane:
+    """A stage's device and the stream that the stage computes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = _stream(device) if device.type == "cuda" else None
+
+    def working(self) -> AbstractContextManager[object]:
+        """What is issued in here is this stage's work."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    def follow(self) -> None:
+        """Later work of this stage waits for what the device was given so far outside of it."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def lead(self) -> None:
+        """Later work of the device outside of this stage waits for the stage."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+class Edge:
+    """The way from one stage's device to a neighbour's."""
+
+    def __init__(self, source: Lane, target: Lane) -> None:
+        self.source, self.target = source, target
+        if source.stream is not None:
+            self.streams = (_stream(source.device), _stream(target.device))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A detached copy on the target, whose stage waits for it; `tensor` was computed by the source's stage."""
+        tensor = tensor.detach()
+        if self.source.stream is None or self.target.stream is None:
+            return tensor.to(self.target.device)
+        ready = self.source.stream.record_event()
+        for stream in self.streams:
+            stream.wait_event(ready)
+        # Between devices torch copies on the source's current stream, and on one device on the innermost of these.
+        with torch.cuda.stream(self.streams[0]), torch.cuda.stream(self.streams[1]):
+            if delay_cycles:
+                torch.cuda._sleep(delay_cycles)  # type: ignore[no-untyped-call]
+            moved = torch.empty_like(tensor, device=self.target.device)
+            moved.copy_(tensor, non_blocking=True)
+        for stream in self.streams:
+            if stream.device == tensor.device:
+                tensor.record_stream(stream)
+        self.target.stream.wait_stream(self.streams[1])
+        moved.record_stream(self.target.stream)
+        return moved
+
+
+class StreamPipeline(Staged):
+    """Stages on the devices of one process; 1F1B order, forward and backward."""
+
+    def describe_pipe(self, rows: int) -> Pipe:
+        workers = len(self.world.drives)
+        return Pipe(workers, workers, ("streams",), rows, tuple(microbatch_counts(self.recipe, 1)))
+
+    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+        # Once for all plans that are tried: the allocator keeps memory for each stream there ever was.
+        self.lanes = [Lane(device) for device in self.world.drives]
+        pairs = [(a, b) for a in range(len(self.lanes)) for b in (a - 1, a + 1) if 0 <= b < len(self.lanes)]
+        self.edges = {(a, b): Edge(self.lanes[a], self.lanes[b]) for a, b in pairs}
+        self.order = cache(lambda microbatches: issue_order(len(self.lanes), microbatches))
+        super().setup(model, shape)
+
+    def build(self, traced: Traced, plan: Plan) -> None:
+        self._norms.clear()
+        for index, (stage, lane) in enumerate(zip(traced.stages(plan.cuts), self.lanes, strict=True)):
+            self.stages[index] = self.prepare_stage(stage, lane.device, deferred=True)
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        last = len(self.lanes) - 1
+        inputs = self._pieces(batch.inputs)
+        targets = self._pieces(batch.targets.to(self.lanes[last].device, non_blocking=True))
+        received: dict[tuple[int, int], Tensor] = {(0, m): piece for m, piece in enumerate(inputs)}
+        sent: dict[tuple[int, int], Tensor] = {}
+        gradients: dict[tuple[int, int], Tensor] = {}
+        losses = []
+        with self._overlapped(), self.recorder.step():
+            for task in self.order(len(inputs)):
+                _, stage, m = task
+                with self.lanes[stage].working(), self.recorder.task(stage, task):
+                    if task.kind == "F":
+                        out = self.run_stage(self.stages[stage], received[stage, m])
+                        if stage == last:
+                            out = self.weighted_loss(out, targets[m], weight)
+                            losses.append(out.detach())
+                        sent[stage, m] = out
+                    elif stage == last:
+                        self.backward(sent.pop((stage, m)))
+                    else:
+                        torch.autograd.backward(sent.pop((stage, m)), gradients.pop((stage, m)))
+                self._pass_on(task, received, sent, gradients)
+        self.commit_statistics()
+        return torch.stack(losses).sum().to(self.device, non_blocking=True)
+
+    def _pass_on(
+        self,
+        task: Task,
+        received: dict[tuple[int, int], Tensor],
+        sent: dict[tuple[int, int], Tensor],
+        gradients: dict[tuple[int, int], Tensor],
+    ) -> None:
+        """Give the neighbour what it waits for: the next stage an activation, the one before a gradient."""
+        kind, stage, m = task
+        if kind == "F" and stage + 1 < len(self.lanes):
+            received[stage + 1, m] = self.edges[stage, stage + 1].copy(sent[stage, m]).requires_grad_()
+        elif kind == "B":
+            gradient = received.pop((stage, m)).grad
+            if stage > 0:
+                assert gradient is not None
+                gradients[stage - 1, m] = self.edges[stage, stage - 1].copy(gradient)
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Forward only: micro-batch after micro-batch through all stages, which overlap on GPUs."""
+        found = []
+        with self._overlapped():
+            for piece in self._pieces(inputs):
+                for stage, lane in enumerate(self.lanes):
+                    if stage:
+                        piece = self.edges[stage - 1, stage].copy(piece)
+                    with lane.working():
+                        piece = self.run_stage(self.stages[stage], piece)
+                found.append(piece)
+        return torch.cat(found).to(self.device, non_blocking=True)
+
+    @contextmanager
+    def _overlapped(self) -> Iterator[None]:
+        for lane in self.lanes:
+            lane.follow()
+        yield
+        for lane in self.lanes:
+            lane.lead()
+
+    def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Micro-batches: of `split_size` images and a smaller last one, or as equal as they can be."""
+        size = self.recipe.pipeline.split_size
+        if size is not None:
+            return torch.split(tensor, size)
+        return tensor.tensor_split(min(self.plan.microbatches, len(tensor)))
+
+    def split_size(self) -> int:
+        wanted = self.recipe.pipeline.split_size
+        return super().split_size() if wanted is None else min(wanted, self.pipe.rows)
+
+    def notes(self) -> dict[str, str]:
+        if self.device.type == "cuda":
+            return super().notes()
+        note = "on CPU devices one stage works at a time: for correctness, slower than unsplit; nproc=2 overlaps stages"
+        return {**super().notes(), "note": note}

@@ -1,0 +1,75 @@
+"""A pipeline's spans as a trace for Perfetto (or chrome://tracing) and as a picture in which one sees the bubble."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.modes.pipeline.orders import Span, idle_share
+from trainer.saving.run_folder import write_atomically
+from trainer.telemetry import plots
+
+NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+COLOURS = dict(zip(NAMES, plots.COLOURS, strict=False))
+
+
+def write(folder: Path, steps: Sequence[Sequence[Span]]) -> None:
+    """timeline.json with all steps and timeline.png with the last one."""
+    write_atomically(folder / "timeline.json", json.dumps(trace_events(steps)) + "\n")
+    picture(folder / "timeline.png", steps[-1])
+
+
+def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
+    """The Trace Event Format's complete events, times in microseconds: a process a worker, a thread a stage."""
+    origin = min(span.begin for spans in steps for span in spans)
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": worker, "args": {"name": f"worker {worker}"}}
+        for worker in sorted({span.worker for spans in steps for span in spans})
+    ]
+    for step, spans in enumerate(steps):
+        for worker, (kind, stage, microbatch), begin, end in spans:
+            events.append(
+                {
+                    "name": f"{kind}{microbatch}",
+                    "cat": NAMES[kind],
+                    "ph": "X",
+                    "ts": 1e6 * (begin - origin),
+                    "dur": 1e6 * (end - begin),
+                    "pid": worker,
+                    "tid": stage,
+                    "args": {"stage": stage, "microbatch": microbatch, "step": step},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def picture(path: Path, spans: Sequence[Span]) -> None:
+    """One step: a row a stage, a bar a task with its micro-batch's number; what is empty is idle."""
+    from matplotlib.patches import Patch
+
+    origin, length = min(span.begin for span in spans), max(span.end for span in spans)
+    length -= origin
+    workers = {span.task.stage: span.worker for span in spans}
+    rows = sorted(workers, key=lambda stage: (workers[stage], stage))
+    figure, (axes,) = plots.canvas(12, 1.2 + 0.6 * len(rows))
+    axes.grid(False)
+    for _, (kind, stage, microbatch), begin, end in spans:
+        row, start, width = rows.index(stage), 1e3 * (begin - origin), 1e3 * (end - begin)
+        axes.broken_barh(
+            [(start, width)], (row - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor=plots.INK, linewidth=0.5
+        )
+        if end - begin > 0.015 * length:
+            axes.text(start + width / 2, row, str(microbatch), ha="center", va="center", fontsize=8, color="white")
+    axes.set_yticks(range(len(rows)), [f"worker {workers[stage]}, stage {stage}" for stage in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1e3 * length)
+    axes.set_xlabel("ms")
+    bubble = idle_share(spans, len(set(workers.values())))
+    title = f"one training step; numbers are micro-batches; the workers are idle {bubble:.0%} of the time"
+    axes.set_title(title, color=plots.INK)
+    kinds = [kind for kind in COLOURS if any(span.task.kind == kind for span in spans)]
+    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, labelcolor=plots.INK)
+    plots.save(figure, path)

@@ -1,0 +1,284 @@
+"""Choosing a pipeline's cuts and its number of micro-batches, by measuring on the devices that will run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from trainer.errors import DeviceMemoryError
+from trainer.models.balance import BlockCost, balance
+from trainer.models.partition import Traced, choose
+from trainer.modes.pipeline import orders
+from trainer.recipe import Recipe
+
+CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
+FINALISTS = 3
+USABLE = 0.9  # of the free memory; libraries' workspaces and holes between blocks take the rest
+COPIES = 4  # of the weights: themselves, gradients, and what an optimizer keeps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is split: its cuts, into how many micro-batches a batch goes, and in which order stages work."""
+
+    cuts: tuple[str, ...]
+    microbatches: int
+    schedule: str
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """What a plan is for.
+
+    Attributes:
+        stages: over all workers.
+        workers: ranks, or devices of one process.
+        schedules: by their names in the recipe; the first unless another is found to be faster. Streams runs as 1F1B.
+        rows: images of a batch that is cut into micro-batches.
+        counts: numbers of micro-batches that can run.
+    """
+
+    stages: int
+    workers: int
+    schedules: tuple[str, ...]
+    rows: int
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a plan took when it was run."""
+
+    seconds: float  # of one step
+    busy: tuple[float, ...]  # seconds of each stage in it
+
+    @property
+    def fits(self) -> bool:
+        return math.isfinite(self.seconds)
+
+
+class _Predicted(BaseModel):
+    step_seconds: float
+    bubble: float
+
+
+class _Known(BaseModel):
+    """What `find_plan` returns beside the plan, as a file gives it back."""
+
+    plan: Plan
+    predicted: _Predicted
+    stage_seconds: list[tuple[float, float]]
+    trials: list[dict[str, Any]]
+
+
+def find_plan(
+    traced: Traced,
+    recipe: Recipe,
+    pipe: Pipe,
+    probe: Callable[[int], list[BlockCost]],
+    trial: Callable[[Plan], Trial],
+    say: Callable[[str], None],
+    room: float = math.inf,
+) -> tuple[Plan, dict[str, Any]]:
+    """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest.
+
+    Args:
+        probe: times every block at so many images a micro-batch; endless where memory is too small for that.
+        trial: runs a plan; endless likewise.
+        room: free bytes of each worker.
+
+    Returns:
+        The plan, and what is known of it: its key, predicted bubble, and the trials.
+
+    Raises:
+        DeviceMemoryError: nothing of what was tried fits.
+    """
+    key = key_of(traced, recipe, pipe)
+    candidates = _candidates(pipe)
+    if len(candidates) > 1:
+        say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({', '.join(map(str, candidates))})")
+    costs = _probed(traced, recipe, pipe, candidates, probe, room)
+    if len(costs) < len(candidates):
+        large = ", ".join(str(m) for m in candidates if m not in costs)
+        say(f"pipeline: {large} micro-batches would be too large for the memory that is free, and are left out")
+    candidates = sorted(costs)
+    plans = [Plan(_cuts(traced, recipe, pipe, costs[m]), m, pipe.schedules[0]) for m in candidates]
+    stage_seconds = {plan: _stage_costs(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
+    predictions = {plan: predict(pipe, plan.microbatches, stage_seconds[plan]) for plan in plans}
+    best, trials = plans[0], dict[Plan, Trial]()
+    if len(plans) > 1:
+        best, trials = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
+    seconds, bubble = predictions.get(best) or predict(
+        pipe, best.microbatches, _stage_costs(traced, best.cuts, costs[best.microbatches])
+    )
+    return best, {
+        "key": key,
+        "plan": asdict(best),
+        "predicted": {"step_seconds": seconds, "bubble": bubble},
+        "stage_seconds": _stage_costs(traced, best.cuts, costs[best.microbatches]),
+        "trials": [{**asdict(plan), **asdict(found)} for plan, found in trials.items() if found.fits],
+    }
+
+
+def _probed(
+    traced: Traced,
+    recipe: Recipe,
+    pipe: Pipe,
+    candidates: Sequence[int],
+    probe: Callable[[int], list[BlockCost]],
+    room: float,
+) -> dict[int, list[BlockCost]]:
+    """The costs of blocks for each number of micro-batches, from the smallest micro-batches on, while they fit."""
+    found: dict[int, list[BlockCost]] = {}
+    for m in reversed(candidates):
+        rows = -(-pipe.rows // m)
+        if found:
+            smaller = min(found)
+            larger = rows / -(-pipe.rows // smaller)
+            guess = [replace(cost, kept=round(cost.kept * larger)) for cost in found[smaller]]
+            if needed(traced, recipe, pipe, m, guess) > USABLE * room:
+                break
+        costs = probe(rows)
+        if not all(math.isfinite(cost.forward) for cost in costs):
+            break
+        found[m] = costs
+    if not found:
+        raise too_little(pipe, candidates[-1])
+    return found
+
+
+def needed(traced: Traced, recipe: Recipe, pipe: Pipe, microbatches: int, costs: Sequence[BlockCost]) -> int:
+    """Bytes on the fullest worker: its weights with their gradients and optimizer, and what its micro-batches keep."""
+    bounds = [0, *(traced.cuts.index(cut) + 1 for cut in _cuts(traced, recipe, pipe, costs)), len(costs)]
+    workers = [0] * pipe.workers
+    for stage, (a, b) in enumerate(pairwise(bounds)):
+        held = microbatches
+        if recipe.pipeline.recompute:
+            held = 1
+        elif pipe.schedules[0] in ("streams", "1f1b"):
+            held = min(pipe.stages - stage, microbatches)
+        elif pipe.schedules[0] not in ("gpipe", "loopedbfs"):
+            held = min(2 * pipe.workers, microbatches)
+        of_stage = sum(COPIES * cost.weights + held * cost.kept for cost in costs[a:b])
+        workers[stage % pipe.workers] += of_stage
+    return max(workers)
+
+
+def too_little(pipe: Pipe, tried: int, ran: int | None = None) -> DeviceMemoryError:
+    """What to type where so many micro-batches do not fit, and others of smaller ones ran or have not been tried."""
+    rows = -(-pipe.rows // tried)
+    what = f"out of memory while measuring {tried} micro-batch{'es' * (tried > 1)} of {rows} images: type "
+    if len(pipe.counts) == 1:
+        return DeviceMemoryError(f"{what}a smaller batch_size, or a larger accumulate or pipeline.microbatches")
+    more = [m for m in pipe.counts if m > tried]
+    wanted = ran or next((m for m in more if m >= 2 * tried), more[-1] if more else None)
+    first = f"pipeline.microbatches={wanted}, " if wanted else ""
+    return DeviceMemoryError(f"{what}{first}pipeline.recompute=true or a smaller batch_size")
+
+
+def recall(known: Mapping[str, Any], key: str, traced: Traced, pipe: Pipe) -> Plan | None:
+    """The plan that an earlier part of the run found for the same pipe; None where what was kept makes no sense."""
+    if known.get("key") != key:
+        return None
+    try:
+        found = _Known.model_validate(known)
+    except ValidationError:
+        return None
+    plan = found.plan
+    in_order = plan.cuts == tuple(cut for cut in traced.cuts if cut in plan.cuts)
+    whole = pipe.stages == len(found.stage_seconds) == len(plan.cuts) + 1
+    return plan if in_order and whole and plan.microbatches in pipe.counts and plan.schedule in pipe.schedules else None
+
+
+def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:
+    """What a plan was found for."""
+    section = recipe.pipeline
+    wanted = f"{section.cuts} {section.microbatches} {section.split_size} {section.recompute}"
+    return f"{recipe.model.name} {len(traced.cuts)} {recipe.mode} {pipe} {wanted} {recipe.precision}"
+
+
+def _candidates(pipe: Pipe) -> list[int]:
+    """A handful of the possible numbers of micro-batches."""
+    if len(pipe.counts) == 1:
+        return list(pipe.counts)
+    few, many = CANDIDATES[0] * pipe.workers, CANDIDATES[-1] * pipe.workers
+    within = [m for m in pipe.counts if few <= m <= many and pipe.rows // m > 1]
+    within = within or [min(pipe.counts, key=lambda m: abs(m - few))]
+    wanted = (factor * pipe.workers for factor in CANDIDATES)
+    return sorted({min(within, key=lambda m: (abs(m - want), m)) for want in wanted})
+
+
+def _cuts(traced: Traced, recipe: Recipe, pipe: Pipe, costs: Sequence[BlockCost]) -> tuple[str, ...]:
+    if recipe.pipeline.cuts != "auto":
+        return choose(traced, recipe.pipeline.cuts, pipe.stages)
+    return tuple(traced.cuts[index] for index in balance(costs, pipe.stages))
+
+
+def _stage_costs(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost]) -> list[tuple[float, float]]:
+    """Seconds of each stage, forward and backward."""
+    bounds = [0, *(traced.cuts.index(cut) + 1 for cut in cuts), len(costs)]
+    return [
+        (sum(cost.forward for cost in costs[a:b]), sum(cost.backward for cost in costs[a:b]))
+        for a, b in pairwise(bounds)
+    ]
+
+
+def predict(pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of a step and its bubble, from the seconds of each stage, transfers left out.
+
+    With several stages on a worker, of equal workers: (m + (p - 1) / v) times the slowest worker's time.
+    """
+    if pipe.stages > pipe.workers:
+        virtual = pipe.stages // pipe.workers
+        slowest = virtual * max(forward + backward for forward, backward in stages)
+        bubble = orders.ideal_bubble(pipe.workers, microbatches, virtual)
+        return (microbatches + (pipe.workers - 1) / virtual) * slowest, bubble
+    kind = orders.gpipe if pipe.schedules[0] == "gpipe" else orders.one_forward_one_backward
+    seconds = {(name, stage): cost for stage, pair in enumerate(stages) for name, cost in zip("FB", pair, strict=True)}
+    spans = orders.simulate([kind(stage, pipe.stages, microbatches) for stage in range(pipe.stages)], seconds)
+    return max(span.end for span in spans), orders.idle_share(spans, pipe.workers)
+
+
+def _run(
+    traced: Traced, recipe: Recipe, pipe: Pipe, plans: Sequence[Plan], trial: Callable[[Plan], Trial]
+) -> tuple[Plan, dict[Plan, Trial]]:
+    """Try the most promising plans, the fastest in other orders and with a cut moved; the two best once more."""
+    trials: dict[Plan, Trial] = {}
+
+    def best(*more: Plan) -> Plan:
+        for plan in more:
+            again = trial(plan)
+            trials[plan] = min(again, trials.get(plan, again), key=lambda found: found.seconds)
+        return min(trials, key=lambda plan: trials[plan].seconds)
+
+    # From the smallest micro-batches on: should memory end, then with a plan in hand that runs.
+    chosen = best(*sorted(plans[:FINALISTS], key=lambda plan: -plan.microbatches))
+    if not trials[chosen].fits:
+        raise too_little(pipe, chosen.microbatches)
+    if chosen.microbatches % pipe.workers == 0:  # what the other orders want
+        chosen = best(*(replace(chosen, schedule=schedule) for schedule in pipe.schedules[1:]))
+    if recipe.pipeline.cuts == "auto":
+        for _ in range(2):  # side by side, stages slow each other: move a cut of the slowest inwards while that helps
+            before = chosen
+            chosen = best(*(plan for plan in _shrunk(traced, chosen, trials[chosen].busy) if plan not in trials))
+            if chosen == before:
+                break
+    return best(*sorted(trials, key=lambda plan: trials[plan].seconds)[:2]), trials
+
+
+def _shrunk(traced: Traced, plan: Plan, busy: Sequence[float]) -> list[Plan]:
+    """The plans in which the busiest stage gives one block to a neighbour."""
+    at = [traced.cuts.index(cut) for cut in plan.cuts]
+    slowest = max(range(len(busy)), key=lambda stage: busy[stage])
+    moved = []
+    if slowest > 0:
+        moved.append([*at[: slowest - 1], at[slowest - 1] + 1, *at[slowest:]])
+    if slowest < len(at):
+        moved.append([*at[:slowest], at[slowest] - 1, *at[slowest + 1 :]])
+    fits = (m for m in moved if all(a < b for a, b in pairwise([-1, *m, len(traced.cuts)])))
+    return [replace(plan, cuts=tuple(traced.cuts[index] for index in m)) for m in fits]

@@ -1,0 +1,41 @@
+"""`split`: a model too big for one device, in stages on several, one of which works at a time."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainer.data import Batch
+from trainer.models.partition import Traced
+from trainer.modes.pipeline.stages import Staged
+from trainer.modes.pipeline.tuning import Pipe, Plan
+
+
+class Split(Staged):
+    """Stages in turn; autograd takes gradients back over the devices."""
+
+    def describe_pipe(self, rows: int) -> Pipe:
+        workers = len(self.world.drives)
+        return Pipe(workers, workers, ("split",), rows, (1,))
+
+    def build(self, traced: Traced, plan: Plan) -> None:
+        self._norms.clear()
+        for index, (stage, device) in enumerate(zip(traced.stages(plan.cuts), self.world.drives, strict=True)):
+            self.stages[index] = self.prepare_stage(stage, device, deferred=False)
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        for stage, device in zip(self.stages.values(), self.world.drives, strict=True):
+            inputs = self.run_stage(stage, inputs.to(device, non_blocking=True))
+        return inputs.to(self.device, non_blocking=True)
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        loss = self.weighted_loss(self.outputs(batch.inputs), batch.targets, weight)
+        self.backward(loss)
+        self.commit_statistics()
+        return loss.detach()
+
+    def notes(self) -> dict[str, str]:
+        return {
+            "stages": super().notes()["stages"],
+            "note": "one stage works at a time, so this is slower than one device if the model fits on it; "
+            "mode=pipeline overlaps micro-batches",
+        }

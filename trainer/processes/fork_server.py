@@ -1,0 +1,49 @@
+"""The one fork server of a process: loader workers and a DevicePool's workers are forked from it, in milliseconds.
+
+This process itself is never forked: after OpenMP or CUDA has started, the child hangs. Signals that reach the whole
+process group (Ctrl-C, torchrun's SIGTERM, a terminal that closes) mean the parent, which still finishes its step and
+saves: they are blocked from the server's first moment on, and in its children until those ignore them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+PARENT = "TRAINER_FORK_PARENT"  # whom the server dies with
+
+
+def context(*preload: str) -> Any:
+    """The context to start workers in; its server runs, and has torch and the modules that the first caller names.
+
+    And torchvision where this process has it: a worker that needs it would load it for two seconds, each one by itself.
+    """
+    context = multiprocessing.get_context("forkserver")
+    server: Any = forkserver._forkserver
+    if server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything
+        known = [name for name in ("torchvision", "trainer.data.photos") if name in sys.modules]
+        context.set_forkserver_preload(["trainer.processes.preload", "torch", *dict.fromkeys([*preload, *known])])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    resource_tracker.ensure_running()  # whose start unblocks some
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    if threading.current_thread() is threading.main_thread():  # the kernel would kill the server with a lesser thread
+        os.environ[PARENT] = str(os.getpid())
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop(PARENT, None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return context
+
+
+def ignore_signals() -> None:
+    """In a new worker: the parent decides when it ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

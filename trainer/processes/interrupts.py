@@ -1,0 +1,193 @@
+"""Signals: a flag that the loop agrees on at a step's boundary, and a watcher for when the loop cannot come.
+
+A handler never runs while Python waits inside a collective for a peer that is gone. The watcher thread hears of the
+signal through a file descriptor, gives the loop time to reach a boundary, and otherwise dumps the stacks and leaves.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import io
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from trainer.processes import family, world
+
+# Ctrl-C; and what asks to save and go: schedulers, a terminal that closes, SLURM's --signal=USR1.
+ALWAYS = (signal.SIGINT, signal.SIGTERM)
+IF_UNUSED = (signal.SIGHUP, signal.SIGUSR1)  # unless ignored (nohup), or a user's program has a handler of its own
+GRACE = 60.0  # seconds, the default of the recipe's `grace`
+SHORTEST = 4.0  # seconds from a signal, or the last boundary, until the watcher leaves when a peer is gone
+LEAVING = 5.0  # seconds that are left for saving when the launcher will kill
+
+
+def exit_code(number: int) -> int:
+    """Of a run that a signal ended: 130 for Ctrl-C, 143 for all others that mean save and go."""
+    graceful = number in (signal.SIGTERM, *IF_UNUSED)
+    return 128 + (signal.SIGTERM if graceful else number)
+
+
+class Interrupts:
+    """Within this block signals raise a flag instead of ending the process; a second Ctrl-C ends it at once.
+
+    Under torchrun a second Ctrl-C arrives as SIGTERM, so SIGTERM after SIGINT ends at once too; a repeated SIGTERM does
+    not. Before the first `beat` there is nothing to save and a signal ends the process without ado.
+    Outside the main thread (a notebook's worker, say) nothing is installed.
+    """
+
+    def __init__(self, own_process: bool = True, grace: float = GRACE) -> None:
+        """`own_process`: whether this process may end here; in a user's program a second Ctrl-C raises.
+        `grace`: seconds that a step may still take after a signal."""
+        self.received: signal.Signals | None = None
+        self.own_process = own_process
+        self.grace = min(grace, launchers_patience() - LEAVING)
+        self._beat = 0.0  # never
+        self._peers: set[int] = set()
+        self._suspended = self._said = False
+        self._done = False
+
+    def __enter__(self) -> Interrupts:
+        self._installed = threading.current_thread() is threading.main_thread()
+        if not self._installed:
+            return self
+        free = [number for number in IF_UNUSED if signal.getsignal(number) is signal.SIG_DFL]
+        self._handlers = {number: signal.signal(number, self._handle) for number in (*ALWAYS, *free)}
+        if self.own_process:
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+            self._thread.start()
+            if signal.getsignal(family.STACKS) is signal.SIG_DFL:
+                with suppress(AttributeError, ValueError, OSError):  # stderr may be closed
+                    faulthandler.register(family.STACKS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._installed:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if not self.own_process:
+            return
+        faulthandler.unregister(family.STACKS)
+        signal.set_wakeup_fd(self._wakeup)
+        self._done = True
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def beat(self) -> None:
+        """The loop is at a boundary: from the first on there is something to save."""
+        if not self._beat:
+            self._peers = set(family.living())
+        self._beat = time.monotonic()
+
+    def too_slow(self, pace: float) -> str:
+        """What to say, once, when a step takes longer than it may after a signal."""
+        if pace <= self.grace or self._said:
+            return ""
+        self._said = True
+        wish = math.ceil(2 * pace)
+        advice = f"type grace={wish}"
+        if launchers_patience() - LEAVING < wish:
+            advice += f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wish + 30} for torchrun, which kills after "
+            advice += f"{launchers_patience():g} s"
+        return (
+            f"  a step takes {pace:.0f} s, and {self.grace:g} s after a signal the run leaves without saving: {advice}"
+        )
+
+    def suspend(self, suspended: bool) -> None:
+        """While saving, the watcher waits."""
+        self._suspended = suspended
+        self.beat()
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.received is signal.SIGINT or (not self._beat and not self.own_process):
+            if not self.own_process:
+                raise KeyboardInterrupt
+            leave_now(128 + signal.SIGINT)
+        if self.received is None:
+            self.received = signal.Signals(number)
+
+    def _watch(self) -> None:
+        # A byte comes for every signal that has a handler: DataLoader's SIGCHLD, whatever a plugin installs.
+        while (first := os.read(self._reader, 1)[0]) not in self._handlers:
+            if self._done:
+                return
+        heard = time.monotonic()
+        while not self._done:
+            waited = time.monotonic() - max(heard, self._beat)
+            if self._suspended:
+                pass
+            elif not self._beat:
+                self._leave(signal.Signals(first), "")
+            elif waited > self.grace:
+                self._leave(signal.Signals(first), f"no step's end within {self.grace:g} s")
+            elif waited > SHORTEST and (gone := self._peers - set(family.living())):  # no step can end any more
+                self._leave(signal.Signals(first), f"rank {min(gone)} is gone")
+            time.sleep(0.05)
+
+    def _leave(self, number: signal.Signals, why: str) -> None:
+        rank = world.place().rank
+        if why:
+            print(f"trainer: rank {rank}: {why} after {number.name}; leaving without saving", file=sys.stderr)
+            faulthandler.dump_traceback(all_threads=True)
+        elif rank == 0:
+            print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
+        leave_now(exit_code(number))
+
+
+def launchers_patience() -> float:
+    """Seconds from torchrun's SIGTERM to its SIGKILL; without one, for ever."""
+    if not world.place().launched:
+        return float("inf")
+    said = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    return float(said) if said.isdigit() else 30.0
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may close while the step ends and is saved: what is written then goes nowhere."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+def outlive_terminal() -> None:
+    """From now on no print and no progress bar fails when the terminal is closed; SIGHUP tells of it."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not None and not stream.closed and stream.isatty():
+            buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
+
+
+def raise_at_ctrl_c() -> None:
+    """From now on Ctrl-C is a KeyboardInterrupt, as ever in Python: this command has something to end."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave_now(code: int) -> None:
+    """End this process without the interpreter's farewell, which aborts when gloo's threads still run."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

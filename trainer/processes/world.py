@@ -1,0 +1,332 @@
+"""Who am I: rank, world size, devices, threads; and the few words that ranks exchange.
+
+The only reader of RANK and its companions. Imports no torch at its top: "printed once" is decided in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.devices import cards
+from trainer.devices.assignment import assign_devices, numbered
+from trainer.errors import SetupError, TrainerError
+from trainer.processes.peers import check_sums
+from trainer.processes.peers import lost_peers as lost_peers
+from trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among its peers, as the launcher says in the environment. Alone: rank 0 of 1."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    restarts: int = 0  # how often torchrun has restarted this job
+    launched: bool = False  # under torchrun
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """Read torchrun's variables."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return Place()
+
+    def number(name: str, default: int) -> int:
+        return int(environment.get(name, default))
+
+    try:
+        size = number("WORLD_SIZE", 1)
+        return Place(
+            number("RANK", 0),
+            size,
+            number("LOCAL_RANK", 0),
+            number("LOCAL_WORLD_SIZE", size),
+            number("TORCHELASTIC_RESTART_COUNT", 0),
+            True,
+        )
+    except ValueError as error:
+        raise SetupError(f"the launcher's variables RANK, WORLD_SIZE, LOCAL_RANK make no sense: {error}") from None
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cuda_count() -> int:
+    """CUDA devices torch can use.
+
+    Raises:
+        SetupError, RecipeError: cards are here that torch cannot use.
+    """
+    found = cards.look()
+    if found.fault is not None:
+        raise found.fault
+    return found.count
+
+
+def cuda_for(devices: Sequence[str] | Literal["auto"]) -> int:
+    """CUDA devices torch can use, for one who wants `devices`: the CPU asks for none, and who names cards does not
+    mind that others cannot be used."""
+    if devices != "auto" and all(name == "cpu" for name in devices):
+        return 0
+    try:
+        return cuda_count()
+    except TrainerError:
+        if devices != "auto" and (count := cards.look().count):
+            return count
+        raise
+
+
+def cuda_wanted(recipe: Recipe) -> int:
+    """CUDA devices torch can use, for a recipe; Hogwild's weights are in the CPU's memory."""
+    return 0 if recipe.mode == "hogwild" and recipe.devices == "auto" else cuda_for(recipe.devices)
+
+
+def threads_per_process(recipe: Recipe, local_size: int, environment: Mapping[str, str] = os.environ) -> int:
+    """The recipe's `threads`, else the user's OMP_NUM_THREADS, else cores / local ranks.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself, so 1 under a torchrun that we did not start counts as unset.
+    """
+    if recipe.threads:
+        return recipe.threads
+    chosen = environment.get("OMP_NUM_THREADS", "")
+    torchruns = chosen == "1" and "TORCHELASTIC_RUN_ID" in environment and "TRAINER_PARENT" not in environment
+    if chosen.isdigit() and int(chosen) > 0 and not torchruns:
+        return int(chosen)
+    return max(1, cores() // local_size)
+
+
+@dataclass
+class World:
+    """This rank among its peers: its devices and threads from the start, its peers' devices once connected."""
+
+    place: Place
+    device: torch.device  # the first of those it drives
+    threads: int
+    devices: tuple[str, ...]  # every rank's, in rank order, once connected
+    drives: tuple[torch.device, ...] = ()  # all that this process drives
+    shared: bool = False  # ranks of this machine share a GPU
+
+    def __post_init__(self) -> None:
+        self.drives = self.drives or (self.device,)
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    @property
+    def is_main(self) -> bool:
+        return self.place.is_main
+
+    def connect(self, timeout: float) -> None:
+        """Join the process group, where there are several processes.
+
+        Raises:
+            PeerError: the others did not come within `timeout` seconds.
+            SetupError: some ranks have a GPU and others none, this machine cannot talk to them, or sums come out wrong.
+        """
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
+
+        limit = datetime.timedelta(seconds=timeout)
+        with lost_peers():
+            store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
+            store.set_timeout(limit)
+            self.agree(store)
+            cuda = self.device.type == "cuda" and not self.shared  # NCCL wants a device for each rank
+            if cuda and not dist.is_nccl_available():
+                raise SetupError(cards.NO_NCCL)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                timeout=limit,
+                device_id=self.device if cuda else None,
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+            )
+            names: list[Any] = [None] * self.size
+            dist.all_gather_object(names, self.name)
+            if cuda:
+                check_sums(self.device, self.rank, self.size)
+        self.devices = tuple(names)
+
+    def agree(self, store: Store) -> None:
+        """Find out what all ranks are on, before there is a group: nodes may differ, and a backend is for all."""
+        store.set(f"device/{self.rank}", f"{self.device}{'#' * self.shared}")
+        found = [store.get(f"device/{rank}").decode() for rank in range(self.size)]
+        self.shared = any(device.endswith("#") for device in found)
+        with_gpu = ["cuda" in device for device in found]
+        if any(with_gpu) and not all(with_gpu):
+            raise SetupError(
+                f"rank {with_gpu.index(True)} trains on a GPU and rank {with_gpu.index(False)} has none: "
+                "start on nodes that all have GPUs, or write devices=[cpu]"
+            )
+
+    def _own_store(self) -> Store | None:
+        """After a restart, keys of this attempt: the launcher's store still holds the addresses of ranks that died, and
+        a rank that reads them waits for the dead (seen with torch 2.15 in one restart of three)."""
+        if not self.place.restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return None
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.size, is_master=False)
+        return PrefixStore(f"restart-{self.place.restarts}", store)
+
+    @property
+    def name(self) -> str:
+        """This rank's device for humans, different for each: cpu:<rank>, cuda:0@1 on node 1, cuda:0#3 for rank 3 of
+        several on one card, or in a job where some share one."""
+        me = self.place
+        if self.size == 1 or self.device.type == "cuda":
+            node = f"@{me.rank // me.local_size}" if me.size > me.local_size else ""
+            return f"{self.device}{node}" + (f"#{me.rank}" if self.shared else "")
+        return f"cpu:{self.rank}"
+
+    def driven(self) -> dict[str, torch.device]:
+        """The devices that this process drives, by their names for humans; stand-ins on one device count once."""
+        if len(self.drives) < 2:
+            return {self.name: self.device}
+        return {str(device): device for device in self.drives}
+
+    def sharing(self) -> int:
+        """Ranks on this rank's device: all of this machine's on its CPU."""
+        if self.device.type != "cuda":
+            return self.place.local_size
+        cards = [name.partition("#")[0] for name in self.devices]
+        return max(1, cards.count(self.name.partition("#")[0]))
+
+    def count(self) -> int:
+        """Devices over all ranks; workers that share a card count it once."""
+        return len({name.partition("#")[0] for name in self.devices})
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Sum a tensor over all ranks, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with lost_peers():
+                dist.all_reduce(values)
+        return values
+
+    def max_(self, values: Tensor) -> Tensor:
+        """The maximum of a tensor over all ranks, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with lost_peers():
+                dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value (picklable, tensors on the CPU), on every rank."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            box = [value if self.is_main else None]
+            with lost_peers():
+                dist.broadcast_object_list(box, src=0)
+            return box[0]
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order on rank 0; an empty list elsewhere."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        boxes: list[Any] | None = [None] * self.size if self.is_main else None
+        with lost_peers():
+            dist.gather_object(value, boxes)
+        return boxes or []
+
+    def heartbeat(self) -> None:
+        """Find out on the CPU whether all ranks are alive, before a wait for a device that may wait for a dead one."""
+        if self.size > 1 and self.device.type == "cuda":
+            import torch
+
+            self.sum_(torch.zeros(1))
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with lost_peers():
+                dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group; only after a run that ended well (a broken group is left as it is)."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def locate(recipe: Recipe) -> World:
+    """Take this process's place: its device and its threads.
+
+    Raises:
+        RecipeError: other devices than the mode can use.
+        SetupError: a card that this torch cannot use, or copies between its cards that come out wrong.
+    """
+    import torch
+
+    me = place()
+    cuda = cuda_wanted(recipe)
+    assigned = assign_devices(recipe, me.local_size, cuda)
+    drives = tuple(map(torch.device, assigned[me.local_rank]))
+    device = drives[0]
+    threads = threads_per_process(recipe, me.local_size)
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        for card in dict.fromkeys(drives):
+            cards.check(card, cuda)
+        torch.cuda.set_device(device)
+        cards.check_copies(cards.edges([drive for drive in drives if drive.type == "cuda"]))
+    shared = device.type == "cuda" and len(set(assigned)) < len(assigned)
+    world = World(me, device, threads, (), drives, shared)
+    world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))
+    return world
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep big blocks between steps; by default it returns them to the kernel (6 to 14 % on CPU)."""
+    m_trim_threshold, m_mmap_max = -1, -4
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(m_mmap_max, 0)  # no block a mapping of its own, which would go back when freed
+    except (OSError, AttributeError):
+        return  # another C library: nothing to tune
+
+
+def job_id() -> str:
+    """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
+    launcher = os.getppid() if place().launched else os.getpid()
+    try:
+        with open(f"/proc/{launcher}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
+            started = f"{boot.read().strip()}-{stat.read().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        started = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{os.uname().nodename}-{launcher}-{started}"

@@ -1,0 +1,45 @@
+"""What a run is to do: every key, its YAML and words, and what goes together with what.
+
+No torch in this room, so that a typo is answered at once.
+Imports: errors.
+"""
+
+from trainer.recipe.changes import changed_keys
+from trainer.recipe.loading import describe, find, load, shipped_recipes, words_of
+from trainer.recipe.schema import (
+    DEVICE,
+    MANY_PROCESS_MODES,
+    MODES,
+    STREAMS,
+    AugmentRecipe,
+    DataRecipe,
+    LoggingRecipe,
+    ModelRecipe,
+    OptimizerRecipe,
+    Recipe,
+    Schedule,
+)
+from trainer.recipe.text import flatten, nearest, neighbours
+
+__all__ = [
+    "DEVICE",
+    "MANY_PROCESS_MODES",
+    "MODES",
+    "STREAMS",
+    "AugmentRecipe",
+    "DataRecipe",
+    "LoggingRecipe",
+    "ModelRecipe",
+    "OptimizerRecipe",
+    "Recipe",
+    "Schedule",
+    "changed_keys",
+    "describe",
+    "find",
+    "flatten",
+    "load",
+    "nearest",
+    "neighbours",
+    "shipped_recipes",
+    "words_of",
+]

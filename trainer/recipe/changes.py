@@ -1,0 +1,24 @@
+"""What a continued run may change of its recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.recipe.schema import Recipe
+from trainer.recipe.text import flatten
+
+# What a continued run may change: where it runs and what it writes, never what it computes.
+FREE_ON_RESUME = {"mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "predict"}
+FREE_ON_RESUME |= {"grace", "resume_weights_only", "data.root", "data.workers", "data.download"}
+
+
+def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two recipes differ and a continued run may not, with (old, new) values."""
+    was, now = flatten(old.to_dict()), flatten(new.to_dict())
+
+    free = FREE_ON_RESUME | ({"optimizer"} if new.resume_weights_only else set())
+
+    def fixed(key: str) -> bool:
+        return key not in free and key.split(".")[0] not in free
+
+    return {key: (was[key], now[key]) for key in now if fixed(key) and was[key] != now[key]}

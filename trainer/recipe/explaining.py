@@ -1,0 +1,68 @@
+"""pydantic's findings, as lines that say what to type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.recipe.text import flatten, nearest, shown
+
+# pydantic's kinds of error, as the words that follow "key=value must be".
+KINDS = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "below {lt}",
+    "less_than_equal": "{le} or less",
+    "too_short": "a list of {min_length}",
+    "too_long": "a list of {max_length}",
+}
+
+
+def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> str:
+    """The first of pydantic's findings, as one line that says what to type.
+
+    `defaults` are all keys, dotted, with their defaults; `top` are the keys and sections of the highest level.
+    """
+    first = error.errors(include_url=False)[0]
+    where, kind = first["loc"], first["type"]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    if kind == "extra_forbidden":
+        given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
+        section = key.rpartition(".")[0]
+        within = [name for name in defaults if section and name.startswith(f"{section}.")]
+        guess = nearest(key, within or [*defaults, *top])
+        guess = guess or next(filter(None, (nearest(name, defaults) for name in given)), None)
+        hint = f"did you mean {guess}?" if guess else "python -m trainer recipes digits prints them all"
+        return f"{key} is not a key; {hint}"
+    value = first["input"]
+    found = f"{key}={shown(value)}"
+    if isinstance(value, Mapping) and value and key in defaults:
+        return f"{key} has no keys of its own, as {key}.{next(iter(value))} would be"
+    if kind == "literal_error":
+        choices = [word for word in re.findall(r"\w+", first["ctx"]["expected"]) if word != "or"]
+        choices += ["null"] if key in defaults and defaults[key] is None else []
+        guess = nearest(str(value).lower(), choices)
+        return f"{found} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        inner = next((name for name in defaults if name.startswith(f"{key}.")), "optimizer.lr")
+        return f"{found} must be a section, as in {inner}=..."
+    if kind == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        return f"{found} {message}" if message.startswith("must") else f"{key}: {message}"
+    limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in first.get("ctx", {}).items()}
+    message = KINDS[kind].format(**limits) if kind in KINDS else first["msg"]
+    if key in defaults and defaults[key] is None:
+        message += ", or null"
+    if kind == "string_type" and isinstance(value, int | float):
+        message += f"; put it in quotes, as in \"{key}='{shown(value)}'\""
+    return f"{found} must be {message}"

@@ -1,0 +1,148 @@
+"""Recipes from files and words: defaults < YAML < `key=value`, checked completely before anything heavy is imported.
+
+`load` returns a frozen `Recipe` or raises a `RecipeError` whose line names the key and the nearest thing that works.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.errors import RecipeError
+from trainer.recipe.schema import Recipe, validated
+from trainer.recipe.text import flatten, nearest, one_line, shown
+
+MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
+
+
+def load(recipe: str | Path | Mapping[str, Any] | None = None, *words: str, **keywords: Any) -> Recipe:
+    """Merge defaults < a shipped recipe or YAML file < words < keywords.
+
+    Args:
+        recipe: a shipped name ("digits"), a path to a YAML file or run folder, a mapping, or None for the defaults.
+        words: `key=value` with dotted keys, values in YAML: "optimizer.lr=0.05", "devices=[cuda:0,cuda:1]".
+        keywords: top-level keys with Python values: `epochs=1`.
+
+    Raises:
+        RecipeError: naming the key, what was found, and the nearest thing that works.
+    """
+    name, tree = "recipe", OmegaConf.create({})
+    if isinstance(recipe, str | Path):
+        path = find(str(recipe))
+        name, tree = path.parent.name if path.name == "recipe.yaml" else path.stem, _read(path)
+    try:
+        if isinstance(recipe, Mapping):
+            tree = OmegaConf.create(dict(recipe))
+        merged = OmegaConf.merge(tree, _words(words), OmegaConf.create(keywords))
+        plain = OmegaConf.to_container(merged)
+    except RecipeError:
+        raise
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{name}: {one_line(error)}") from None
+    return validated(plain, name)
+
+
+def find(recipe: str) -> Path:
+    """The file that `recipe=` names: a shipped name, a file, or a run folder holding recipe.yaml."""
+    shipped = shipped_recipes()
+    if recipe in shipped:
+        return shipped[recipe]
+    path = Path(recipe).expanduser()
+    try:
+        if (path / "recipe.yaml").is_file():
+            return path / "recipe.yaml"
+        if path.is_file():
+            return path
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"recipe={recipe[:80]!r} cannot be read: {one_line(error)}") from None
+    guess = nearest(recipe, shipped)
+    hint = f"did you mean recipe={guess}? " if guess else ""
+    raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: {', '.join(shipped)}")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Names of the recipes that come with the package, with their files."""
+    here = Path(__file__).parent.parent
+    folder = here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def describe(path: Path) -> str:
+    """A recipe's first comment line."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+
+def words_of(recipe: Recipe) -> list[str]:
+    """What to type for a recipe: its name where it is a shipped one, and every key that differs from that."""
+    shipped = recipe.name in shipped_recipes()
+    was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
+
+    def typed(value: Any) -> str:
+        text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
+        return text.removesuffix("...\n").strip()
+
+    changed = [f"{key}={typed(value)}" for key, value in now.items() if value != was[key]]
+    return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError(f"{path}: {path.stat().st_size} bytes is no recipe (at most {MAX_BYTES})")
+        text = path.read_text(encoding="utf-8")
+        _check_shape(text, str(path))
+        tree = OmegaConf.load(path)
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: a binary file, not a YAML recipe") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise RecipeError(f"{path}: {one_line(error)}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror or 'holds no key: value pairs'}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{path}: not a YAML recipe ({one_line(error)})") from None
+    if not OmegaConf.is_dict(tree):
+        raise RecipeError(f"{path}: a recipe is a list of 'key: value' lines")
+    if not tree:
+        raise RecipeError(f"{path}: the file is empty; python -m trainer recipes digits prints one to start from")
+    return tree
+
+
+def _check_shape(text: str, name: str) -> None:
+    """Refuse what would grow without limit when read (aliases of aliases, ${a}${a}) or overflow the stack."""
+    depth = aliases = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        if depth > MAX_DEPTH or aliases > MAX_ALIASES:
+            raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH} or more than {MAX_ALIASES} aliases is no recipe")
+        if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+            raise RecipeError(f"{name}: '{shown(event.value)}': write the value itself, ${{...}} is not looked up")
+
+
+def _words(words: Iterable[str]) -> Any:
+    seen: dict[str, str] = {}
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+            raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
+        if key in seen:
+            raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': keep one")
+        seen[key] = word
+    merged = OmegaConf.create({})
+    for key, word in seen.items():
+        try:
+            _check_shape(word.partition("=")[2], key)
+            merged.merge_with_dotlist([word])
+        except RecipeError:
+            raise
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+            raise RecipeError(f"'{shown(word)}': {one_line(error)}") from None
+    return merged

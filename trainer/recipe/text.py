@@ -1,0 +1,48 @@
+"""What messages about recipes are made of: values as one types them, the nearest key, the nearest sizes."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as one level of dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word`, or None when none is."""
+    options = list(choices)
+    # A key without its section, or a section's key on the wrong level.
+    alike = [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    found = alike + close if "." not in word else close + alike
+    return found[0] if found else None
+
+
+def neighbours(size: int, step: int) -> str:
+    """The multiples of `step` around `size`, in words."""
+    below, above = size // step * step, math.ceil(size / step) * step
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, list):
+        text = f"[{','.join(map(shown, value))}]"
+    else:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    noise = ("full_key:", "object_type=", "while constructing", 'in "<unicode')
+    kept = [line for line in lines if line and not line.startswith(noise)]
+    return "; ".join(kept)[:300] or type(error).__name__

@@ -1,0 +1,293 @@
+"""The run folder: chosen, claimed by one job at a time, and its files. Only rank 0 has one."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer import recipe as recipes
+from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.processes.world import job_id, place
+from trainer.recipe import Recipe
+from trainer.saving.files import draft_of, opened, put, read, usable_json, why, writing
+
+PHOTOS = {"data.image_size": 224, "data.channels": 3}
+STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
+MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
+_NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
+
+
+class RunFolder:
+    """A folder held under a lock as long as this process lives.
+
+    Attributes:
+        path: the folder.
+        resuming: whether the newest good checkpoint in it is to be continued.
+        replaced: whether a run that ended before it saved anything made way.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Choose and claim the folder: `output`, or runs/<recipe>-<mode>-<time>.
+
+        Raises:
+            FolderInUseError: it holds another run, finished or alive.
+            RecipeError: it is continued with a recipe that computes something else.
+            SetupError: it cannot be written.
+        """
+        self.replaced = False
+        self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # A link would have another file overwritten.
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise SetupError(
+                f"output={self.path} cannot be written ({error.strerror}); choose another folder"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise FolderInUseError(f"{self.path} is in use by another run; choose another output=") from None
+        try:
+            self.resuming = self._claim(recipe)
+        except BaseException:
+            self.close()
+            raise
+
+    def _claim(self, recipe: Recipe) -> bool:
+        """Whether the folder's run is to be continued; signs the lock with this job's name."""
+        try:
+            owner = os.pread(self._lock, 200, 0).decode(errors="replace")
+        except OSError:  # no file
+            owner = ""
+        used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
+        restarted = place().restarts > 0 and owner == job_id()
+        if used and owner and not restarted and not self._saved():  # without an owner the files are the user's own
+            self._clear()
+            used, self.replaced = False, True
+        resuming = used and (recipe.resume == "auto" or restarted)
+        if used and not resuming:
+            raise FolderInUseError(
+                f"{self.path} holds a run already: continue it with resume=auto, or choose another output="
+            )
+        if resuming:
+            self._check_recipe(recipe)
+        try:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, job_id().encode(), 0)
+        except OSError as error:
+            raise SetupError(f"{self.path} cannot be written ({error.strerror}); choose another output=") from None
+        return resuming
+
+    def _saved(self) -> bool:
+        """Whether the run here left what cannot be had again: a checkpoint, weights, a final result."""
+        try:
+            checkpoints = os.listdir(self.path / "checkpoints")
+        except FileNotFoundError:
+            checkpoints = []
+        except OSError:
+            return True
+        weights = list(self.path.glob("*.safetensors"))
+        done = self.previous_result(lambda text: None).get("status") == "completed"
+        return done or bool(weights) or any(re.fullmatch(r"step-\d+", name) for name in checkpoints)
+
+    def _clear(self) -> None:
+        """Remove what a run that saved nothing wrote, so that nothing of it mixes with the next."""
+        written = ("recipe.yaml", "result.json", "steps.csv", "tuning.json", "timeline.*", "*events.out.tfevents.*")
+        for path in (path for pattern in written for path in self.path.glob(pattern)):
+            with suppress(OSError):
+                path.unlink()
+
+    def _check_recipe(self, recipe: Recipe) -> None:
+        file = self.path / "recipe.yaml"
+        if not os.path.lexists(file):
+            return
+        try:
+            before = recipes.load(str(file))
+        except RecipeError as error:
+            advice = "remove that file to continue with the recipe that you give now"
+            raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
+        changes = recipes.changed_keys(before, recipe)
+        if before.data.name == "imagefolder":  # what null was before a run's recipe said it
+            changes = {key: found for key, found in changes.items() if found != (None, PHOTOS.get(key))}
+        if changes:
+            listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
+            raise RecipeError(
+                f"resume=auto: {self.path} was trained with another recipe ({listed}); "
+                "put it back or choose another output="
+            )
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """recipe.yaml, resolved and re-runnable; a continued run keeps the one it has."""
+        if not os.path.lexists(self.path / "recipe.yaml"):
+            again = recipe.replace(output=None, resume=None)
+            write_atomically(self.path / "recipe.yaml", again.to_yaml())
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        write_atomically(self.path / "result.json", json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
+
+    def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
+        """What result.json holds from an earlier part of the run; empty where there is none."""
+        return usable_json(self.path / "result.json", warn)
+
+    def known(self, warn: Callable[[str], None]) -> dict[str, Any]:
+        """What an earlier part of the run measured to choose how to run; empty where there is nothing."""
+        return usable_json(self.path / "tuning.json", warn)
+
+    def remember(self, known: Mapping[str, Any]) -> None:
+        """Keep it for later parts."""
+        if known:
+            write_atomically(self.path / "tuning.json", json.dumps(known, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def as_before(recipe: Recipe) -> Recipe:
+    """The recipe with images of the shape that the run to be continued chose, where it does not say one itself."""
+    if recipe.output is None or recipe.resume is None:
+        return recipe
+    folder = Path(recipe.output).expanduser()
+    if not (folder / "recipe.yaml").is_file() or not (folder / "checkpoints").is_dir():
+        return recipe
+    try:
+        before = recipes.load(str(folder / "recipe.yaml")).data
+    except RecipeError:
+        return recipe  # a folder that cannot be continued, as it says when it is opened
+    chosen = {key: getattr(before, key) for key in ("image_size", "channels") if getattr(recipe.data, key) is None}
+    return recipe.replace(**{f"data__{key}": value for key, value in chosen.items()})
+
+
+def fresh_folder(recipe: Recipe) -> Path:
+    """Make runs/<recipe>-<mode>-<time>; a restart of the same job finds the one it had.
+
+    Raises:
+        SetupError: it cannot be made.
+    """
+    if place().restarts:
+        for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/.lock"):
+            with suppress(OSError):
+                if read(lock) == job_id().encode():
+                    return lock.parent
+    stem = f"runs/{recipe.name}-{recipe.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        path = Path(stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SetupError(f"{path} cannot be made ({error.strerror}); choose a folder with output=") from None
+    raise FolderInUseError(f"{stem} and 998 more exist already; choose a folder with output=")
+
+
+def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
+    """The rows of a steps.csv by step, and how many lines were damaged. A last line that was not ended is no row yet.
+
+    Raises:
+        OSError: it cannot be read, or is far larger than any run's.
+    """
+    by_step: dict[int, dict[str, str]] = {}
+    bad, head = 0, ",".join(STEP_COLUMNS).encode()
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_STEPS_FILE:
+            raise OSError(errno.EFBIG, f"it is larger than {MAX_STEPS_FILE:,} bytes")
+        torn = b""
+        for piece in iter(lambda: file.readline(MAX_LINE), b""):
+            line, torn = (torn + piece)[:MAX_LINE], b""
+            if not piece.endswith(b"\n"):
+                torn = line
+            elif (row := _row(line)) is not None:
+                by_step[int(row["step"])] = row
+            else:
+                bad += line.strip() != head
+    return [by_step[step] for step in sorted(by_step)], bad
+
+
+def _row(line: bytes) -> dict[str, str] | None:
+    """A line of steps.csv; None where it is none."""
+    cells = line.rstrip(b"\r\n").split(b",")
+    numbers = [*cells[:-1], cells[-1] or b"0"]  # speed is empty while a run warms up
+    if len(cells) != len(STEP_COLUMNS) or not all(_NUMBER.fullmatch(cell) for cell in numbers):
+        return None
+    row = dict(zip(STEP_COLUMNS, (cell.decode() for cell in cells), strict=True))
+    return row if row["step"].isdigit() and row["epoch"].isdigit() else None
+
+
+class StepsFile:
+    """steps.csv: one row a logged step. A resumed run drops the rows after its checkpoint, and damaged ones."""
+
+    def __init__(self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None) -> None:
+        path = folder / "steps.csv"
+        kept: list[dict[str, str]] = []
+        if os.path.lexists(path) and last_step:
+            kept = _up_to(last_step, path, warn)
+        draft = draft_of(path)
+        self._file = draft.open("w", newline="")
+        try:
+            self._writer = csv.DictWriter(self._file, STEP_COLUMNS)
+            self._writer.writeheader()
+            self._writer.writerows(kept)
+            self.flush()
+            put(draft, path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A row; readers see it within about a second."""
+        self._writer.writerow(row)
+        if time.monotonic() - self._flushed > 1:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def sync(self) -> None:
+        """What was added is on the disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _up_to(last: int, path: Path, warn: Callable[[str], None]) -> list[dict[str, str]]:
+    """The rows up to a step."""
+    try:
+        rows, bad = read_steps(path)
+    except OSError as error:
+        warn(f"{path} is left out: {why(error)}")
+        return []
+    if bad:
+        warn(f"{path}: {bad} damaged line{'s' * (bad > 1)} left out")
+    return [row for row in rows if int(row["step"]) <= last]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old text or the new."""
+    temporary = draft_of(path)
+    with writing(path.parent):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            put(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

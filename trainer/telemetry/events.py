@@ -1,0 +1,158 @@
+"""TensorBoard's event files: written by the thread that has the values, read with limits.
+
+torch's own writer hands values to a thread, which reopens the file by its name for every block: a full disk or a folder
+that was removed then ends in that thread's traceback, late. Here it is an error of the line that logs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.saving.checkpoint import Position
+from trainer.saving.files import draft_of, opened, put, why
+
+FLUSH_SECONDS = 10.0  # readers see what is written within about this long
+_AT_END = ("val/", "memory/", "verdict/")  # what a run that is continued within an epoch logs anew at its end
+_HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
+
+
+class Events:
+    """One event file of a folder."""
+
+    def __init__(self, folder: Path, suffix: str = "") -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name is TensorBoard's: files are read in its order, and two of a second differ by the clock.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
+        self._file = (folder / name).open("xb")
+        self._records, self._flushed = RecordWriter(self._file), time.monotonic()
+        self._records.write(_version())
+
+    def add(self, summary: Any, step: int) -> None:
+        """A summary, as `torch.utils.tensorboard.summary` makes them."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), step=step, summary=summary)
+        self._records.write(event.SerializeToString())
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """One event for all of them: an event each would cost several times as much."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self.add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Markdown for the text tab."""
+        from torch.utils.tensorboard.summary import text as as_summary
+
+        self.add(as_summary(tag, text), step)  # type: ignore[no-untyped-call]
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def sync(self) -> None:
+        """What was added is on the disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _version() -> bytes:
+    """What a file of events begins with."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    first: bytes = Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()
+    return first
+
+
+def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> Iterator[Any]:
+    """The events of a file up to its end, or to where it is damaged, which `warn` is told.
+
+    A last record that is cut short is no damage: its writer was killed, or is still at it.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import masked_crc32c
+
+    count = 0
+    try:
+        with opened(path) as file:
+            left = os.fstat(file.fileno()).st_size
+            while len(head := file.read(_HEAD.size)) == _HEAD.size:
+                length, check = _HEAD.unpack(head)
+                if masked_crc32c(head[:8]) != check:
+                    raise ValueError("a length's checksum differs")
+                left -= _HEAD.size + length + 4
+                if left < 0:
+                    return
+                data, (check,) = file.read(length), struct.unpack("<I", file.read(4))
+                if masked_crc32c(data) != check:
+                    raise ValueError("a record's checksum differs")
+                yield Event.FromString(data)
+                count += 1
+    except Exception as error:  # protobuf has kinds of its own
+        warn(f"{path} is left out after {count} events: {why(error)}")
+
+
+def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> int:
+    """Rewrite a continued run's files into one that ends at `position`: one value a (tag, step). Returns the events.
+
+    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come. Wherever this
+    is killed, the files that are there hold everything, once a (tag, step) after the next time.
+    """
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    old = sorted(folder.glob("events.out.tfevents.*"))
+    if not old:
+        return 0
+    draft, kept = draft_of(folder / "events"), 0
+    try:
+        with draft.open("wb") as file:
+            writer = RecordWriter(file)
+            writer.write(_version())
+            for event in _up_to(position, old, warn):
+                writer.write(event.SerializeToString())
+                kept += 1
+            file.flush()
+            os.fsync(file.fileno())
+        put(draft, old[0])
+    finally:
+        draft.unlink(missing_ok=True)
+    for path in old[1:]:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+    return kept
+
+
+def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None]) -> Iterator[Any]:
+    """The summaries that a run continued at `position` keeps, each value of a (tag, step) once."""
+    seen: set[tuple[str, int]] = set()
+    for path in paths if position.step else ():
+        for event in read_events(path, warn):
+            fresh = []
+            for value in event.summary.value:
+                place = (value.tag, event.step)
+                if place not in seen and _stays(*place, position):
+                    seen.add(place)
+                    fresh.append(value)
+            if fresh:
+                del event.summary.value[:]
+                event.summary.value.extend(fresh)
+                yield event
+
+
+def _stays(tag: str, step: int, position: Position) -> bool:
+    if step != position.step:
+        return step < position.step
+    return position.step_in_epoch == 0 or not tag.startswith(_AT_END)

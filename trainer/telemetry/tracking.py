@@ -1,0 +1,212 @@
+"""Watching a run: progress bar or plain lines, TensorBoard, steps.csv, result.json; and the null twin of all that.
+
+Rank 0 has a `Tracker`; every other rank the `NullTracker`, so nobody asks which rank it is.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.recipe import Recipe, flatten
+from trainer.saving.checkpoint import Position
+from trainer.saving.files import writing
+from trainer.saving.run_folder import RunFolder, StepsFile
+from trainer.telemetry.events import Events, trim_events
+
+SPEED_CHARTS = {
+    "speed": {
+        "samples per second": ["Multiline", ["speed/samples_per_sec", "speed/samples_per_sec_per_device"]],
+        "step time, ms": ["Multiline", ["speed/step_ms"]],
+        "waiting for data, %": ["Multiline", ["speed/data_wait_pct"]],
+    }
+}
+
+
+PIPELINE_CHARTS = {
+    "pipeline": {
+        "bubble, %": ["Multiline", ["pipeline/bubble_pct", "pipeline/bubble_predicted_pct"]],
+        "stages at work, %": ["Multiline", ["pipeline/stage.*"]],
+    }
+}
+
+
+class NullTracker:
+    """Does nothing, for ranks that have no run folder."""
+
+    path: Path | None = None
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def start(self, position: Position, total_steps: int) -> None:
+        """Training begins here, and goes on to so many steps."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """TensorBoard values; tags as in the design, x is the optimizer step."""
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Markdown for TensorBoard's text tab."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A logged step: a row of steps.csv."""
+
+    def progress(self, step: int, epoch: int) -> None:
+        """Training has come this far; called about once a second, or after every step that takes longer."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Evaluation is at batch `done` of `total`."""
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        """Replace result.json."""
+
+    def known(self) -> dict[str, Any]:
+        """What an earlier part of the run measured to choose how to run."""
+        return {}
+
+    def remember(self, known: Mapping[str, Any]) -> None:
+        """Keep it for later parts."""
+
+    def previous_result(self) -> dict[str, Any]:
+        """result.json of an earlier part of the run, empty where there is none."""
+        return {}
+
+    def flush(self) -> None:
+        """Everything logged so far is in its file: a checkpoint is as old."""
+
+    def close(self) -> None:
+        """Flush and close every file."""
+
+
+class Tracker(NullTracker):
+    """The run folder's writer."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.path: Path = folder.path
+        self._bar: Any = None
+        self._steps: StepsFile | None = None
+        self._events: Any = None
+        self._spoke = 0.0
+        self._news = ""  # the latest loss and speed
+        self._interactive = recipe.logging.progress and sys.stderr is not None and sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+            return
+        with suppress(BrokenPipeError):  # `| head` has read enough; the run goes on
+            print(text, flush=True)
+
+    def start(self, position: Position, total_steps: int) -> None:
+        self._total = total_steps
+        self._begun, self._first = time.perf_counter(), position.step
+        with writing(self.path):
+            self.folder.write_recipe(self.recipe)
+            self._steps = StepsFile(self.path, position.step, self.say)
+            if self.recipe.logging.tensorboard:
+                self._open_events(position)
+        if self._interactive:
+            self._bar = tqdm(
+                total=total_steps, initial=position.step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            )  # fmt: skip
+
+    def _open_events(self, position: Position) -> None:
+        from torch.utils.tensorboard.summary import custom_scalars, hparams
+
+        kept = trim_events(self.path, position, self.say)
+        self._events = Events(self.path)
+        if not kept:
+            self._events.text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
+            pipeline = PIPELINE_CHARTS if self.recipe.mode == "pipeline" else {}
+            self._events.add(custom_scalars({**SPEED_CHARTS, **pipeline}), 0)  # type: ignore[no-untyped-call]
+            plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
+            for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]
+                self._events.add(summary, 0)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if self._events is not None:
+            with writing(self.path):
+                self._events.scalars(values, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        if self._events is not None:
+            with writing(self.path):
+                self._events.text(tag, text, step)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        if self._steps is not None:
+            with writing(self.path):
+                self._steps.add(row)
+        self._news = f", loss {row['train_loss']:.4f}"
+        self._news += f", {row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
+
+    def progress(self, step: int, epoch: int) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"epoch {epoch}{self._news}", refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
+            self._spoke = time.perf_counter()
+            left = (self._spoke - self._begun) / max(1, step - self._first) * (self._total - step)
+            self.say(f"step {step}/{self._total}, epoch {epoch}{self._news}, {_duration(left)} left")
+
+    def evaluating(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"evaluating {done}/{total}", refresh=False)
+            self._bar.update(0)
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        self.folder.write_result(result)
+
+    def known(self) -> dict[str, Any]:
+        return self.folder.known(self.say)
+
+    def remember(self, known: Mapping[str, Any]) -> None:
+        self.folder.remember(known)
+
+    def previous_result(self) -> dict[str, Any]:
+        return self.folder.previous_result(self.say)
+
+    def flush(self) -> None:
+        with writing(self.path):
+            if self._steps is not None:
+                self._steps.sync()
+            if self._events is not None:
+                self._events.sync()
+
+    def close(self) -> None:
+        bar, steps, events = self._bar, self._steps, self._events
+        self._bar = self._steps = self._events = None
+        with ExitStack() as closing:  # all of them, also when a disk is full
+            closing.callback(self.folder.close)
+            closing.enter_context(writing(self.path))
+            for part in (bar, steps, events):
+                if part is not None:
+                    closing.callback(part.close)
+
+
+def without_nan(value: Any) -> Any:
+    """JSON knows no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> bool | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

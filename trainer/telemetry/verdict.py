@@ -1,0 +1,238 @@
+"""What bounds a run's step, and what to try next: measured parts in, one sentence out. Pure functions.
+
+The parts follow the step's critical path: what computing hides costs nothing, so only what a step waits for is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe, load
+from trainer.recipe.checks import check_processes, wider_batch
+
+NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
+UNEVEN = 1.15  # stages whose slowest takes so many times the mean are not balanced
+PHRASES = {
+    "data": "{share:.0%} of the step waits for images",
+    "communication": "{share:.0%} of the step is communication between ranks that nothing hides",
+    "bubble": "{share:.0%} of the devices' time in a step is idle, waiting for other stages",
+    "optimizer": "{share:.0%} of the step is the optimizer's",
+    "logging": "{share:.0%} of the step is logging",
+    "compute": "{share:.0%} of the step is computing, forward and backward",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a step, in seconds, and of the stages there are.
+
+    Attributes:
+        step: the mean step.
+        data: waiting for images.
+        optimizer: optimizer, moving average, clearing gradients.
+        logging: meeting the other ranks and writing, spread over all steps.
+        communication: between ranks, beyond what computing hides; None where it was not measured.
+        at_most: `communication` is one all-reduce alone, of which computing may hide some.
+        bubble: share of the workers' time in a step, without waiting for images and optimizer, that they idle.
+        busy: seconds that each stage works in a step; empty without stages.
+    """
+
+    step: float
+    data: float = 0.0
+    optimizer: float = 0.0
+    logging: float = 0.0
+    communication: float | None = 0.0
+    at_most: bool = False
+    bubble: float = 0.0
+    busy: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the run ran on.
+
+    Attributes:
+        processes: ranks in all.
+        cores: of this machine, for each of its ranks.
+        workers: that read images for a rank; None where images lie in memory.
+        gpu: whether it computes on GPUs.
+        images: of the training set; None where their number is not known.
+    """
+
+    processes: int = 1
+    cores: int = 1
+    workers: int | None = None
+    gpu: bool = False
+    images: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where the time went, what bounds it, what to try.
+
+    Attributes:
+        bound: a key of `step`.
+        sentence: for people, with what to try.
+        overrides: `key=value` words to try, the most promising first.
+        step: share of each part of a step; they add up to 1.
+        run: share of each part of the run; they add up to 1.
+        step_seconds: of the mean step.
+        unmeasured: what the shares do not tell, in words; empty where they tell all.
+        probe_seconds: what finding out took.
+    """
+
+    bound: str
+    sentence: str
+    overrides: tuple[str, ...]
+    step: dict[str, float]
+    run: dict[str, float]
+    step_seconds: float
+    unmeasured: str
+    probe_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """result.json's `verdict`."""
+        return {
+            "bound": self.bound,
+            "sentence": self.sentence,
+            "try": list(self.overrides),
+            "step": self.step,
+            "run": self.run,
+            "step_seconds": self.step_seconds,
+            "unmeasured": self.unmeasured or None,
+            "probe_seconds": self.probe_seconds,
+        }
+
+    def to_markdown(self) -> str:
+        """For TensorBoard's text tab."""
+        lines = [self.sentence, "", f"| part of a step ({1e3 * self.step_seconds:.3g} ms) | share |", "| --- | ---: |"]
+        lines += [f"| {name} | {share:.1%} |" for name, share in self.step.items()]
+        lines += ["", "| part of the run | share |", "| --- | ---: |"]
+        lines += [f"| {name} | {share:.1%} |" for name, share in self.run.items()]
+        return "\n".join(lines)
+
+
+def shares(measured: Measured) -> dict[str, float]:
+    """The parts of a step, adding up to 1; computing is what the others leave."""
+    left = step = measured.step
+    parts: dict[str, float] = {}
+
+    def take(name: str, seconds: float) -> None:
+        nonlocal left
+        parts[name] = min(left, seconds) / step
+        left -= min(left, seconds)
+
+    take("data", measured.data)
+    take("optimizer", measured.optimizer)
+    take("logging", measured.logging)
+    take("bubble", measured.bubble * left)
+    take("communication", 0.0 if measured.at_most else measured.communication or 0.0)
+    order = ("data", "compute", "communication", "bubble", "optimizer", "logging")
+    return {name: left / step if name == "compute" else parts[name] for name in order}
+
+
+def judge(
+    measured: Measured, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0
+) -> Verdict:
+    """What bounds the step.
+
+    Args:
+        seconds: of the run's parts; "steps" among them.
+    """
+    parts = shares(measured)
+    largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
+    bound = largest if parts[largest] >= NAMED else "compute"
+    overrides = tuple(_possible(_advice(bound, measured, recipe, setting), recipe, setting))
+    unmeasured = _unmeasured(measured)
+    sentence = PHRASES[bound].format(share=parts[bound])
+    if bound == "data" and setting.workers is None:
+        sentence += ", which are prepared in the training process"
+    if bound == "bubble" and _uneven(measured.busy):
+        slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
+        sentence += (
+            f": stage {slowest} works {max(measured.busy) / (sum(measured.busy) / len(measured.busy)):.1f} times"
+        )
+        sentence += " as long as the mean stage"
+    if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
+        sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
+    if unmeasured and bound == "compute":
+        sentence += f"; {unmeasured}"
+    if overrides:
+        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {' or '.join(overrides)}"
+    total = sum(seconds.values())
+    run = {name: spent / total for name, spent in seconds.items()}
+    apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
+    if run.get("steps", 1.0) < 0.5:
+        sentence += f". Steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"
+    return Verdict(bound, sentence, overrides, parts, run, measured.step, unmeasured, probe_seconds)
+
+
+def _unmeasured(measured: Measured) -> str:
+    if measured.communication is None:
+        return "communication was not measured: the run is too short for a probe of 1 % of it"
+    if measured.at_most:
+        share = min(1.0, measured.communication / measured.step)
+        return f"up to {share:.0%} of that may be communication (the run is too short to tell how much is hidden)"
+    return ""
+
+
+def _uneven(busy: Sequence[float]) -> bool:
+    return len(busy) > 1 and max(busy) > UNEVEN * sum(busy) / len(busy)
+
+
+def _advice(bound: str, measured: Measured, recipe: Recipe, setting: Setting) -> list[str]:
+    """Words to try against a bound, the most promising first."""
+    processes, workers, gpu = setting.processes, setting.workers, setting.gpu
+    wider = wider_batch(recipe, processes, setting.images) if gpu else None
+    larger = wider or f"batch_size={2 * recipe.batch_size}"
+    if bound == "data":
+        automatic = ["augment.auto=none"] if recipe.augment.auto != "none" else []
+        if workers is None:
+            return automatic or [larger]
+        wanted = max(setting.cores, 2 * workers)
+        return ([f"data.workers={wanted}"] if wanted <= 2 * setting.cores else []) + automatic
+    if bound == "communication":
+        if recipe.mode == "local_sgd":
+            return [f"local_sgd.every={2 * (recipe.local_sgd.every or 1)}"]
+        if recipe.mode == "pipeline":
+            return [f"pipeline.stages={processes}", larger]
+        return [larger, "mode=local_sgd local_sgd.every=20"]
+    if bound == "bubble":
+        if recipe.mode == "split":
+            return ["mode=pipeline"]
+        cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
+        by_hand = recipe.pipeline.microbatches != "auto" or recipe.pipeline.split_size is not None
+        micro = ["pipeline.microbatches=auto"] if by_hand else []
+        found = cuts + micro if _uneven(measured.busy) else micro + cuts
+        return found or [larger, *(["mode=ddp"] if processes > 1 else [])]
+    if bound == "optimizer":
+        return [larger, *(["ema=null"] if recipe.ema is not None else [])]
+    if bound == "logging":
+        return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
+    faster = [] if recipe.channels_last else ["channels_last=true"]
+    faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _has_bf16()) else []
+    return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])
+
+
+def _has_bf16() -> bool:
+    """Whether this CPU multiplies in bf16."""
+    import torch
+
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> list[str]:
+    """Those that the mode can have, on as many processes, with as many images."""
+    found = []
+    for override in overrides:
+        try:
+            changed = load(recipe.to_dict(), *override.split())
+            check_processes(changed, setting.processes)
+        except RecipeError:
+            continue
+        if setting.images is None or changed.batch_size <= max(setting.images, recipe.batch_size):
+            found.append(override)
+    return found

@@ -1,0 +1,59 @@
+"""Gathering what a finished run's verdict is made of: the timers' figures, and a probe that leaves no trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer.processes.world import cores
+from trainer.telemetry.verdict import Measured, Setting, Verdict, judge
+from trainer.training.reporting import parts
+from trainer.training.run import Run
+
+BUDGET = 0.01  # of the run's seconds
+
+
+def diagnose(run: Run) -> Verdict | None:
+    """What bounds this run's step; None where no step was measured. Collective; the same on every rank."""
+    world, timer = run.world, run.timer
+    spent = time.perf_counter() - run.begun
+    speed = timer.summary(run.loader.samples_per_step)
+    seconds = parts(run)
+    if world.share(speed["step_time_s"] is None):
+        return None
+    step = speed["step_time_s"]["mean"]
+    begun = time.perf_counter()
+    communication = run.strategy.communication(timer.seen, step, BUDGET * spent)
+    probe = time.perf_counter() - begun
+    # A rank that waits for images keeps all waiting; in the optimizer's part some wait for the last stage.
+    mine = torch.tensor([speed["data_wait_fraction"] * step, -timer.update_seconds()], dtype=torch.float64)
+    data, update = world.max_(mine).tolist()
+    facts = run.strategy.facts().get("pipeline") or {}
+    ledger = run.ledger.seconds
+    measured = Measured(
+        step=step,
+        data=data,
+        optimizer=-update,
+        logging=ledger.get("logging", 0.0) / timer.seen,
+        communication=communication.seconds,
+        at_most=communication.at_most,
+        bubble=_bubble(run, facts),
+        busy=facts.get("stage_seconds") or (),
+    )
+    share = max(1, cores() // run.loader.readers)
+    gpu = world.device.type == "cuda"
+    setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train))
+    verdict: Verdict = world.share(judge(measured, seconds, run.recipe, setting, probe))
+    return verdict
+
+
+def _bubble(run: Run, facts: Mapping[str, Any]) -> float:
+    """The share of a step in which devices idle for other stages. CPU stand-ins of one process work in turn: none."""
+    if run.world.size == 1 and run.world.device.type == "cpu":
+        return 0.0
+    if run.recipe.mode == "split":
+        return 1 - 1 / len(set(run.world.drives))
+    return float(facts.get("bubble_measured") or 0.0)

@@ -1,0 +1,249 @@
+"""What happens to gradients and weights: optimizer, learning rate, finite guard, fp16 scaling, moving average.
+
+Apart from `training`, which calls these in order, because each is a small thing of its own with its own state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer.errors import CheckpointError
+from trainer.modes import Strategy
+from trainer.recipe import OptimizerRecipe, Recipe
+
+LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are no ordinary overflow
+
+
+def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> list[dict[str, object]]:
+    """Two groups where normalisation layers and biases (all one-dimensional parameters) decay differently, else one."""
+    if recipe.norm_weight_decay is None or recipe.norm_weight_decay == recipe.weight_decay:
+        return [{"params": list(parameters.values()), "weight_decay": recipe.weight_decay}]
+    flat = [p for p in parameters.values() if p.ndim <= 1]
+    rest = [p for p in parameters.values() if p.ndim > 1]
+    groups = [
+        {"params": rest, "weight_decay": recipe.weight_decay},
+        {"params": flat, "weight_decay": recipe.norm_weight_decay},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer in torch's fused form, its state complete before the first step.
+
+    Momentum starts as zeros: fused SGD would leave it uninitialised if its first step were skipped as not finite.
+    """
+    groups = parameter_groups(parameters, recipe)
+    if recipe.name == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True
+        )
+        if recipe.momentum:
+            for parameter in parameters.values():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
+    kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW
+    beta1, beta2 = recipe.betas
+    optimizer = kind(groups, lr=recipe.lr, betas=(beta1, beta2), eps=recipe.eps, fused=True)
+    for parameter in parameters.values():
+        optimizer.state[parameter] |= {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The optimizer's tensors as `parameter//key`."""
+    return {f"{name}//{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
+) -> None:
+    """Copy saved tensors into a fresh optimizer's state, matched by name.
+
+    Raises:
+        CheckpointError: the checkpoint was written by another optimizer; nothing is copied.
+    """
+    own = optimizer_state(optimizer, parameters)
+    odd = sorted(own.keys() - saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
+    if odd:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state does not fit: no {odd[0]} of shape {tuple(own[odd[0]].shape)} in it; "
+            "resume_weights_only=true continues with its weights and a fresh optimizer"
+        )
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return min(recipe.epochs * steps_per_epoch, recipe.max_steps or recipe.epochs * steps_per_epoch)
+
+
+def learning_rate(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
+    """The learning rate as a pure function of the optimizer step (from 0), equal to torch's chained schedulers.
+
+    A linear warm-up, then constant, a cosine to `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983), or
+    a multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes.
+    """
+    schedule, top = recipe.schedule, recipe.optimizer.lr
+    warmup, factor, low = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor, schedule.min_lr
+    rest = max(1, total_steps(recipe, steps_per_epoch) - warmup)
+    every = schedule.step_epochs * steps_per_epoch
+
+    def cosine(step: int) -> float:
+        return low + (top - low) * (1 + math.cos(math.pi * min(1.0, step / rest))) / 2
+
+    def stepped(step: int) -> float:
+        return top * float(schedule.gamma ** (step // every))
+
+    def constant(step: int) -> float:
+        return top
+
+    after = {"cosine": cosine, "step": stepped, "constant": constant}[schedule.name]
+
+    def rate(step: int) -> float:
+        return top * (factor + (1 - factor) * step / warmup) if step < warmup else after(step - warmup)
+
+    return rate
+
+
+class Updater:
+    """Applies gradients: finite guard or fp16 scaler, clipping, optimizer step. Nothing here waits for the device.
+
+    `bad` is a sticky flag on the device: from the first gradient that is not finite on, fused optimizers skip every
+    update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
+    skips that one step); bad is a loss that is not finite, or a scale that has sunk to nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.limit = recipe.clip_grad_norm
+        self.bad = torch.zeros((), device=device)
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # A split model has parameters on several devices: a flag each, and `bad` is their maximum.
+        self.parts = [
+            (
+                [p for p in self.parameters if p.device == where],
+                self.bad if where == device else torch.zeros((), device=where),
+                torch.ones((), device=where),
+            )
+            for where in dict.fromkeys(p.device for p in self.parameters)
+        ]
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+        if self.scaler is not None:
+            self.scaler.scale(self.bad)  # its state exists from here on, on ranks without a loss too
+
+    def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
+        """One optimizer step on the gradients there are.
+
+        Args:
+            loss: this step's, 0-dim; in fp16 it tells what is bad, in other precisions the gradients do.
+            strategy: gives the whole model's gradient norm and spreads flags over its parts.
+            want_norm: compute the norm although nothing is clipped.
+
+        Returns:
+            The gradient's norm before clipping, where it was computed.
+        """
+        if self.scaler is None:
+            for parameters, flag, one in self.parts:
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+            _merge(self.bad, (flag for _, flag, _ in self.parts))
+            strategy.share_overflow(self.bad)
+            self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
+        else:
+            self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
+            self.scaler.unscale_(self.optimizer)
+            first, *others = self.scaler._found_inf_per_device(self.optimizer).values()
+            _merge(first, others)
+            for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
+                flag.zero_()
+            strategy.share_overflow(first)
+        norm = strategy.grad_norm() if want_norm or self.limit is not None else None
+        if self.limit is not None and norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.limit, norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return norm
+
+    def is_bad(self) -> bool:
+        """Whether training has failed; waits for the device."""
+        return bool(self.bad.item()) or (self.scaler is not None and self.scaler.get_scale() < LOWEST_SCALE)
+
+    def state(self) -> dict[str, Tensor]:
+        """The scaler's live tensors, empty in other precisions than fp16."""
+        if self.scaler is None:
+            return {}
+        scale, growth = self.scaler._scale, self.scaler._growth_tracker
+        assert scale is not None and growth is not None
+        return {"scale": scale, "growth": growth}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.state().items():
+            if name in saved:
+                tensor.copy_(saved[name])
+
+
+def _merge(flag: Tensor, others: Iterable[Tensor]) -> None:
+    """Make `flag` the maximum of all, wherever they are."""
+    for other in others:
+        if other is not flag:
+            flag.copy_(torch.maximum(flag, other.to(flag.device, non_blocking=True)))
+
+
+class MovingAverage:
+    """Exponential moving average of weights and float buffers, under plain names.
+
+    The decay rises as (1 + n) / (10 + n) up to the recipe's, so that short runs do not average their starting weights.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], decay: float) -> None:
+        self.live = dict(tensors)
+        self.decay = decay
+        self.average = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._floats = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+        self._others = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
+
+    def update(self, step: int) -> None:
+        """Take in the weights after `step` optimizer steps."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            average([self.average[n] for n in self._floats], [self.live[n].detach() for n in self._floats], step)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages, with the live value of what cannot be averaged (counters)."""
+        for name in self._others:
+            self.average[name].copy_(self.live[name])
+        return self.average
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue a saved average, matched by name."""
+        for name, tensor in self.average.items():
+            tensor.copy_(saved[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model computes with the averaged weights inside this block; storages are swapped, not copied."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name in self._floats:
+            live = self.live[name]
+            live.data, self.average[name].data = self.average[name].data, live.data

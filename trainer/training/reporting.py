@@ -1,0 +1,241 @@
+"""What a run says of itself: banner, logged values, lines for people, result.json. Reads a run, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import time
+from typing import Any
+
+import torch
+import torchvision
+
+import trainer
+from trainer.devices.precision import computed_in
+from trainer.devices.precision import described as described_precision
+from trainer.telemetry.metrics import model_flops_utilisation
+from trainer.telemetry.tracking import without_nan
+from trainer.training.evaluation import described
+from trainer.training.run import Run
+
+SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
+# Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
+# Normalization", arXiv:1803.08494, table 2).
+FEW = 16
+KEPT_KEYS = (*SPEED_KEYS, "seconds_in", "verdict")  # of a run that is continued with nothing left to train
+
+
+def banner(run: Run) -> str:
+    """What is about to run, in a few lines."""
+    recipe, world, data = run.recipe, run.world, run.datasets
+    size = world.size
+    names = world.devices
+    devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
+    parts = run.strategy.shard().count
+    part = "worker" if recipe.every_sample else "replica" if parts < size else "device"
+    options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
+    options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
+    options.insert(0, described_precision(recipe.precision, world.device))
+    local = recipe.batch_size // parts
+    batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
+    batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
+    lines = {
+        "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
+        "devices": devices,
+        **run.strategy.notes(),
+        "model": f"{recipe.model.name}, {run.model_size:,} parameters ({', '.join(options)})",
+        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
+        f"{len(data.classes)} classes, {data.channels} x {data.image_size} x {data.image_size}",
+        **data.notes,
+        "batch": batch,
+        "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
+        + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
+        "folder": str(run.tracker.path),
+    }
+    if (few := few_for_batch_norm(run)) is not None:
+        lines["batchnorm"] = few
+    if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
+        lines["warning"] = (
+            f"the warm-up is as long as the run: lr never reaches {recipe.optimizer.lr:g}; set schedule.warmup_epochs=0"
+        )
+    return f"trainer {trainer.__version__}: {recipe.name}\n" + "\n".join(
+        f"  {key:<8} {value}" for key, value in lines.items()
+    )
+
+
+def few_for_batch_norm(run: Run) -> str | None:
+    """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
+    recipe, strategy = run.recipe, run.strategy
+    parts = strategy.shard().count
+    rows = recipe.batch_size // (parts * recipe.accumulate)
+    instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.accumulate > 1)
+    if recipe.sync_bn:
+        rows *= parts
+    elif recipe.mode == "ddp" and parts > 1:
+        instead.insert(0, "sync_bn=true")
+    elif recipe.mode == "dp" and run.world.device.type == "cuda":
+        rows = -(-rows // len(run.world.drives))
+        instead.insert(0, "mode=ddp sync_bn=true")
+    elif recipe.mode == "pipeline":
+        whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
+        if whole >= 2 * FEW:
+            instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")
+    if not strategy.batch_norm or rows >= FEW or rows == recipe.batch_size:
+        return None
+    return (
+        f"mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} they are too rough: "
+        f"accuracy suffers and losses differ from mode=single. Try {', '.join(instead)}, or a model without BatchNorm "
+        "(cnn_gn, vit_tiny, vit_b_16, convnext_tiny)"
+    )
+
+
+def mode_lines(run: Run) -> str:
+    """How the mode runs, for TensorBoard's text tab."""
+    return "\n".join(f"- {title}: {text}" for title, text in {"mode": run.recipe.mode, **run.strategy.notes()}.items())
+
+
+def step_values(
+    run: Run, loss: float, lr: float, norm: float | None, timed: tuple[int, float, float]
+) -> dict[str, float]:
+    """TensorBoard's values of a logged step; speed only once warm-up is over.
+
+    Args:
+        loss: mean over the steps since the last logged one.
+        timed: steps, seconds, and seconds of waiting for data since then, without warm-up.
+    """
+    steps, seconds, waited = timed
+    values = {"train/loss": loss, "train/lr": lr}
+    if norm is not None:
+        values["train/grad_norm"] = norm
+    if seconds:
+        speed = steps * run.loader.samples_per_step / seconds
+        values |= {
+            "speed/samples_per_sec": speed,
+            "speed/samples_per_sec_per_device": speed / run.world.count(),
+            "speed/step_ms": 1e3 * seconds / steps,
+            "speed/data_wait_pct": 100 * waited / seconds,
+        }
+        utilisation = _mfu(run, speed)
+        if utilisation is not None:
+            values["speed/mfu_pct"] = 100 * utilisation
+    return values
+
+
+def _mfu(run: Run, samples_per_sec: float) -> float | None:
+    if run.peak_flops is None:
+        return None
+    return model_flops_utilisation(samples_per_sec, run.flops_per_sample, run.peak_flops * run.world.count())
+
+
+def epoch_line(run: Run, epoch: int) -> str:
+    """One line an epoch."""
+    return (
+        f"epoch {epoch + 1}/{run.recipe.epochs}  train loss {run.history.losses[-1]:.4f}  "
+        f"{described(run.history.validation)}  {run.seconds():.0f} s"
+    )
+
+
+def last_line(run: Run, result: dict[str, Any]) -> str:
+    """The result, and the command that shows it."""
+    speed, folder = result["throughput"], run.tracker.path
+    rate = "too few steps to measure speed"
+    if speed:
+        digits = 0 if speed["samples_per_sec"] >= 100 else 1
+        rate = f"{speed['samples_per_sec']:,.{digits}f} images/s"
+        rate += f" (+- {speed['std']:,.{digits}f})" if speed["std"] is not None else ""
+    rate += (
+        ", measured over all steps after the first: fewer than logging.warmup_steps"
+        if result["short"] and speed
+        else ""
+    )
+    if run.speed_only:
+        memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in run.memory.items())
+        text = f"measured on synthetic images: {rate}; peak memory {memory}"
+        return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
+    held_out = f"top-1 {result['val_top1']:.2%} on {result['data']['val_samples']:,} held-out images"
+    text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
+    if result["data"]["skipped"]:
+        text += f"; {result['data']['skipped']} unreadable images were replaced"
+    pipeline = result["pipeline"]
+    if pipeline and pipeline["bubble_measured"] is not None:
+        text += f"\n  bubble   {pipeline['bubble_measured']:.1%} measured, {pipeline['bubble_predicted']:.1%} predicted"
+        text += f": {folder}/timeline.png" if run.recipe.pipeline.timeline else ", pipeline.timeline=true draws it"
+    text += _verdict_line(result)
+    text += f"\n  weights  {folder}/last.safetensors"
+    if run.recipe.logging.tensorboard:
+        command = os.environ.get("TRAINER_TENSORBOARD", "python -m tensorboard.main")
+        text += f"\n  watch    {command} --logdir {shlex.quote(str(folder))}"
+    return text
+
+
+def _verdict_line(result: dict[str, Any]) -> str:
+    return f"\n  verdict  {result['verdict']['sentence']}" if result["verdict"] else ""
+
+
+def parts(run: Run) -> dict[str, float]:
+    """Seconds of this part of the run by what they went to; "steps" are what the others leave."""
+    ledger, spent = run.ledger.seconds, time.perf_counter() - run.begun
+    apart = {name: ledger.get(name, 0.0) for name in ("start-up", "evaluation", "averaging", "saving")}
+    return {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
+
+
+def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> dict[str, Any]:
+    """What result.json holds; its keys are stable. `exit_code` is null while running."""
+    history, recipe, data = run.history, run.recipe, run.datasets
+    speed = run.timer.summary(run.loader.samples_per_step)
+    throughput = speed["throughput"]
+    mfu = None
+    if throughput is not None:
+        mfu = _mfu(run, throughput["samples_per_sec"])
+        throughput |= {"per_device": throughput["samples_per_sec"] / run.world.count(), "threads": run.world.threads}
+    plain: dict[str, Any] = without_nan(
+        {
+            "recipe": recipe.name,
+            "mode": recipe.mode,
+            "world_size": run.world.size,
+            "devices": list(run.world.devices),
+            "batch_size": recipe.batch_size,
+            "accumulate": recipe.accumulate,
+            "precision": computed_in(recipe.precision, run.world.device),
+            "epochs": len(history.losses),
+            "steps": run.position.step,
+            "status": status,
+            "error": error,
+            "exit_code": 0 if status == "completed" else exit_code,
+            "data": {
+                "name": data.name,
+                "synthetic": data.synthetic,
+                "train_samples": len(data.train),
+                "val_samples": history.validation.get("val_samples", len(data.val)),
+                "skipped": history.skipped,
+            },
+            "train_loss": history.losses[-1] if history.losses else None,
+            **{key: history.validation.get(key) for key in ("val_loss", "val_top1", "val_top5")},
+            "best_top1": history.best_top1,
+            "best_epoch": history.best_epoch,
+            **{key: speed[key] for key in SPEED_KEYS},
+            "peak_memory_bytes": run.memory,
+            "mfu": mfu,
+            "pipeline": None,
+            "losses": history.losses,
+            "seconds": run.seconds(),
+            "seconds_in": parts(run),
+            "verdict": None,
+            "versions": versions(),
+            "output": str(run.tracker.path) if run.tracker.path else None,
+            **run.strategy.facts(),
+        }
+    )
+    return plain
+
+
+def versions() -> dict[str, str | None]:
+    """What the figures depend on."""
+    return {
+        "trainer": trainer.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+    }

@@ -1,0 +1,190 @@
+"""A run's state to a checkpoint and back. Collective: every rank calls these, rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from trainer.errors import CheckpointError, TrainerError, is_out_of_memory, text_of
+from trainer.models.zoo import bare
+from trainer.processes.world import World, job_id
+from trainer.recipe import Recipe
+from trainer.saving import checkpoint
+from trainer.telemetry.tracking import NullTracker, Tracker
+from trainer.training.optimization import load_optimizer_state, optimizer_state
+from trainer.training.randomness import random_states, restore_random_states, seed_ranks
+from trainer.training.run import History, Run
+
+_HISTORY = TypeAdapter(History)
+_SENSELESS = (
+    "the checkpoint of step {step} is whole and does not hold what this version continues with ({found}); "
+    "start anew in another folder (output=...), or from its weights: model.init_from=<run>/last.safetensors"
+)
+
+
+def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
+    """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow."""
+    state = None
+    if isinstance(tracker, Tracker) and tracker.folder.replaced:
+        tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
+    if isinstance(tracker, Tracker) and tracker.folder.resuming:
+        state = checkpoint.newest(tracker.folder.path, tracker.say)
+    if state is not None and "model" not in state.tensors:
+        raise CheckpointError(_SENSELESS.format(step=state.position.step, found="no weights"))
+    shared: checkpoint.State | None = world.share(state)
+    return shared
+
+
+def topology(recipe: Recipe, world: World) -> dict[str, Any]:
+    """What per-rank state is bound to."""
+    return {"mode": recipe.mode, "world_size": world.size}
+
+
+def save(run: Run) -> None:
+    """Commit a checkpoint of this very step."""
+    if run.speed_only:
+        return
+    run.interrupts.suspend(True)
+    averages = run.average.tensors() if run.average is not None else {}
+    run.strategy.settle(averages)
+    tensors = {
+        "model": run.strategy.gather(run.weights()),
+        "optimizer": run.strategy.gather(optimizer_state(run.optimizer, run.parameters)),
+        "ema": run.strategy.gather(averages),
+        "scaler": run.updater.state(),
+    }
+    unlogged = torch.stack(run.unlogged).cpu() if run.unlogged else torch.zeros(0)
+    ranks = run.world.gather({**random_states(run.world.drives), "unlogged": unlogged, **_private(run)})
+    if isinstance(run.tracker, Tracker):
+        tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
+        facts = {
+            "history": {**vars(run.history), "seconds": run.seconds()},
+            "topology": topology(run.recipe, run.world),
+            "steps_per_epoch": run.steps_per_epoch,
+            "run_id": job_id(),
+        }
+        state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
+        run.tracker.flush()  # first: what a checkpoint continues has all its rows, wherever the process is killed
+        checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep)
+    run.interrupts.suspend(False)
+    run.timer.start()
+
+
+def restore(run: Run, state: checkpoint.State) -> None:
+    """Continue a checkpoint whose weights are in the model already.
+
+    Raises:
+        CheckpointError: its optimizer state or moving average does not fit, or it is whole and yet no run's.
+    """
+    try:
+        _restore(run, state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, TrainerError) or is_out_of_memory(error):
+            raise
+        found = f"{type(error).__name__}: {' '.join(text_of(error).split())[:120]}"
+        raise CheckpointError(_SENSELESS.format(step=state.position.step, found=found)) from error
+
+
+def _restore(run: Run, state: checkpoint.State) -> None:
+    try:
+        load_optimizer_state(run.optimizer, run.parameters, state.tensors.get("optimizer", {}))
+    except CheckpointError as error:
+        if not run.recipe.resume_weights_only:
+            raise
+        reason = str(error).partition(";")[0]
+        run.tracker.say(f"  only the weights are continued, the optimizer starts anew: {reason}")
+    run.updater.load(state.tensors.get("scaler", {}))
+    if run.average is not None:
+        if "ema" not in state.tensors:
+            raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
+        run.average.load(state.tensors["ema"])
+    _take_position(run, state)
+    run.history = _HISTORY.validate_python(state.facts["history"])
+    run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
+    was, now = state.facts["topology"], topology(run.recipe, run.world)
+    if was != now:
+        run.tracker.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
+        seed_ranks(run.recipe.seed + run.position.step, run.world.rank)
+        _share_losses(run, state)
+        return
+    prefix = f"{run.world.rank}/"
+    mine = {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
+    fresh = restore_random_states(mine, run.world.drives)
+    if fresh:
+        names = ", ".join(map(str, fresh))
+        run.tracker.say(f"  the checkpoint holds no random state of {names}: random streams (dropout) start anew there")
+    with torch.no_grad():
+        for name, tensor in _live(run).items():
+            if name in mine:  # an optimizer that starts anew has other tensors
+                tensor.copy_(mine[name])
+    run.unlogged = list(mine["unlogged"].to(run.world.device).unbind())
+
+
+def _take_position(run: Run, state: checkpoint.State) -> None:
+    """Continue at the checkpoint's step.
+
+    A mode that cuts an epoch into another number of steps (local SGD, Hogwild) takes as large a share of this epoch as
+    done; steps go on being counted from the checkpoint's, and the learning rate follows the epochs.
+    """
+    run.position = state.position
+    step, epoch, inside = state.position
+    before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
+    if before == run.steps_per_epoch:
+        return
+    inside = round(inside / before * run.steps_per_epoch)
+    run.position = checkpoint.Position(step, epoch, inside)
+    run.shift = step - (epoch * run.steps_per_epoch + inside)
+    run.total_steps += run.shift
+    if run.recipe.max_steps is not None:
+        run.total_steps = min(run.total_steps, run.recipe.max_steps)
+
+
+def _live(run: Run) -> dict[str, Tensor]:
+    """What this rank has for itself, under the names that a checkpoint keeps it by."""
+    parts: dict[str, Callable[[], Mapping[str, Tensor]]] = {
+        "model": run.weights,
+        "optimizer": lambda: optimizer_state(run.optimizer, run.parameters),
+        "ema": lambda: run.average.tensors() if run.average is not None else {},
+        "scaler": run.updater.state,
+    }
+    return {f"{kind}:{name}": tensor for kind in run.strategy.private for name, tensor in parts[kind]().items()}
+
+
+def _private(run: Run) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in _live(run).items()}
+
+
+def _share_losses(run: Run, state: checkpoint.State) -> None:
+    """Losses since the last logged step, saved by other ranks than there are now: rank 0 takes their sum."""
+    saved = [value for key, value in state.tensors["ranks"].items() if key.endswith("/unlogged")]
+    total = torch.stack(saved).sum(0).to(run.world.device)
+    run.unlogged = list((total if run.world.is_main else torch.zeros_like(total)).unbind())
+
+
+def write_weights(run: Run, name: str) -> None:
+    """last.safetensors or best.safetensors: the weights that were evaluated, under torchvision's names."""
+    run.interrupts.suspend(True)
+    weights = run.strategy.gather(run.average.tensors() if run.average is not None else run.weights())
+    if isinstance(run.tracker, Tracker):
+        data = run.datasets
+        model = bare(run.recipe.model, run.num_classes, data.image_size)
+        facts = {
+            "format": "pt",
+            **({"model": model} if model else {}),
+            "step": str(run.position.step),
+            "ema": str(run.average is not None).lower(),
+            "num_classes": str(run.num_classes),
+            "channels": str(data.channels),
+            "image_size": str(data.image_size),
+            "mean": json.dumps(data.mean),
+            "std": json.dumps(data.std),
+            "classes": json.dumps(data.classes),
+            "recipe": json.dumps(run.recipe.replace(output=None, resume=None).to_dict()),
+        }
+        checkpoint.write_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)
+    run.interrupts.suspend(False)

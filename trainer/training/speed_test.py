@@ -1,0 +1,56 @@
+"""Measuring speed where the data is missing: the recipe's model, global batch and image size on synthetic images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from trainer.data import Datasets
+from trainer.modes.base import AUTOCAST
+from trainer.processes.world import World
+from trainer.recipe import Recipe
+from trainer.telemetry.metrics import activation_bytes, free_memory
+
+STEPS, SECONDS = 20, 120.0
+SHARE = 0.6  # of the free memory may be activations; allocators and gradients of activations need the rest
+
+
+def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World, say: Callable[[str], None]) -> Recipe:
+    """The recipe, cut to at most 20 steps, and accumulating in smaller pieces where memory is short.
+
+    Rank 0 decides for all. The global batch, and so the maths of a step, stays; images are not augmented, since none is
+    decoded either.
+    """
+    rows = recipe.batch_size // world.size
+    try:
+        per_image = activation_bytes(model, (2, data.channels, data.image_size, data.image_size)) / 2
+    except (NotImplementedError, RuntimeError):
+        per_image = 0.0  # not to be known from shapes alone: as the recipe says
+    per_image *= 0.5 if recipe.precision in AUTOCAST else 1.0
+    weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())  # weights, gradients, momentum, buckets
+    room = SHARE * free_memory(world.device) / world.sharing() - weights
+    pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
+    pieces = world.share(pieces)
+    say(
+        f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
+        f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; at most {STEPS} steps "
+        f"or {SECONDS:.0f} s; no augmentation, no checkpoint. To train: data.root=/path/to/images"
+    )
+    if pieces != recipe.accumulate:
+        say(
+            f"  memory: {world.size} x {rows} images "
+            f"need {per_image * rows * world.size / 2**30:.1f} GiB of activations; "
+            f"accumulating {pieces} pieces of {rows // pieces} instead (accumulate={pieces})"
+        )
+    recipe = recipe.replace(augment__crop="none", augment__auto="none", augment__hflip=0.0, augment__erase=0.0)
+    return recipe.replace(accumulate=pieces, max_steps=min(STEPS, recipe.max_steps or STEPS), resume=None)
+
+
+def pieces_that_fit(rows: int, accumulate: int, per_image: float, room: float, multiple: int = 1) -> int:
+    """The fewest equal pieces of a rank's rows, at least `accumulate`, whose activations fit into `room` bytes.
+
+    Where nothing fits, the most pieces there can be: then the operating system has the last word, not this guess.
+    """
+    counts = [n for n in range(accumulate, rows + 1) if rows % n == 0 and rows // n % multiple == 0]
+    return next((n for n in counts if rows / n * per_image <= room), counts[-1])

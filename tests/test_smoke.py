@@ -13,7 +13,7 @@ from importlib.metadata import version
 import pytest
 
 from tests.commands import PROJECT, QUIET, losses, ok, result
-from tests.test_resume_modes import ends_like, kill
+from tests.training.test_resume_modes import ends_like, kill
 from trainer.modes.pipeline.ranks import SCHEDULES
 
 BASE = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none"]

@@ -1,0 +1,309 @@
+"""Ranks that are started, fail, are stopped and orphaned; the exit code and the one line that come back.
+
+Ranks here run a plugin that puts a small stand-in for `trainer.training.loop` in place: only launching is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import PROJECT
+from trainer.errors import NotFiniteError, PeerError, RecipeError, SetupError, TrainerError
+from trainer.launch import launching
+from trainer.launch.launching import Ending, verdict
+from trainer.recipe import load
+
+STAND_IN = """
+import json, os, signal, sys, time, types
+from pathlib import Path
+from trainer import errors
+from trainer.processes import world
+
+def run(recipe, own_process=False):
+    me, case = world.place(), os.environ.get("CASE", "")
+    print(f"rank {me.rank} of {me.size} pid {os.getpid()} at {os.environ['MASTER_ADDR']}", flush=True)
+    if case in ("nan", "kill"):
+        if me.rank == 1 and case == "nan":
+            raise errors.NotFiniteError("the loss is nan at step 3")
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        raise errors.PeerError("rank 0: lost another rank")
+    if case == "bug":
+        raise ZeroDivisionError("a bug")
+    if case == "save":
+        heard = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: heard.append(number))
+        print("ready", flush=True)
+        while not heard:
+            time.sleep(0.02)
+        raise {2: errors.Interrupted, 15: errors.Preempted}[heard[0]]("stopped after step 3, saved")
+    if case == "sleep":
+        print("ready", flush=True)
+        time.sleep(60)
+    if recipe.output and me.rank == 0:
+        Path(recipe.output).mkdir(parents=True, exist_ok=True)
+        Path(recipe.output, "result.json").write_text(json.dumps({"world_size": me.size, "recipe": recipe.name}))
+
+module = types.ModuleType("trainer.training.loop")
+module.run = run
+sys.modules["trainer.training.loop"] = module
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the plugin, and an environment that says nothing about ranks."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "CASE", "SLURM_STEP_ID", launching.PARENT):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "trainer", "recipe=digits", "plugin=stand_in", "devices=[cpu]", *words]
+
+
+def start(*words: str, case: str = "", **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CASE": case, **environment},
+    )
+
+
+def wait_until_ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
+    """The ranks' process ids, once all of them run."""
+    assert process.stdout is not None
+    text = ""
+    while text.count("ready") < ranks:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        text += line
+    return [int(pid) for pid in re.findall(r"pid (\d+)", text)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("endings", "rank", "code", "line"),
+    [
+        ([Ending(0, 7, "lost", 1.0), Ending(1, 5, "nan", 2.0)], 1, 5, "nan"),
+        ([Ending(0, -15, "", 1.0), Ending(1, 1, "", 2.0)], 1, 1, "rank 1 ended with exit code 1"),
+        ([Ending(0, 143, "saved", 1.0), Ending(1, 7, "lost", 2.0)], 1, 7, "lost"),
+        ([Ending(0, 7, "lost", 1.0), Ending(1, -9, "", 2.0)], 1, 7, "rank 1 was killed by SIGKILL (the system may be "),
+        ([Ending(0, -11, "", 1.0), Ending(1, 7, "lost", 0.0)], 0, 7, "rank 0 was killed by SIGSEGV"),
+        ([Ending(0, 3, "b", 2.0), Ending(1, 2, "a", 1.0)], 1, 2, "a"),
+        ([Ending(1, 2, "same", 1.0), Ending(0, 2, "same", 1.0)], 0, 2, "same"),
+        ([Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)], 0, 7, "rank 1 was silent"),  # torchrun's
+        ([Ending(0, 143, "saved", 1.0), Ending(1, 143, "saved", 1.0)], 0, 143, "saved"),
+        ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
+        ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),
+        ([Ending(0, -64, "", 1.0)], 0, 7, "rank 0 was killed by "),
+    ],
+)
+def test_verdict(endings: list[Ending], rank: int, code: int, line: str) -> None:
+    found = verdict(endings)
+    assert (found.rank, found.code) == (rank, code)
+    assert found.line.startswith(line)
+
+
+def test_prepare_under_torchrun_takes_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    recipe = load(None, "devices=[cpu]")
+    assert launching.prepare(recipe) is None
+    assert launching.prepare(recipe, "2") is None
+    with pytest.raises(RecipeError, match="nproc=3 but torchrun started 2 here: leave nproc= out, or type torchrun"):
+        launching.prepare(recipe, "3")
+    with pytest.raises(RecipeError, match="mode=single runs in 1 process, not 4"):
+        launching.prepare(load(None, "mode=single", "devices=[cpu]"))
+    with pytest.raises(RecipeError, match="batch_size=6 does not divide among 4 processes; try batch_size=4 or 8"):
+        launching.prepare(load(None, "batch_size=6", "devices=[cpu]"))
+
+
+def test_prepare_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("trainer.processes.world.cuda_count", lambda: 4)
+    assert launching.prepare(load(None)) == launching.Launch(4)
+    assert launching.prepare(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
+    assert launching.prepare(load(None, "mode=single")) is None
+    assert launching.prepare(load(None), "1") is None
+    with pytest.raises(RecipeError, match="8 processes for 4 devices"):
+        launching.prepare(load(None), "8")
+
+
+def test_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "trainer_test_good.py").write_text("x = 1\n")
+    (tmp_path / "trainer_test_needy.py").write_text("import trainer_test_absent\n")
+    launching.load_plugin(None)
+    launching.load_plugin("trainer_test_good")
+    assert sys.modules.pop("trainer_test_good").x == 1
+    for name, expected in (
+        ("trainer_test_nowhere", "no module of that name"),
+        ("trainer_test_good.py", "write plugin=trainer_test_good, without .py"),
+        ("trainer_test_needy", "imports trainer_test_absent, which is not installed"),
+        ("..", "plugin=.."),
+    ):
+        with pytest.raises(RecipeError, match=expected):
+            launching.load_plugin(name)
+        sys.modules.pop("trainer_test_good", None)
+
+
+def test_two_launches_at_once_do_not_collide(work: Path) -> None:
+    both = [start("nproc=2"), start("nproc=2")]
+    for process in both:
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert errors == ""
+        assert sorted(re.findall(r"rank \d of 2", output)) == ["rank 0 of 2", "rank 1 of 2"]
+        assert "at 127.0.0.1" in output
+    assert list((work / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "expected"),
+    [
+        ("nan", 5, "trainer: error: the loss is nan at step 3\n"),
+        ("kill", 7, "trainer: error: rank 1 was killed by SIGKILL (the system may be short of memory)\n"),
+    ],
+)
+def test_the_failing_rank_is_named_once_and_its_code_returned(work: Path, case: str, code: int, expected: str) -> None:
+    process = start("nproc=2", case=case)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (code, expected)
+    assert list((work / "tmp").iterdir()) == []
+
+
+def test_a_bug_shows_its_traceback_once(work: Path) -> None:
+    process = start("nproc=2", case="bug")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.count("Traceback") == errors.count("ZeroDivisionError: a bug") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_reaches_the_ranks_and_their_word_the_user(work: Path, number: int, code: int) -> None:
+    process = start("nproc=2", case="save")
+    ranks = wait_until_ready(process, 2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=40)
+    assert (process.returncode, errors) == (code, "trainer: stopped after step 3, saved\n")
+    assert not any(map(alive, ranks))
+
+
+def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:
+    for _ in range(10 if full else 1):
+        process = start("nproc=2", case="sleep")
+        ranks = wait_until_ready(process, 2)
+        process.kill()
+        process.communicate(timeout=20)
+        deadline = time.monotonic() + 5
+        while any(map(alive, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(alive, ranks))
+
+
+def test_a_rank_whose_launcher_died_before_it_started_leaves(work: Path) -> None:
+    environment = {**os.environ, launching.PARENT: "1", "RANK": "0", "WORLD_SIZE": "2"}
+    assert subprocess.run(command(), env=environment, timeout=60, check=False).returncode == PeerError.code
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    yield str(number)
+
+
+def test_two_nodes_on_one_host(work: Path, port: str) -> None:
+    nodes = [
+        start("nproc=1", NNODES="2", NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in ("0", "1")
+    ]
+    for rank, process in enumerate(nodes):
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert f"rank {rank} of 2" in output
+
+
+def test_nodes_that_do_not_meet_say_where(work: Path, port: str) -> None:
+    process = start("nproc=1", "timeout=2", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert re.fullmatch(rf"trainer: error: the nodes cannot meet at 127\.0\.0\.1:{port}: .*\n", errors)
+
+
+@pytest.mark.full
+def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load("digits", "devices=[cpu]")
+    assert launching.wants_children(recipe)
+    assert not launching.wants_children(load("digits", "mode=single", "devices=[cpu]"))
+    result: dict[str, Any] = launching.train_in_children(recipe, "stand_in")
+    assert result == {
+        "world_size": launching.topology(os.environ, None, recipe, lambda: 0, os.cpu_count() or 1).size
+    } | {"recipe": "digits"}
+    (folder,) = (work / "runs").iterdir()
+    assert re.fullmatch(r"digits-ddp-\d{8}-\d{6}", folder.name)
+    assert json.loads((folder / "result.json").read_text()) == result
+
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setenv("CASE", "nan")
+    with pytest.raises(NotFiniteError, match=r"^the loss is nan at step 3$"):
+        launching.train_in_children(recipe.replace(output=str(work / "mine")), "stand_in")
+    with pytest.raises(TrainerError, match="no module of that name"):
+        launching.train_in_children(recipe, "absent")
+    assert list((work / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "kind", "expected"),
+    [
+        (1, "step 3\nTraceback (most recent call last):\n  ...\nZeroDivisionError: a bug\n", TrainerError, "a bug"),
+        (1, "", TrainerError, "the training ended with exit code 1"),
+        (3, "trainer: error: no card\n", SetupError, "^no card$"),
+        (5, "trainer: error: the loss is nan\n", NotFiniteError, "^the loss is nan$"),
+        (77, "trainer: error: odd\n", TrainerError, "^odd$"),
+    ],
+)
+def test_the_api_raises_by_exit_code_whatever_was_imported(
+    work: Path, monkeypatch: pytest.MonkeyPatch, code: int, stderr: str, kind: type[TrainerError], expected: str
+) -> None:
+    from trainer import comparison  # with a kind of TrainerError of its own
+
+    assert comparison.compare
+    child = work / "child"
+    child.write_text(f"#!/bin/sh\nprintf '%s' '{stderr}' >&2\nexit {code}\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    with pytest.raises(TrainerError, match=expected) as found:
+        launching.train_in_children(load("digits"))
+    assert type(found.value) is kind

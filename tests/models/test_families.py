@@ -1,0 +1,150 @@
+"""A small model of every torchvision family, and ten of timm: each trains in every kind of mode, and comes back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import torchvision
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from tests.commands import PROJECT, QUIET, losses, ok
+from trainer import load_recipe
+from trainer.data import open_datasets
+from trainer.launch import launching
+from trainer.training.evaluation import evaluate_run
+from trainer.training.loop import train
+
+# The smallest of each family, and the smallest usual image size that it reads.
+FAMILIES = {
+    "alexnet": ("alexnet", 64),
+    "convnext": ("convnext_tiny", 32),
+    "densenet": ("densenet121", 32),
+    "efficientnet_b": ("efficientnet_b0", 32),
+    "efficientnet_v2": ("efficientnet_v2_s", 32),
+    "googlenet": ("googlenet", 32),
+    "inception_v3": ("inception_v3", 96),
+    "maxvit": ("maxvit_t", 224),
+    "mnasnet": ("mnasnet0_5", 32),
+    "mobilenet_v2": ("mobilenet_v2", 32),
+    "mobilenet_v3": ("mobilenet_v3_small", 32),
+    "regnet_x": ("regnet_x_400mf", 32),
+    "regnet_y": ("regnet_y_400mf", 32),
+    "resnet": ("resnet18", 32),
+    "resnext": ("resnext50_32x4d", 32),
+    "shufflenet_v2": ("shufflenet_v2_x0_5", 32),
+    "squeezenet": ("squeezenet1_1", 32),
+    "swin": ("swin_t", 32),
+    "swin_v2": ("swin_v2_t", 32),
+    "vgg": ("vgg11", 32),
+    "vgg_bn": ("vgg11_bn", 32),
+    "vit": ("vit_b_32", 32),
+    "wide_resnet": ("wide_resnet50_2", 32),
+}
+TIMM = {
+    "resnet10t": 32,
+    "efficientnet_lite0": 32,
+    "convnext_atto": 32,
+    "vit_tiny_patch16_224": 32,
+    "mixer_s32_224": 64,
+    "levit_128s": 64,
+    "mobilevit_xxs": 64,
+    "edgenext_xx_small": 64,
+    "ghostnet_100": 32,
+    "xcit_nano_12_p16_224": 32,
+}
+needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
+full = pytest.mark.full("every family")
+SAMPLE = ("mnasnet", "googlenet")  # which torchvision loads in a way of their own
+CASES = [
+    *(pytest.param(*FAMILIES[family], None, id=family, marks=[full] * (family not in SAMPLE)) for family in FAMILIES),
+    *(
+        pytest.param(f"timm_{name}", size, "tests.models.timm_models", id=name, marks=[full, needs_timm])
+        for name, size in TIMM.items()
+    ),
+]
+SPLIT = ["mode=split", "devices=[cpu,cpu]"]
+STREAMS = ["mode=pipeline", "pipeline.schedule=streams", "devices=[cpu,cpu]", "pipeline.microbatches=2"]
+RANKS = ["mode=pipeline", "pipeline.schedule=1f1b", "nproc=2", "pipeline.microbatches=2"]
+DDP = ["mode=ddp", "nproc=2"]
+PLAIN = ["data.name=synthetic", "data.samples=8", "data.val_samples=6", "model.num_classes=3", "batch_size=4", *QUIET]
+PLAIN += ["epochs=2", "optimizer.lr=0.001", "optimizer.momentum=0", "threads=1"]
+PLAIN += ["logging.verdict=false", "logging.tensorboard=false"]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    yield tmp_path / "runs"
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # up to a gigabyte each
+
+
+def bare(file):
+    """The model that the file's metadata names, with the file's weights, as README tells to load them."""
+    with safe_open(file, "pt") as opened:
+        facts = opened.metadata()
+    if "model" in facts:
+        model = eval(facts["model"], {"torchvision": torchvision})
+    else:
+        from tests.models.timm_models import create
+
+        recipe = json.loads(facts["recipe"])
+        model = create(recipe["model"]["name"].removeprefix("timm_"), 3, 3, recipe["data"]["image_size"])
+    weights = load_file(file)
+    if "mnasnet" in facts.get("model", ""):
+        plain, weights = weights, model.state_dict()
+        assert plain.keys() == weights.keys()
+        weights.update(plain)
+    model.load_state_dict(weights, strict=True)
+    return model.eval()
+
+
+def loss_by_hand(model, recipe):
+    data = open_datasets(recipe)
+    mean, std = (torch.tensor(value)[:, None, None] for value in (data.mean, data.std))
+    index = torch.arange(len(data.val)) % len(data.val.labels)
+    with torch.no_grad():
+        return cross_entropy(model((data.val.images[index] / 255 - mean) / std), data.val.labels[index]).item()
+
+
+@pytest.mark.parametrize(("name", "size", "plugin"), CASES)
+def test_a_family(name, size, plugin, runs, full):
+    words = [f"model.name={name}", f"data.image_size={size}", *PLAIN]
+    launching.load_plugin(plugin)
+    more = [f"plugin={plugin}"] if plugin else []
+    recipe = load_recipe(None, *words, "mode=single", f"output={runs}/single")
+    trained, rows = train(recipe), losses(runs / "single")
+    shutil.rmtree(runs / "single" / "checkpoints" / "step-00000004")  # as if killed in the second epoch
+    again = train(recipe.replace(resume="auto"))
+    assert losses(runs / "single") == rows and again["val_loss"] == trained["val_loss"]
+    for weights in (runs / "single", runs / "single" / "checkpoints" / "step-00000004"):
+        assert evaluate_run(str(weights))["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-4)
+    model = bare(runs / "single" / "last.safetensors")
+    assert loss_by_hand(model, recipe) == pytest.approx(trained["val_loss"], rel=1e-3)
+    if not full:
+        return
+    said = ok("predict", f"checkpoint={runs}/single", f"output={runs}/labels", *more, cwd=PROJECT).stdout
+    assert f"top-1    {trained['val_top1']:.2%} of 6 images" in said
+    for mode, extra in {"split": SPLIT, "streams": STREAMS, "ranks": RANKS, "ddp": DDP}.items():
+        ok(*words, *extra, *more, f"output={runs}/{mode}", cwd=PROJECT)
+        own = losses(runs / mode)
+        assert len(own) == 4 and all(map(math.isfinite, own))
+        assert mode != "split" or own == pytest.approx(rows, rel=1e-3)
+        shutil.rmtree(runs / mode / "checkpoints" / "step-00000004")
+        ok(*words, "mode=single", *more, "resume=auto", f"output={runs}/{mode}", cwd=PROJECT)
+        assert losses(runs / mode)[:2] == own[:2]
+        bare(runs / mode / "last.safetensors")
+        shutil.rmtree(runs / mode)
+
+
+def test_every_family_of_torchvision_is_here():
+    def source(name):
+        return torchvision.models.get_model_builder(name).__module__
+
+    known = torchvision.models.list_models(module=torchvision.models)
+    assert {source(name) for name in known} == {source(name) for name, _ in FAMILIES.values()}

@@ -1,0 +1,466 @@
+"""Modes beside `single` through the real command line: the same numbers, with which options, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from functools import cache
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import PROJECT, QUIET, environment, losses, ok, result, trainer
+from tests.training.test_training import SAME
+from trainer.data import Shard
+from trainer.errors import RecipeError
+from trainer.modes.pipeline.ranks import SCHEDULES
+from trainer.recipe import load
+from trainer.recipe.checks import OPTIONS, REFUSED, SPLIT_BACKWARD, VIRTUAL, check_processes
+from trainer.training.reporting import few_for_batch_norm
+
+# -------------------------------------------------------------------------------------------- modes x models
+
+MODELS = {
+    "cnn_gn": ["model.name=cnn_gn"],  # 7 blocks to cut between, so no 4 ranks of 2 stages
+    "vit_tiny": ["model.name=vit_tiny"],
+    "resnet18": ["model.name=resnet18", "data.channels=3"],  # BatchNorm sees a shard or a micro-batch
+}
+BLOCKS = {"cnn_gn": 7, "vit_tiny": 13, "resnet18": 11}
+
+
+def cpus(count):
+    return [f"cpu:{number}" for number in range(count)]
+
+
+def one_process(mode, devices, *words, **pipeline):
+    says = {"mode": mode, "world_size": 1, "devices": cpus(devices)}
+    if mode == "dp":
+        says["data_parallel"] = {"devices": 1, "pass_through": True}
+    else:
+        schedule = "split" if mode == "split" else "streams"
+        says["pipeline"] = {"stages": devices, "ranks": devices, "replicas": 1, "schedule": schedule, **pipeline}
+    return [f"mode={mode}", f"devices=[{','.join(['cpu'] * devices)}]", *words], says
+
+
+def processes(schedule, ranks, replicas=1, *words, microbatches=4, virtual=None):
+    size, virtual = ranks * replicas, virtual or VIRTUAL.get(schedule, 1)
+    pipeline = {"stages": ranks * virtual, "ranks": ranks, "replicas": replicas, "schedule": schedule}
+    pipeline |= {"microbatches": microbatches, "split_size": 64 // replicas // microbatches}
+    mode = ["mode=pipeline", f"pipeline.schedule={schedule}", f"nproc={size}", f"pipeline.stages={ranks}"]
+    mode += [f"pipeline.microbatches={microbatches}", *words]
+    return mode, {"mode": "pipeline", "world_size": size, "devices": cpus(size), "pipeline": pipeline}
+
+
+# Each way to train with what its result.json must say of it.
+WAYS = {
+    **{f"dp {n}": one_process("dp", n) for n in (2, 4)},
+    **{f"ddp {n}": (["mode=ddp", f"nproc={n}"], {"mode": "ddp", "world_size": n, "devices": cpus(n)}) for n in (2, 4)},
+    **{f"split {n}": one_process("split", n, microbatches=1) for n in (2, 4)},
+    **{
+        f"streams {n}": one_process("pipeline", n, "pipeline.microbatches=4", microbatches=4, split_size=16)
+        for n in (2, 4)
+    },
+    "streams uneven": one_process("pipeline", 2, "pipeline.split_size=24", microbatches=3),  # 24, 24, 16
+    "streams recomputed": one_process("pipeline", 2, "pipeline.split_size=16", "pipeline.recompute=true"),
+    **{f"{schedule} 2": processes(schedule, 2) for schedule in SCHEDULES},
+    **{f"{schedule} 4": processes(schedule, 4, microbatches=8) for schedule in SCHEDULES},
+    **{f"{schedule} 2x2": processes(schedule, 2, 2) for schedule in SCHEDULES},
+    "1f1b recomputed": processes("1f1b", 2, 1, "pipeline.recompute=true"),
+    "three stages a rank": processes("interleaved1f1b", 2, 1, "pipeline.virtual_stages=3", virtual=3),
+}
+# What the fast tests run; ddp is in test_training.py, replicas in test_resume_modes.py, the rest in the tests below.
+DIAGONAL = {
+    ("streams uneven", "cnn_gn"),
+    ("dualpipev 2", "cnn_gn"),
+}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """mode=single's folder for a model, trained when it is first asked for."""
+    root = tmp_path_factory.mktemp("single")
+
+    @cache
+    def folder(model):
+        ok(*SAME, *MODELS[model], "mode=single", f"output={root / model}")
+        return root / model
+
+    return folder
+
+
+def holds(found, says):
+    """Whether a tree has the values of another."""
+    if isinstance(says, dict):
+        return all(key in found and holds(found[key], value) for key, value in says.items())
+    return found == says
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_mode_has_the_losses_of_single(way, model, single, tmp_path, full):
+    words, says = WAYS[way]
+    stages = says.get("pipeline", {}).get("stages", 1)
+    if stages > BLOCKS[model]:
+        pytest.skip(f"{model} has {BLOCKS[model]} blocks")
+    if (way, model) not in DIAGONAL and not full:
+        pytest.skip("the whole table takes half an hour: --all")
+    ok(*SAME, *MODELS[model], *words, f"output={tmp_path / 'run'}", timeout=300)
+    ours, reference = result(tmp_path / "run"), result(single(model))
+    assert holds(ours, says), ours
+    assert ours["data"]["val_samples"] == 360 and ours["steps"] == 20
+    assert len((ours["pipeline"] or {"cuts": []})["cuts"]) == stages - 1
+    found, expected = losses(tmp_path / "run"), losses(single(model))
+    assert len(found) == 20
+    if model == "resnet18" and not way.startswith(("dp", "split")):
+        assert found[0] == pytest.approx(expected[0], rel=0.15)
+        assert fmean(found[-5:]) < fmean(found[:5]) and math.isfinite(ours["val_loss"])
+        return
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert ours["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-4)
+    assert ours["val_top1"] == reference["val_top1"]
+
+
+def test_micro_batches_are_chosen_by_measuring(single, tmp_path):
+    words = ["mode=pipeline", "nproc=2"]  # microbatches=auto, schedule 1f1b
+    done = ok(*SAME, *MODELS["cnn_gn"], *words, f"output={tmp_path / 'run'}")
+    ours = result(tmp_path / "run")
+    assert "pipeline: measuring" in done.stdout
+    trials = ours["pipeline"]["trials"]
+    best = min(trials, key=lambda trial: trial["seconds"])
+    assert len(trials) >= 3 and best["microbatches"] == ours["pipeline"]["microbatches"]
+    assert best["cuts"] == ours["pipeline"]["cuts"] and 0 <= ours["pipeline"]["bubble_predicted"] < 1
+    assert json.loads((tmp_path / "run" / "tuning.json").read_text())["trials"] == trials
+    assert losses(tmp_path / "run") == pytest.approx(losses(single("cnn_gn")), rel=1e-4), "measuring leaves no trace"
+
+
+EVERYTHING = ["model.name=vit_tiny", "optimizer.name=adamw", "accumulate=2", "clip_grad_norm=0.5", "ema=0.9"]
+THROUGH = ("zbv 2", "1f1b 2x2", "interleavedzerobubble 2x2")
+EVERYTHING += ["augment.mixup=0.3", "augment.cutmix=1.0", "loss.label_smoothing=0.1", "augment.hflip=0.5"]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("everything") / "run"
+    ok(*SAME, *EVERYTHING, "mode=single", f"output={folder}")
+    return folder
+
+
+@pytest.mark.parametrize("way", ["streams 2", *(pytest.param(way, marks=pytest.mark.full) for way in THROUGH)])
+def test_everything_at_once_in_a_pipeline(way, everything, tmp_path):
+    done = ok(*SAME, *EVERYTHING, *WAYS[way][0], f"output={tmp_path / 'run'}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(everything), rel=1e-4)
+    one, two = (load_file(folder / "last.safetensors") for folder in (everything, tmp_path / "run"))
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
+    found = result(tmp_path / "run")
+    assert found["val_loss"] == pytest.approx(result(everything)["val_loss"], rel=1e-4)
+    done = ok("evaluate", f"checkpoint={tmp_path / 'run'}")
+    assert f"val loss {found['val_loss']:.4f}  top-1 {found['val_top1']:.2%}" in done.stdout
+    assert "360" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------- options x modes
+
+COLUMNS = {  # each with its number of processes
+    "`single`": (1, ["mode=single"]),
+    "`dp`": (1, ["mode=dp", "devices=[cpu,cpu]"]),
+    "`ddp`": (2, ["mode=ddp"]),
+    "`split`": (1, ["mode=split", "devices=[cpu,cpu]"]),
+    "`pipeline`, streams": (1, ["mode=pipeline", "pipeline.schedule=streams", "pipeline.microbatches=4"]),
+    "`pipeline`, processes": (2, ["mode=pipeline", "pipeline.schedule=1f1b", "pipeline.microbatches=4"]),
+    "`local_sgd`": (2, ["mode=local_sgd"]),
+    "`hogwild`": (2, ["mode=hogwild"]),
+}
+APART = ("`local_sgd`", "`hogwild`")
+PLAIN = "none"
+SHOWS = ("fp16", "bf16", "ema", "mixup", "clip_grad_norm", "label_smoothing")  # options that change the numbers
+
+
+def turned_on(option):
+    """The words of an option of checks.OPTIONS."""
+    if option == PLAIN:
+        return []
+    key, value = OPTIONS[option]
+    return [f"{key}={json.dumps(value)}"]
+
+
+def refusal(option, column):
+    """The line with which a pair is refused before anything starts, or None."""
+    count, words = COLUMNS[column]
+    try:
+        check_processes(load("digits", "batch_size=64", *words, *turned_on(option)), count)
+    except RecipeError as error:
+        return str(error)
+    return None
+
+
+def table():
+    """Options x modes as the README shows them, with the reason of every no."""
+    lines = [f"| option | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
+    reasons = {}
+    for option in OPTIONS:
+        cells = []
+        for column in COLUMNS:
+            line = refusal(option, column)
+            why = line.partition(": ")[2] if line else None
+            if option == "compile" and column == "`pipeline`, processes":
+                *others, last = SPLIT_BACKWARD
+                why = f"not with {', '.join(others)} and {last}, which compute gradients of inputs and weights apart"
+            number = reasons.setdefault(why, len(reasons) + 1) if why else 0
+            cells.append(("no" if line else "yes") + f" ({number})" * bool(why))
+        lines.append(f"| `{option}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
+
+
+def test_the_readme_has_this_table():
+    assert table() in (PROJECT / "README.md").read_text()
+
+
+# Recipes one after the other in the same ranks, which is quicker than a start for each. Each run is to the launcher's
+# store what a restart would be: with keys of its own.
+IN_TURN = """
+import json, os, sys
+from trainer import load_recipe, train
+from trainer.errors import explain
+
+for number, (name, words) in enumerate(json.load(open(sys.argv[1]))):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+    line, code = "", 0
+    try:
+        train(load_recipe("digits", *words))
+    except Exception as error:
+        line, code = explain(error)
+    if os.environ.get("RANK", "0") == "0":
+        print("ended", json.dumps([name, code, line]), flush=True)
+    if code not in (0, 2):
+        break
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def in_turn(jobs, count, folder, timeout):
+    """Train several recipes in `count` ranks: (exit code, line) of each, by name. Stops at the first that breaks."""
+    folder.mkdir()
+    (folder / "script.py").write_text(IN_TURN)
+    (folder / "jobs.json").write_text(json.dumps(list(jobs.items())))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
+    command = [sys.executable, *launcher, str(folder / "script.py"), str(folder / "jobs.json")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+    ended = [json.loads(line.removeprefix("ended ")) for line in done.stdout.splitlines() if line.startswith("ended ")]
+    assert ended, done.stderr
+    return {name: (code, line) for name, code, line in ended}
+
+
+TRAINED = ["batch_size=64", "optimizer.lr=0.01", "schedule.warmup_epochs=0", "augment.crop=none", "max_steps=3"]
+TRAINED += ["threads=1", "timeout=60", *QUIET, "logging.tensorboard=false"]
+
+
+def pairs_job(option, column, folder):
+    """A pair as words; BatchNorm only where it matters, for it tells modes apart."""
+    model = "cnn" if option == "sync_bn" else "cnn_gn"
+    layout = [] if option == "channels_last" else ["channels_last=false"]  # it is on by default
+    return [*TRAINED, *layout, f"model.name={model}", *COLUMNS[column][1], *turned_on(option), f"output={folder}"]
+
+
+def test_every_option_in_every_mode_works_or_is_refused(tmp_path, full):
+    """What works has the numbers that the option has in `single`; what does not is refused, for REFUSED's reason."""
+    options = [PLAIN, *(option for option in OPTIONS if option != "compile" or full)]  # compiling takes a minute
+    ended = {}
+    for count in (1, 2):
+        pairs = [(option, column) for option in options for column in COLUMNS if COLUMNS[column][0] == count]
+        jobs = {f"{o} in {c}": pairs_job(o, c, tmp_path / f"{o} in {c}") for o, c in pairs}
+        ended |= in_turn(jobs, count, tmp_path / str(count), timeout=1800 if full else 240)
+    wrong = {}
+    for option in options:
+        for column, (_, (mode, *_)) in COLUMNS.items():
+            name, reason = f"{option} in {column}", REFUSED.get((option, mode.removeprefix("mode=")))
+            code, line = ended.get(name, (None, "never came to it"))
+            if (code != 2 or reason not in line) if reason else code != 0:
+                wrong[name] = (code, line)
+    assert not wrong
+
+    def figures(option, column):
+        folder = tmp_path / f"{option} in {column}"
+        found = result(folder)
+        assert found["steps"] == 3 and found["data"]["val_samples"] == 360
+        return [*losses(folder), found["val_loss"]]
+
+    for name, (code, _) in ended.items():
+        option, _, column = name.partition(" in ")
+        if code == 0:
+            found = figures(option, column)
+            assert all(map(math.isfinite, found)), name
+            if column not in APART:
+                near = 2e-2 if option in ("fp16", "bf16") else 1e-4
+                assert found == pytest.approx(figures(option, "`single`"), rel=near), name
+            if option in SHOWS and column != "`hogwild`":
+                assert found != figures(PLAIN, column), f"{name} has no effect"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.full("1f1b is in the test above, the others take minutes")
+def test_every_option_under_every_schedule(schedule, tmp_path):
+    column = "`pipeline`, processes"
+    options = [option for option in OPTIONS if (option, "pipeline") not in REFUSED]
+    other = {"pipeline.schedule=1f1b": f"pipeline.schedule={schedule}"}
+    jobs = {o: [other.get(word, word) for word in pairs_job(o, column, tmp_path / o)] for o in options}
+    ended = in_turn(jobs, 2, tmp_path / "jobs", timeout=1800)
+    for option in options:
+        refused = option == "compile" and schedule in SPLIT_BACKWARD
+        assert ended[option][0] == (2 if refused else 0), (option, ended[option])
+
+
+@pytest.mark.parametrize("model", ["cnn", "vit_tiny"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved1f1b", "streams"])
+@pytest.mark.full("compiling takes a minute and a C++ compiler")
+def test_compiled_stages(schedule, model, tmp_path):
+    ways = WAYS["streams 2" if schedule == "streams" else f"{schedule} 2"][0]
+    words = [*SAME, f"model.name={model}", *ways]
+    ok(*words, f"output={tmp_path / 'plain'}")
+    ok(*words, "compile=true", f"output={tmp_path / 'compiled'}", timeout=600)
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("plain", "compiled"))
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- wrong use
+
+ZBV = ["mode=pipeline", "pipeline.schedule=zbv"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["mode=split", "nproc=2"], "runs in 1 process, not 2: type python -m trainer ... mode=split"),
+        ([*ZBV, "nproc=1"], "runs in 2 processes or more, one a stage: type torchrun --nproc_per_node=2"),
+        (["mode=pipeline", "pipeline.schedule=streams", "nproc=2"], "or pipeline.schedule=1f1b"),
+        ([*ZBV, "pipeline.stages=2", "nproc=3"], "a multiple of 2 processes, not 3: type torchrun --nproc_per_node=2"),
+        (["mode=split", "devices=[cpu,cpu]", "pipeline.stages=3"], "3 stages for 2 devices (cpu, cpu); write devices="),
+        (
+            ["mode=pipeline", "nproc=4", "pipeline.stages=2", "batch_size=63"],
+            "among 2 replicas; try batch_size=60 or 64",
+        ),
+        (["mode=pipeline", "nproc=2", "batch_size=66", "pipeline.microbatches=4"], "try pipeline.microbatches=2, 3"),
+        ([*ZBV, "nproc=2", "pipeline.virtual_stages=3"], "has 2 stages a rank, not 3"),
+        (["mode=pipeline", "compile=true", "nproc=2", "pipeline.schedule=zbv"], "use pipeline.schedule=1f1b"),
+        (["mode=dp", "sync_bn=true"], "use mode=ddp"),
+        # These two need the model.
+        (
+            ["mode=pipeline", "nproc=2", "model.name=vit_tiny", "pipeline.cuts=[encoder.encoder_layer_1]"],
+            "did you mean encoder.layers.encoder_layer_1? There are: permute, cat, ",
+        ),
+        (
+            ["mode=split", "model.name=mlp", "pipeline.stages=4"],
+            "only 2 usable cuts: lower pipeline.stages to at most 3",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_answered_in_one_line(words, says, tmp_path):
+    done = trainer("recipe=digits", *words, *QUIET, f"output={tmp_path / 'run'}")
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+BRANCHING = """
+from torch import nn
+from trainer import register_model
+
+class Branching(nn.Module):
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.first, self.second = nn.Linear(inputs, 8), nn.Linear(8, classes)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.second(x if x.sum() > 0 else -x)
+
+@register_model("branching")
+def build(num_classes, channels, image_size):
+    return Branching(channels * image_size ** 2, num_classes)
+"""
+
+
+def test_a_model_that_cannot_be_cut(tmp_path):
+    (tmp_path / "branches.py").write_text(BRANCHING)
+    words = ["recipe=digits", "plugin=branches", "model.name=branching", "max_steps=2", *QUIET]
+    done = trainer(*words, "mode=split", f"output={tmp_path / 'split'}", cwd=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "model.name=branching cannot be cut into stages: " in done.stderr and "use mode=ddp" in done.stderr
+    ok(*words, "mode=single", f"output={tmp_path / 'single'}", cwd=tmp_path)
+
+
+def test_what_a_stage_raises_is_told_as_anywhere_else(tmp_path):
+    """Torch wraps it; here a layer without a deterministic kernel."""
+    plugin = ["plugin=tests.models.unlucky_models", "model.name=scattered", "deterministic=true", f"output={tmp_path}"]
+    done = trainer("recipe=digits", "mode=pipeline", "nproc=2", "pipeline.microbatches=2", "max_steps=2", *plugin)
+    assert done.returncode == 2, done.stderr
+    assert "error: deterministic=true: torch has no deterministic put_: use deterministic=false, or" in done.stderr
+
+
+def test_small_parts_for_batch_norm_are_told(tmp_path):
+    words = ["mode=pipeline", "pipeline.microbatches=4", "batch_size=32", "max_steps=1", "model.name=cnn"]
+    said = ok("recipe=digits", *words, *QUIET, f"output={tmp_path / 'run'}").stdout
+    assert "batchnorm mean and variance are of 8 images at a time" in said
+    assert "Try pipeline.microbatches=2 or fewer, a larger batch_size, or a model without BatchNorm (cnn_gn" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "norms", "images", "first"),
+    [
+        ("mode=single batch_size=8", 1, True, None, ""),  # as the recipe says
+        ("mode=single batch_size=64 accumulate=8", 1, True, 8, "a larger batch_size, a smaller accumulate,"),
+        ("mode=ddp batch_size=64", 8, True, 8, "sync_bn=true, a larger batch_size,"),
+        ("mode=ddp batch_size=128", 8, True, None, ""),
+        ("mode=ddp batch_size=64", 8, False, None, ""),
+        ("mode=ddp batch_size=64 sync_bn=true", 8, True, None, ""),
+        ("mode=ddp batch_size=64 sync_bn=true accumulate=8", 8, True, 8, "a larger batch_size, a smaller accumulate,"),
+        ("mode=local_sgd batch_size=4", 4, True, 1, "a larger batch_size,"),
+        ("mode=pipeline batch_size=64 pipeline.split_size=8", 1, True, 8, "pipeline.microbatches=4 or fewer,"),
+        ("mode=pipeline batch_size=64 pipeline.split_size=8", 4, True, 8, "a larger batch_size,"),
+    ],
+)
+def test_parts_that_are_small_for_batch_norm(words, parts, norms, images, first):
+    recipe = load(None, *words.split())
+    facts = {"pipeline": {"split_size": recipe.pipeline.split_size}}
+    strategy = SimpleNamespace(shard=lambda: Shard(0, parts), batch_norm=norms, facts=lambda: facts)
+    said = few_for_batch_norm(SimpleNamespace(recipe=recipe, strategy=strategy, world=None))
+    if images is None:
+        assert said is None
+    else:
+        assert f"are of {images} image" in said and f"Try {first}" in said
+
+
+AUTO = ["recipe=digits", "mode=pipeline", "pipeline.microbatches=auto", "batch_size=16", "max_steps=1", *QUIET]
+
+
+def test_a_measurement_without_enough_memory_is_not_the_end(tmp_path):
+    """In one process what does not fit is not taken: a trial of 4 micro-batches; probes of more than 2 images."""
+    ok(*AUTO, f"output={tmp_path / 'trial'}", env={"TRAINER_FAULT": "oom@0:trial-4"})
+    found = result(tmp_path / "trial")["pipeline"]
+    assert found["microbatches"] in (6, 8) and {trial["microbatches"] for trial in found["trials"]} <= {6, 8}
+    greedy = ["plugin=tests.models.unlucky_models", "model.name=greedy"]
+    said = ok(*AUTO, *greedy, f"output={tmp_path / 'probe'}").stdout
+    assert result(tmp_path / "probe")["pipeline"]["microbatches"] == 8
+    assert "4, 6 micro-batches would be too large" in said
+
+
+@pytest.mark.full("two whole runs; test_tuning.py has the words")
+def test_over_processes_a_measurement_without_enough_memory_names_what_runs(tmp_path):
+    """Its peers wait in the middle of a schedule; the smaller micro-batches were tried before."""
+    done = trainer(*AUTO, "nproc=2", f"output={tmp_path / 'run'}", env={"TRAINER_FAULT": "oom@1:trial-4"})
+    assert done.returncode == 6, done.stderr
+    assert (
+        "error: out of memory while measuring 4 micro-batches of 4 images: type pipeline.microbatches=8," in done.stderr
+    )
+
+
+@pytest.mark.full("as above, in the probes")
+def test_over_processes_ranks_agree_on_a_probe_without_enough_memory(tmp_path):
+    greedy = ["plugin=tests.models.unlucky_models", "model.name=greedy", "nproc=2", f"output={tmp_path / 'run'}"]
+    assert "4 micro-batches would be too large" in ok(*AUTO, *greedy).stdout

@@ -1,0 +1,461 @@
+"""The pool under fire: workers that are killed, stopped, hang or fail; parents that are killed, interrupted or end."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands import blocks, environment
+from tests.pool import pool_workers as workers
+from trainer.errors import PredictionError, TrainerError, explain
+from trainer.pool import DevicePool, ItemError
+
+both = pytest.mark.parametrize("flavour", ["process", "thread"])
+
+
+def pids(pool):
+    found = []
+    for seat in pool._engine.seats:
+        with suppress(ValueError, AttributeError):  # it is being replaced
+            found.append(seat.handle.process.pid)
+    return found
+
+
+def gone(pid, seconds=5):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# --- what fails -------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_an_exception_names_its_item(flavour):
+    with DevicePool(["cpu"] * 2, workers.fail_at_three, flavour=flavour) as pool:
+        results = pool.map(range(10))
+        assert [next(results) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(ItemError) as caught:
+            next(results)
+        error = caught.value
+        assert str(error) == "item 3: ValueError: no threes" and "\nValueError: no threes" in error.__notes__[0]
+        assert error.index == 3 and 'raise ValueError("no threes")' in error.traceback
+        assert isinstance(error, PredictionError) and explain(error) == ("item 3: ValueError: no threes", 9)
+        assert list(results) == []
+        assert list(pool.map(range(3))) == [0, 1, 2], "and the pool goes on"
+
+
+@both
+def test_an_exception_that_cannot_say_what_it_is_fails_its_item_alone(flavour):
+    with DevicePool(["cpu"], workers.fail_without_a_word, flavour=flavour, on_error="skip") as pool:
+        results = list(pool.map(range(12)))
+        failed = results[:6]
+        assert all(isinstance(error, ItemError) for error in failed) and results[6:] == [*range(6, 12)]
+        assert {error.message.partition(":")[0] for error in failed} == {"Silent", "SilentMemory"}
+        assert {explain(error)[1] for error in failed} == {9}
+
+
+@both
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_skipped_items_leave_their_error_in_their_place(flavour, batch_size):
+    with DevicePool(
+        ["cpu"] * 2, workers.fail_at_three, flavour=flavour, on_error="skip", batch_size=batch_size
+    ) as pool:
+        results = list(pool.map(range(10)))
+        assert isinstance(results[3], ItemError) and results[3].index == 3
+        assert results[:3] + results[4:] == [0, 1, 2, *range(4, 10)]
+        results = list(pool.map([3] * 6, ordered=False))
+        assert sorted(error.index for error in results) == list(range(6))
+
+
+def test_a_failed_batch_is_done_again_item_by_item(tmp_path):
+    with DevicePool(["cpu"], workers.Logged, arguments=(tmp_path / "log",), batch_size=4, on_error="skip") as pool:
+        results = list(pool.map(range(8)))
+    assert results[:5] + results[6:] == [0, 1, 2, 3, 4, 6, 7] and results[5].index == 5
+    calls = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert calls[:2] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert sorted(calls[2:]) == [["4"], ["5"], ["5"], ["6"], ["7"]], "an item three times in all, the others once more"
+
+
+@pytest.mark.parametrize(("retries", "calls"), [(1, 1), (2, 2), (5, 5)])
+def test_retries(retries, calls, tmp_path):
+    options = {"arguments": (tmp_path / "log",), "retries": retries, "on_error": "skip", "flavour": "thread"}
+    with DevicePool(["cpu"], workers.Logged, batch_size=1, **options) as pool:
+        assert [type(result) for result in pool.map([4, 5])] == [int, ItemError]
+    assert (tmp_path / "log").read_text().count("5") == calls
+
+
+@both
+def test_wrong_numbers_of_results(flavour):
+    with (
+        DevicePool(["cpu"], workers.TooFew, flavour=flavour, batch_size=3) as pool,
+        pytest.raises(ItemError, match=r"item 0: ValueError: batch\(\) gave 0 results for 1 items"),
+    ):
+        list(pool.map(range(3)))
+    with (
+        DevicePool(["cpu"], workers.Whole, flavour=flavour) as pool,
+        pytest.raises(
+            ItemError, match=r"batch\(\) gave a dict: return a list of 1 results, or a tensor of shape \(1, "
+        ),
+    ):
+        list(pool.map(range(3)))
+
+
+@both
+def test_what_does_not_fit_in_memory_comes_in_smaller_batches(flavour):
+    with DevicePool(["cpu"], workers.OutOfMemory, flavour=flavour) as pool:
+        sizes = list(pool.map(range(200)))
+        assert len(sizes) == 200 and max(sizes) == 2 and sizes.count(2) > 100
+        assert pool.figures()[0]["batch_size"] == 2
+
+
+def test_results_that_do_not_travel():
+    with DevicePool(["cpu"], workers.unpicklable, on_error="skip") as pool:
+        results = list(pool.map([1, 2]))
+        assert [error.index for error in results] == [0, 1] and "pickle" in results[0].message
+        results = list(pool.map([workers.picky, threading.Lock(), 3]))
+        assert [error.index for error in results] == [0, 1, 2]
+        assert "it cannot be sent to a worker: TypeError: cannot pickle" in results[1].message
+    with DevicePool(["cpu"], workers.treacherous, on_error="skip") as pool:
+        results = list(pool.map(range(3)))
+        assert [error.index for error in results] == [0, 1, 2]
+        assert "the result does not unpickle: RuntimeError: not here" in results[0].message
+
+
+@both
+@pytest.mark.parametrize("use", ["map", "submit"])
+def test_a_broken_setup_is_an_error_at_once(flavour, use):
+    with DevicePool(["cpu"] * 2, workers.BrokenSetup, flavour=flavour) as pool:
+        with pytest.raises(
+            PredictionError, match=r"the setup of worker \d on cpu failed: FileNotFoundError: no weights"
+        ) as e:
+            list(pool.map([1])) if use == "map" else pool.submit(workers.square, 1).result(timeout=60)
+        assert 'raise FileNotFoundError("no weights here")' in e.value.__notes__[0]
+        with pytest.raises(PredictionError, match="no weights here"):
+            list(pool.map([1]))
+
+
+def test_a_setup_that_kills_is_not_tried_for_ever():
+    with (
+        DevicePool(["cpu"], workers.DeadSetup) as pool,
+        pytest.raises(PredictionError, match=r"ended 10 times before it had done anything, .*SIGKILL"),
+    ):
+        list(pool.map([1]))
+
+
+# --- what dies and hangs ----------------------------------------------------------------------------------------------
+
+
+def test_an_item_that_kills_its_worker_is_reported():
+    with DevicePool(["cpu"] * 2, workers.kill_at_three, batch_size=2, on_error="skip") as pool:
+        results = list(pool.map(range(8)))
+        assert results[3].index == 3 and "it was killed by SIGKILL" in results[3].message
+        assert results[:3] + results[4:] == [0, 1, 2, 4, 5, 6, 7]
+        assert sum(figure["replaced"] for figure in pool.figures()) == 3 + 1, "with its neighbour, and alone"
+        assert list(pool.map(range(3))) == [0, 1, 2]
+
+
+def test_any_number_of_items_may_kill_their_worker():
+    with DevicePool(["cpu"], workers.kill_from_three, batch_size=1, on_error="skip") as pool:
+        results = list(pool.map(range(7)))
+    assert results[:3] == [0, 1, 2] and [error.index for error in results[3:]] == [3, 4, 5, 6]
+
+
+def test_a_worker_that_leaves_its_pipe_is_replaced():
+    with DevicePool(["cpu"], workers.leave, retries=1) as pool:
+        assert pool.submit(workers.square, 2).result() == 4
+        [pid] = pids(pool)
+        with pytest.raises(ItemError, match="it closed its pipe, and went on"):
+            list(pool.map([1]))
+    assert gone(pid)
+
+
+def test_a_job_whose_worker_is_lost_is_done_again(tmp_path):
+    with DevicePool(["cpu"], workers.square) as pool:
+        assert pool.submit(workers.mark_and_die_once, tmp_path).result() == "done"
+        with pytest.raises(PredictionError, match="ended with the job, 3 times: it was killed by SIGKILL"):
+            pool.submit(workers.kill_myself, 0).result()
+        assert pool.submit(workers.square, 3).result() == 9
+
+
+def test_a_hanging_item_is_reported_and_the_rest_goes_on():
+    with DevicePool(["cpu"] * 2, workers.sleep, item_timeout=0.3, retries=2, on_error="skip", batch_size=2) as pool:
+        results = list(pool.map([0, 0, 0, 1000, 0, 0.01]))
+        assert results[3].index == 3 and "it took longer than item_timeout=0.3 s and was stopped" in results[3].message
+        assert results[:3] + results[4:] == [0, 0, 0, 0, 0.01]
+        job = pool.submit(workers.sleep, 0.8)
+        assert job.result() == 0.8, "jobs have no limit"
+
+
+def test_idle_and_starting_workers_are_replaced():
+    with DevicePool(["cpu"] * 2, workers.square) as pool:
+        assert list(pool.map(range(5))) == [0, 1, 4, 9, 16]
+        for pid in pids(pool):
+            os.kill(pid, signal.SIGKILL)
+        while any(seat.replaced < 1 for seat in pool._engine.seats):
+            time.sleep(0.001)
+        for pid in pids(pool):  # not ready yet
+            os.kill(pid, signal.SIGKILL)
+        assert list(pool.map(range(5))) == [0, 1, 4, 9, 16]
+
+
+def test_a_lost_fork_server_is_replaced():
+    from multiprocessing.forkserver import _forkserver
+
+    with DevicePool(["cpu"], workers.square) as pool:
+        assert list(pool.map([2])) == [4]
+        os.kill(_forkserver._forkserver_pid, signal.SIGKILL)
+        assert list(pool.map(range(50))) == [i * i for i in range(50)]
+
+
+class Attacker:
+    """Hits workers after every so many results, none twice."""
+
+    def __init__(self, pool, numbers, every):
+        self.pool, self.numbers, self.every = pool, numbers, every
+        self.hit = []
+
+    def after(self, count):
+        if count >= self.every * (len(self.hit) + 1) and len(self.hit) < len(self.numbers):
+            alive = [pid for pid in pids(self.pool) if pid not in self.hit]
+            if alive:
+                pid = alive[len(self.hit) % len(alive)]
+                with suppress(ProcessLookupError):
+                    os.kill(pid, self.numbers[len(self.hit)])
+                    self.hit.append(pid)
+
+
+def test_nothing_is_lost_and_nothing_comes_twice(full, tmp_path):
+    """Killed, stopped and hanging workers and poisoned items: all other results are one worker's, byte for byte."""
+    count, kills, stops, hangs = (10_000, 20, 3, 2) if full else (1200, 5, 1, 1)
+    torch.manual_seed(0)
+    inputs = torch.randn(count, 10)
+    inputs[:, 1] = torch.arange(count)
+    poisoned = [count // 5 + 1, count // 2, count - 1]
+    inputs[poisoned] = float("nan")
+    for k in range(hangs):
+        inputs[count // 3 + k * count // 4, 0] = float("inf")
+    model = workers.Numbers().eval()
+    options = {"batch_size": 16, "item_timeout": 1.0, "on_error": "skip"}
+    (tmp_path / "never").mkdir()
+    for k in range(count):
+        if inputs[k, 0].isinf():
+            (tmp_path / "never" / f"hung-{k}").touch()
+    with DevicePool(["cpu"], workers.Hanging, arguments=(model, tmp_path / "never"), **options) as pool:
+        expected = list(pool.map(inputs))
+    numbers = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
+    random.Random(0).shuffle(numbers)
+    with DevicePool(["cpu"] * 2, workers.Hanging, arguments=(model, tmp_path), **options) as pool:
+        attacker, results = Attacker(pool, numbers, every=count // (len(numbers) + 3)), []
+        for result in pool.map(iter(inputs)):
+            results.append(result)
+            attacker.after(len(results))
+        assert len(attacker.hit) == len(numbers) and len(list(tmp_path.glob("hung-*"))) == hangs
+        assert sum(figure["replaced"] for figure in pool.figures()) >= len(numbers)
+    assert len(results) == count
+    failed = [result for result in results if isinstance(result, ItemError)]
+    assert [error.index for error in failed] == poisoned
+    assert {error.message for error in failed} == {"ValueError: poisoned"}
+    good = [k for k in range(count) if k not in poisoned]
+    assert len(good) == count - 3
+    assert torch.equal(torch.stack([results[k] for k in good]), torch.stack([expected[k] for k in good]))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_growing_batches_lose_nothing_either(ordered, full):
+    """With batches of any size, and in no order: every item exactly once."""
+    count = 20_000 if full else 2000
+    with DevicePool(["cpu"] * 3, workers.square, item_timeout=1.0) as pool:
+        attacker, seen = Attacker(pool, [signal.SIGKILL] * 4 + [signal.SIGSTOP], every=count // 8), []
+        for result in pool.map(range(count), ordered=ordered):
+            seen.append(result)
+            attacker.after(len(seen))
+    assert (seen if ordered else sorted(seen)) == [i * i for i in range(count)]
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import itertools, os, signal, sys, time, threading
+from tests.pool import pool_workers as workers
+from trainer import DevicePool
+from trainer.errors import PredictionError
+
+def drain(results):
+    try:
+        for _ in results:
+            pass
+    except PredictionError:
+        pass
+
+def main(end, method):
+    pool = DevicePool(["cpu"] * 3, workers.same, start_method=method)
+    if end == "early":
+        print("ready", flush=True)
+    results = pool.map(itertools.count())
+    next(results)
+    while not all(seat.ready for seat in pool._engine.seats):
+        time.sleep(0.01)
+    jobs = [pool.submit(workers.sleep, 1000)]
+    stopped = [seat.handle.process.pid for seat in pool._engine.seats if not seat.queue][-1]
+    if end != "busy":
+        os.kill(stopped, signal.SIGSTOP)
+    print("ready", flush=True)
+    if end == "exception":
+        raise ValueError("of the program")
+    if end == "with":
+        with pool:
+            raise SystemExit(7)
+    if end == "close":
+        pool.close()
+        print("closed", flush=True)
+        time.sleep(1000)
+    if end == "thread":
+        threading.Thread(target=drain, args=(results,), daemon=True).start()
+    if end in ("kill", "interrupt", "busy", "early"):
+        for _ in results:
+            pass
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+def processes(mark):
+    """All that inherited the mark, dead ones apart."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            alive = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+            if alive and mark in (entry / "environ").read_bytes():
+                found.append(entry.name)
+    return found
+
+
+ENDS = {
+    "end": 0,
+    "exception": 1,
+    "with": 7,
+    "thread": 0,
+    "interrupt": -signal.SIGINT,
+    "kill": -9,
+    "busy": -9,
+    "close": -9,
+}
+
+SAMPLE = {
+    "early forkserver",
+    "end forkserver",
+    "interrupt forkserver",
+    "kill spawn",
+}
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("end", ENDS)
+def test_no_end_leaves_a_process(end, method, tmp_path, full):
+    """Workers that work, wait and are stopped: all gone in 5 s, and nothing is said that the program did not say."""
+    if not full and f"{end} {method}" not in SAMPLE:
+        pytest.skip("under --all")
+    script, mark = tmp_path / "program.py", uuid.uuid4().hex
+    script.write_text(PROGRAM)
+    before = blocks()
+    program = subprocess.Popen(
+        [sys.executable, script, end, method],
+        env=environment(POOL_TEST=mark),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout.readline() == "ready\n", program.communicate()
+    began = time.monotonic()
+    if end in ("interrupt", "early"):
+        os.killpg(program.pid, signal.SIGINT)
+    if end in ("kill", "busy"):
+        program.kill()
+    if end == "close":
+        assert program.stdout.readline() == "closed\n" and time.monotonic() - began < 5
+        children = processes(f"POOL_TEST={mark}".encode())
+        assert len(children) <= 3, "the program, and the servers of multiprocessing"
+        program.kill()
+    _, errors = program.communicate(timeout=20)
+    while processes(f"POOL_TEST={mark}".encode()) and time.monotonic() - began < 5:
+        time.sleep(0.02)
+    assert not processes(f"POOL_TEST={mark}".encode())
+    assert program.returncode == ENDS[end]
+    assert blocks() <= before
+    last = {
+        "exception": "ValueError: of the program",
+        "interrupt": "KeyboardInterrupt",
+        "early": "KeyboardInterrupt",
+    }.get(end)
+    assert errors.splitlines()[-1] == last if last else errors == "", errors
+    assert "Process DevicePool" not in errors
+
+
+def test_workers_ignore_ctrl_c():
+    with DevicePool(["cpu"] * 2, workers.square) as pool:
+        assert list(pool.map(range(2))) == [0, 1]
+        before = pids(pool)
+        for pid in before:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        assert list(pool.map(range(100))) == [i * i for i in range(100)] and pids(pool) == before
+
+
+def test_a_forgotten_pool_ends():
+    pool = DevicePool(["cpu"], workers.square)
+    assert list(pool.map([3])) == [9]
+    [pid] = pids(pool)
+    del pool
+    assert gone(pid)
+
+
+def test_nothing_is_left_open():
+    with DevicePool(["cpu"] * 2, workers.square) as pool:  # starts what stays: multiprocessing's servers
+        list(pool.map(range(10)))
+    del pool
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for flavour in ("process", "thread"):
+        with DevicePool(["cpu"] * 2, workers.square, flavour=flavour) as pool:
+            list(pool.map(range(10)))
+            if flavour == "process":
+                os.kill(pids(pool)[0], signal.SIGKILL)
+                list(pool.map(range(10)))
+                assert len(os.listdir("/proc/self/fd")) > before
+    del pool
+    assert len(os.listdir("/proc/self/fd")) == before and threading.active_count() == threads
+
+
+def test_a_closed_pool_touches_nothing_that_came_after_it(tmp_path):
+    """What wakes its thread is a file's number, which another file would get."""
+    with DevicePool(["cpu"], workers.square) as pool:
+        results = pool.map(range(100))
+        next(results)
+    files = [os.open(tmp_path / str(k), os.O_CREAT | os.O_RDWR) for k in range(20)]
+    results.close(), pool.close()
+    with pytest.raises(PredictionError):
+        pool.submit(workers.square, 1)
+    assert [os.fstat(file).st_size for file in files] == [0] * 20
+    for file in files:
+        os.close(file)
+
+
+def test_the_error_has_its_exit_code():
+    assert PredictionError.code == 9 and issubclass(ItemError, PredictionError) and issubclass(ItemError, TrainerError)

@@ -1,0 +1,229 @@
+"""Signals in small child processes that import no torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.commands import PROJECT
+from trainer.processes.interrupts import Interrupts, outlive_terminal
+
+PROGRAM = """
+import signal, sys, time
+from trainer.processes.interrupts import Interrupts
+with Interrupts(grace={grace}) as interrupts:
+    interrupts.beat()
+    print("ready", flush=True)
+    {body}
+"""
+WAITING = """
+    for _ in range(200):
+        time.sleep(0.02)
+        interrupts.beat()
+        if interrupts.received:
+            time.sleep({linger})
+            sys.exit(40 + interrupts.received)
+"""
+# In one long C call no handler runs, as in a collective that waits for the dead.
+BLOCKED = """
+    import ctypes
+    while True:
+        ctypes.CDLL(None).usleep(60_000_000)
+"""
+
+
+# Children that end, watched with a handler as DataLoader does, and then a step that takes long.
+CHILDREN = """
+    import subprocess
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for _ in range(3):
+        subprocess.run(["true"])
+    time.sleep(2)
+    sys.exit(3)
+"""
+
+
+def start(body, grace=60):
+    program = PROGRAM.format(grace=grace, body=body.strip())
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "ready\n", child.communicate()[1]
+    return child
+
+
+def end(child, timeout=20):
+    try:
+        _, errors = child.communicate(timeout=timeout)
+        return child.returncode, errors
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_raises_a_flag(number):
+    child = start(WAITING.format(linger=0))
+    child.send_signal(number)
+    assert end(child) == (40 + number, "")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),  # twice Ctrl-C: at once
+        (signal.SIGINT, signal.SIGTERM, 130),  # the same under torchrun
+        (signal.SIGTERM, signal.SIGTERM, 40 + signal.SIGTERM),  # a repeated SIGTERM stays graceful
+    ],
+)
+def test_a_second_signal(first, second, code):
+    child = start(WAITING.format(linger=1.5))
+    child.send_signal(first)
+    time.sleep(0.5)
+    child.send_signal(second)
+    assert end(child)[0] == code
+
+
+def test_the_watcher_leaves_when_the_loop_cannot_come():
+    child = start(BLOCKED, grace=2)
+    begun = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    code, errors = end(child)
+    assert code == 143 and "no step's end within 2 s after SIGTERM" in errors and "Thread" in errors, "with the stacks"
+    assert time.monotonic() - begun < 20
+
+
+def test_a_long_step_is_waited_for():
+    child = start(WAITING.format(linger=5))
+    child.send_signal(signal.SIGTERM)
+    assert end(child) == (40 + signal.SIGTERM, "")
+
+
+def test_children_that_end_are_no_reason_to_leave():
+    assert end(start(CHILDREN, grace=0.5)) == (3, "")
+
+
+def test_under_nohup_a_terminal_that_closes_is_nothing():
+    program = PROGRAM.format(grace=60, body="time.sleep(1)\n    sys.exit(3)")
+    command = ["nohup", sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGHUP)
+    assert end(child)[0] == 3
+
+
+def test_a_users_own_handler_is_left_alone():
+    before = signal.signal(signal.SIGUSR1, mine := lambda *_: None)
+    try:
+        with Interrupts(own_process=False):
+            assert signal.getsignal(signal.SIGUSR1) is mine
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_step_too_slow_for_the_launcher_is_said_once(monkeypatch):
+    assert Interrupts(grace=40).too_slow(30) == ""
+    alone = Interrupts(grace=40)
+    assert alone.too_slow(50).endswith(
+        "a step takes 50 s, and 40 s after a signal the run leaves without saving: type grace=100"
+    )
+    assert alone.too_slow(50) == ""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert Interrupts(grace=40).grace == 25, "torchrun kills after 30"
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 for torchrun, which kills after 30 s" in Interrupts().too_slow(30)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
+    assert Interrupts(grace=40).grace == 40 and Interrupts(grace=100).grace == 85
+
+
+# --- siblings -----------------------------------------------------------------------------------------------------
+
+# Its children are siblings of each other, as the ranks of a torchrun are.
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+look = "from trainer.processes import family; print({look})"
+def rank(number, program, **options):
+    return subprocess.Popen([sys.executable, "-c", program], env={{**os.environ, "RANK": str(number)}}, **options)
+sleeping = "import time; print('here', flush=True); time.sleep(60)"
+others = [rank(number, sleeping, stdout=subprocess.PIPE) for number in (1, 2, 3)]
+for other in others:
+    other.stdout.readline()
+time.sleep(0.2)
+others[0].send_signal(signal.SIGSTOP)
+others[1].kill()
+os.waitid(os.P_PID, others[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie
+subprocess.run(["true"], env={{**os.environ, "RANK": "9"}})
+rank(0, look).wait()
+for other in others:
+    other.kill()
+"""
+
+
+@pytest.mark.parametrize(
+    ("look", "seen"),
+    [
+        ("{rank: state for rank, (_, state) in sorted(family.living().items())}", "{0: 'R', 1: 'T', 3: 'S'}"),
+        ("family.wake(), __import__('time').sleep(0.2), family.living()[1][1]", "[1] None S"),
+    ],
+)
+def test_ranks_see_their_siblings(look, seen):
+    program = LAUNCHER.format(look=look)
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=30, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == seen, done.stderr
+
+
+def test_the_watcher_does_not_wait_for_what_a_lost_peer_holds_up():
+    """A collective over a network card may wait for its timeout, minutes, after a peer was killed."""
+    program = PROGRAM.format(grace=60, body=BLOCKED.strip())
+    launcher = f"""
+import os, subprocess, sys, time
+def rank(number, program):
+    ours = {{**os.environ, "RANK": str(number), "WORLD_SIZE": "2"}}
+    return subprocess.Popen([sys.executable, "-c", program], env=ours, stdout=subprocess.PIPE, text=True)
+peer = rank(1, "import time; time.sleep(60)")
+me = rank(0, {program!r})
+me.stdout.readline()
+peer.kill()
+peer.wait()
+begun = time.monotonic()
+me.terminate()
+code = me.wait(30)
+print(code, time.monotonic() - begun < 10)
+"""
+    done = subprocess.run([sys.executable, "-c", launcher], cwd=PROJECT, timeout=60, capture_output=True, text=True)
+    assert done.stdout == "143 True\n" and "rank 0: rank 1 is gone after SIGTERM" in done.stderr, done.stderr
+
+
+def test_a_terminal_that_closes_fails_no_print(monkeypatch):
+    """A rank hears of it through its launcher, a moment after its next line: that must not cost it the step."""
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as terminal, monkeypatch.context() as patched:
+        kept = os.dup(1)
+        os.dup2(theirs, 1)
+        try:
+            patched.setattr(sys, "stdout", terminal)
+            outlive_terminal()
+            print("there", flush=True)
+            assert os.read(ours, 100) == b"there\r\n"
+            os.close(ours)
+            print("gone", flush=True)
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def test_handlers_are_put_back():
+    program = (
+        "import signal\n"
+        "from trainer.processes.interrupts import Interrupts\nbefore = signal.getsignal(signal.SIGTERM)\n"
+        "with Interrupts():\n    assert signal.getsignal(signal.SIGTERM) != before\n"
+        "assert signal.getsignal(signal.SIGTERM) == before\n"
+        "import threading\nassert threading.active_count() == 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=20, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,325 @@
+"""Recipes: merging, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer import recipe as recipes
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe, changed_keys, flatten, load
+
+DEFAULTS = flatten(Recipe().to_dict())
+
+
+def line(call: Any, *arguments: Any, **keywords: Any) -> str:
+    """The one line of the RecipeError that a call raises."""
+    with pytest.raises(RecipeError) as caught:
+        call(*arguments, **keywords)
+    text = str(caught.value)
+    assert text and "\n" not in text and len(text) < 500
+    return text
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("epochs=3", "epochs", 3),
+        ("epochs=0x10", "epochs", 16),
+        ("optimizer.lr=1e-4", "optimizer.lr", 1e-4),
+        ("optimizer.lr=1", "optimizer.lr", 1.0),
+        ("optimizer={lr: 0.2}", "optimizer.lr", 0.2),
+        ("optimizer.betas=[0.8,0.9]", "optimizer.betas", [0.8, 0.9]),
+        ("data.root=/a=b/c=d", "data.root", "/a=b/c=d"),
+        ("data.root='2024'", "data.root", "2024"),
+        ("data.root=a b", "data.root", "a b"),
+        ("data.root=", "data.root", None),
+        ("save.every_epochs=null", "save.every_epochs", None),
+        ("compile=true", "compile", True),
+        ("devices=auto", "devices", "auto"),
+        ("devices=[cpu]", "devices", ["cpu"]),
+        ("pipeline.microbatches=8", "pipeline.microbatches", 8),
+        ("pipeline.microbatches=auto", "pipeline.microbatches", "auto"),
+        ("pipeline.schedule=1f1b", "pipeline.schedule", "1f1b"),
+        ("pipeline.cuts=[layer2.3,layer4]", "pipeline.cuts", ["layer2.3", "layer4"]),
+        ("pipeline.cuts=[3, 6]", "pipeline.cuts", ["3", "6"]),  # as the layers of nn.Sequential are called
+        ("local_sgd.every=8", "local_sgd.every", 8),
+        ("devices=[cuda]", "devices", ["cuda"]),
+        ("devices=[cuda:2,cuda:3]", "devices", ["cuda:2", "cuda:3"]),
+    ],
+)
+def test_words_are_yaml(word: str, key: str, value: object) -> None:
+    found = flatten(load(None, word).to_dict())
+    assert found == {**DEFAULTS, key: value}
+    assert type(found[key]) is type(value)
+
+
+def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("epochs: 3\nbatch_size: 64\noptimizer: {lr: 0.5, momentum: 0.5}\n")
+    found = load(file, "optimizer.lr=0.25", "batch_size=32", epochs=7)
+    assert (found.epochs, found.batch_size, found.seed) == (7, 32, 0)
+    assert (found.optimizer.lr, found.optimizer.momentum) == (0.25, 0.5)
+    assert found.name == "mine"
+    assert load({"optimizer": {"lr": 0.5}}, optimizer={"momentum": 0.5}).optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        # unknown keys, with the nearest
+        ("optimzer.lr=1", "optimzer is not a key; did you mean optimizer?"),
+        ("optimizer.lrr=1", "optimizer.lrr is not a key; did you mean optimizer.lr?"),
+        ("lr=1", "lr is not a key; did you mean optimizer.lr?"),
+        ("stages=2", "stages is not a key; did you mean pipeline.stages?"),
+        ("timeline=true", "timeline is not a key; did you mean pipeline.timeline?"),
+        ("pipeline.splitsize=4", "did you mean pipeline.split_size?"),
+        ("local_sgd.steps=4", "did you mean local_sgd.every?"),
+        ("pipeline=gpipe", "pipeline=gpipe must be a section, as in pipeline.schedule=..."),
+        ("xyz.lr=1", "xyz is not a key; did you mean optimizer.lr?"),
+        ("xyz=1", "xyz is not a key; python -m trainer recipes digits prints them all"),
+        ("optimizer.lr.x=3", "optimizer.lr has no keys of its own, as optimizer.lr.x would be"),
+        # types
+        ("epochs=x", "epochs=x must be an integer"),
+        ("epochs=1.5", "epochs=1.5 must be an integer"),
+        ("epochs='3'", "epochs=3 must be an integer"),
+        ("epochs=true", "epochs=true must be an integer"),
+        ("epochs=null", "epochs=null must be an integer"),
+        ("max_steps=x", "max_steps=x must be an integer, or null"),
+        ("optimizer.lr=fast", "optimizer.lr=fast must be a number"),
+        ("augment.mixup=true", "augment.mixup=true must be a number"),
+        ("compile=1", "compile=1 must be true or false"),
+        ("model.name=[1]", "model.name=[1] must be text"),
+        ("output=2024", "output=2024 must be text, or null; put it in quotes, as in \"output='2024'\""),
+        ("optimizer=sgd", "optimizer=sgd must be a section, as in optimizer.name=..."),
+        ("optimizer=null", "optimizer=null must be a section, as in optimizer.name=..."),
+        # ranges
+        ("epochs=0", "epochs=0 must be 1 or more"),
+        ("optimizer.lr=0", "optimizer.lr=0 must be above 0"),
+        ("optimizer.lr=.inf", "optimizer.lr=inf must be a finite number"),
+        ("optimizer.lr=.nan", "optimizer.lr=nan must be a finite number"),
+        ("optimizer.momentum=1", "optimizer.momentum=1 must be below 1"),
+        ("augment.hflip=2", "augment.hflip=2 must be 1 or less"),
+        ("ema=1", "ema=1 must be below 1, or null"),
+        ("save.keep=1", "save.keep=1 must be 2 or more"),
+        ("seed=9223372036854775808", "seed=9223372036854775808 must be below 9223372036854775808"),
+        # choices
+        (
+            "mode=dpp",
+            "mode=dpp is not one of single, dp, ddp, split, pipeline, local_sgd, hogwild; did you mean mode=dp?",
+        ),
+        ("data.channels=2", "data.channels=2 is not one of 1, 3, null"),
+        ("resume=yes", "resume=true is not one of auto, null"),
+        ("pipeline.schedule=1F1B", "did you mean pipeline.schedule=1f1b?"),
+        ("resume.weights_only=true", "resume has no keys of its own, as resume.weights_only would be"),
+        ("pipeline.recompute=1", "pipeline.recompute=1 must be true or false"),
+        ("resume_weights_only=null", "resume_weights_only=null must be true or false"),
+        # numbers or auto
+        ("pipeline.microbatches=0", "pipeline.microbatches=0 must be auto or a number, as in 8"),
+        ("pipeline.microbatches=2.5", "pipeline.microbatches=2.5 must be auto or a number, as in 8"),
+        ("pipeline.microbatches=true", "pipeline.microbatches=true must be auto or a number, as in 8"),
+        ("pipeline.microbatches=null", "pipeline.microbatches=null must be auto or a number, as in 8"),
+        ("pipeline.split_size=auto", "pipeline.split_size=auto must be an integer, or null"),
+        ("pipeline.stages=1", "pipeline.stages=1 must be 2 or more, or null"),
+        ("pipeline.virtual_stages=0", "pipeline.virtual_stages=0 must be 1 or more, or null"),
+        ("local_sgd.every=0", "local_sgd.every=0 must be 1 or more, or null"),
+        ("local_sgd.every=epoch", "local_sgd.every=epoch must be an integer, or null"),
+        # lists
+        ("pipeline.cuts=layer3", "pipeline.cuts=layer3 must be auto or a list of names, as in [layer2.3] or ['0.3']"),
+        ("pipeline.cuts=[]", "pipeline.cuts=[] must be auto or a list of names"),
+        ("pipeline.cuts=[layer1,0.3]", "pipeline.cuts=[layer1,0.3] must be auto or a list of names"),
+        ("pipeline.cuts=['']", "pipeline.cuts=[] must be auto or a list of names"),
+        ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be a list of 2"),
+        ("optimizer.betas=[0.9,0.9,0.9]", "optimizer.betas=[0.9,0.9,0.9] must be a list of 2"),
+        ("optimizer.betas=0.9", "optimizer.betas=0.9 must be a list"),
+        ("optimizer.betas=[0.9,2]", "optimizer.betas[1]=2 must be below 1"),
+        # devices
+        ("devices=[cuda:x]", "devices: 'cuda:x' is not a device: write cpu, cuda or cuda:0"),
+        ("devices=[1]", "devices: '1' is not a device: write cpu, cuda or cuda:0"),
+        ("devices=cuda:1", "devices=cuda:1 must be auto or a list, as in devices=[cuda:1]"),
+        ("devices=4", "devices=4 must be auto or a list, as in devices=[cuda:0]"),
+        ("devices=[]", "devices=[] must be auto or a list, as in devices=[cuda:0]"),
+        # keys that are right alone
+        ("pipeline={split_size: 4, microbatches: 8}", "say the same twice: keep one"),
+        ("accumulate=3", "batch_size=128 does not divide into accumulate=3 equal parts; try batch_size=126 or 129"),
+        ("schedule.min_lr=3", "schedule.min_lr=3.0 is above optimizer.lr=0.1"),
+        ("augment.crop_scale=[1.0,0.1]", "the wrong way round; try [0.1,1.0]"),
+        # words that are none
+        ("epochs", "'epochs' is not key=value, as in optimizer.lr=0.05"),
+        ("=3", "'=3' is not key=value"),
+        ("--epochs=3", "'--epochs=3' is not key=value"),
+        ("data.root=[a", "'data.root=[a'"),
+        ("optimizer={lr: 1, lr: 2}", "duplicate key lr"),
+        ("data.root=${oc.env:HOME}", "'${oc.env:HOME}': write the value itself"),
+        (f"data.root={'[' * 50}{']' * 50}", "nested deeper than 20"),
+    ],
+)
+def test_a_wrong_word_is_one_line(word: str, expected: str) -> None:
+    assert expected in line(load, None, word)
+
+
+def test_a_key_given_twice() -> None:
+    expected = "epochs is given twice, as 'epochs=1' and as 'epochs=2': keep one"
+    assert line(load, None, "epochs=1", "seed=3", "epochs=2") == expected
+
+
+def test_nesterov_needs_momentum() -> None:
+    assert "optimizer.momentum above 0" in line(load, None, "optimizer.nesterov=true", "optimizer.momentum=0")
+    assert load(None, "optimizer.nesterov=true").optimizer.nesterov
+
+
+LAUGHS = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
+BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k60: x\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "the file is empty"),
+        (b"# only a comment\n", "the file is empty"),
+        (b"\x89PNG\r\n\x1a\n\x00\xff", "a binary file, not a YAML recipe"),
+        (b"\x00\x01\x02", "my_recipe.yaml: "),
+        (b"- a\n- b\n", "a recipe is a list of 'key: value' lines"),
+        (b"just text\n", "just text is not a key"),
+        (b"epochs: 1\nepochs: 2\n", "found duplicate key epochs"),
+        (b"epochs: [1\n", "my_recipe.yaml: "),
+        (b"epochs: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+        (b"optimizer: &o\n  lr: *o\n", "my_recipe.yaml: "),
+        (LAUGHS.encode(), "more than 20 aliases"),
+        (BOMB.encode(), "is not looked up"),
+        (b"[" * 100, "nested deeper than 20"),
+        (b"a: " * 5000, "my_recipe.yaml: "),
+        (b"# " + b"x" * 300_000, "300002 bytes is no recipe"),
+        (b"optimizer:\n  lrr: 1\n", "optimizer.lrr is not a key; did you mean optimizer.lr?"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "my_recipe.yaml").write_bytes(content)
+    assert expected in line(load, tmp_path / "my_recipe.yaml")
+
+
+def test_recipes_are_found(tmp_path: Path) -> None:
+    assert recipes.find("digits").name == "digits.yaml"
+    (tmp_path / "recipe.yaml").write_text("epochs: 3\n")
+    assert load(tmp_path).epochs == 3
+    assert load(tmp_path).name == tmp_path.name
+    assert "did you mean recipe=digits?" in line(load, "digts")
+    assert "no such recipe or file" in line(load, str(tmp_path / "absent.yaml"))
+    assert "recipe=" in line(load, "a\0b")
+    assert "recipe=" in line(load, "x" * 5000)
+
+
+def test_shipped_recipes_say_what_weight_decay_acts_on() -> None:
+    for name, path in recipes.shipped_recipes().items():
+        assert not load(name).optimizer.weight_decay or "norm_weight_decay" in path.read_text(encoding="utf-8"), name
+
+
+def test_the_words_for_torchvisions_first_recipe_work() -> None:
+    comments = [
+        text[2:] for text in recipes.find("resnet50").read_text(encoding="utf-8").splitlines() if text[0] == "#"
+    ]
+    words = [word for text in comments for word in text.split() if "=" in word]
+    changed = load("resnet50", *words)
+    assert len(words) == 5 and changed.optimizer.norm_weight_decay is None and changed.schedule.name == "step"
+
+
+def test_every_shipped_recipe_has_a_description_and_is_valid() -> None:
+    shipped = recipes.shipped_recipes()
+    assert "digits" in shipped
+    for name, path in shipped.items():
+        assert recipes.describe(path), f"{name}: the first line says what it is for"
+        assert load(name).name == name
+
+
+def test_what_is_printed_can_be_loaded_again(tmp_path: Path) -> None:
+    words = ("devices=[cuda:1]", "ema=0.99", "data.root=/ö b=c", "optimizer.eps=1e-10", "output='2024'", "seed=12")
+    first = load(None, *words)
+    (tmp_path / "again.yaml").write_text(first.to_yaml())
+    assert load(tmp_path / "again.yaml").to_dict() == first.to_dict()
+
+
+def test_replace_checks_like_load() -> None:
+    assert load(None).replace(data__root="x", epochs=2).data.root == "x"
+    assert "epochs=0 must be 1 or more" in line(load(None).replace, epochs=0)
+
+
+def test_changed_keys_are_those_that_compute_something_else() -> None:
+    old = load(None)
+    assert changed_keys(old, load(None, "epochs=3", "optimizer.lr=0.5")) == {
+        "epochs": (10, 3),
+        "optimizer.lr": (0.1, 0.5),
+    }
+    free = ("mode=single", "threads=2", "data.root=x", "data.workers=0", "save.keep=5", "logging.progress=false")
+    assert changed_keys(old, load(None, *free, "output=x", "resume=auto")) == {}
+
+
+def test_rejecting_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from trainer import errors, recipe\n"
+        "try: recipe.load('digits', 'optimzer.lr=1')\n"
+        "except errors.RecipeError: print('torch' in sys.modules)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout == "False\n"
+
+
+VALUES: list[Any] = [None, True, False, 0, 1, -1, 3.5, 1e400, float("nan"), 2**80, "", "x", "auto", "cuda:0", "???"]
+VALUES += ["${a}", "a=b", "ö\u2028", "\ud7ff", "!!x", [], [1, [2, [3]]], {}, {"name": "x"}, {1: 2}, {"lr": {"lr": 1}}]
+
+
+def mutate(generator: random.Random, tree: dict[str, Any]) -> bytes:
+    """A recipe with a few wrong keys and values, or with wrong bytes."""
+    keys = list(flatten(tree))
+    for _ in range(generator.randint(1, 4)):
+        node: Any = tree
+        *parents, last = generator.choice(keys).split(".")
+        for parent in parents:
+            child = node.get(parent)
+            if not isinstance(child, dict):
+                node[parent] = child = {}
+            node = child
+        if generator.random() < 0.2:
+            last = generator.choice([last.upper(), last[:-1], last + "x", "a.b", "", "~"])
+        node[last] = generator.choice(VALUES)
+    text = yaml.safe_dump(tree, allow_unicode=True).encode()
+    if generator.random() < 0.6:
+        return text
+    data = bytearray(text)
+    for _ in range(generator.randint(1, 8)):
+        at = generator.randrange(len(data))
+        kind = generator.randrange(4)
+        if kind == 0:
+            data[at] = generator.randrange(256)
+        elif kind == 1:
+            del data[at : at + generator.randint(1, 40)]
+        elif kind == 2:
+            data[at:at] = bytes(generator.choice(b"{}[]&*!|>'\"%@`:,-#?\t\n \\$~") for _ in range(3))
+        else:
+            data[at:at] = data[: generator.randint(1, 60)]
+        data = data or bytearray(b"x")
+    return bytes(data)
+
+
+def test_fuzzed_recipes_raise_nothing_but_recipe_errors(tmp_path: Path, full: bool) -> None:
+    generator = random.Random(0)
+    file = tmp_path / "fuzzed.yaml"
+    outcomes = {True: 0, False: 0}
+    for number in range(5000 if full else 300):
+        content = mutate(generator, Recipe().to_dict())
+        file.write_bytes(content)
+        try:
+            load(file)
+            outcomes[True] += 1
+        except RecipeError as error:
+            outcomes[False] += 1
+            assert "\n" not in str(error), (number, content)
+        except BaseException as error:
+            pytest.fail(f"recipe {number} raised {error!r}: {content!r}")
+    assert outcomes[False] > outcomes[True] > 0

@@ -1,0 +1,95 @@
+"""A simulated machine: devices, their streams and memory, and what code that drives them did wrong."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.simulated.simcuda.functions import index_of
+from tests.simulated.simcuda.kernels import SAME
+from tests.simulated.simcuda.memory import Memory
+from tests.simulated.simcuda.order import Order, Stream
+from tests.simulated.simcuda.waits import Waits, named, project_frames
+
+
+class Here(threading.local):
+    """What CUDA and torch keep for each thread."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.current: dict[int, Stream] = {}  # where it is not the default stream
+        self.entered: list[Any] = []
+        self.target: int | str | None = SAME  # where what is being made shall be
+        self.hint: int | None = None  # where the arguments of the present function are
+
+
+class Machine:
+    """Devices, their streams and memory, and what was found wrong.
+
+    Attributes:
+        broken: devices on which an earlier kernel failed: whoever waits for them gets its error.
+    """
+
+    def __init__(self, count: int, name: str, size: int) -> None:
+        self.count, self.name, self.size = count, name, size
+        self.here, self.order, self.waits = Here(), Order(), Waits()
+        self.streams: list[Stream] = []
+        self.memory = Memory(self.order)
+        self.default = [Stream(self, index) for index in range(count)]
+        self.generators: list[Tensor] = []
+        self.broken: set[int] = set()
+        self.emptied = 0
+        self.seed_all(0)
+
+    @property
+    def errors(self) -> list[str]:
+        """Races, reuse and clocks read too early, each once."""
+        return list(dict.fromkeys(self.memory.errors))
+
+    def index(self, device: Any = None) -> int:
+        index = self.here.device if device is None else index_of(device)
+        if index is None or not 0 <= index < self.count:
+            raise RuntimeError(f"CUDA error: invalid device ordinal ({device})")
+        return index
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self.index(device)
+        return self.here.current.get(index, self.default[index])
+
+    def streams_of(self, index: int) -> list[Stream]:
+        return [stream for stream in self.streams if stream.device_index == index]
+
+    def synchronize(self, device: Any = None) -> None:
+        index = self.index(device)
+        self.waits.note("synchronize")
+        if index in self.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        with self.order.lock:
+            self.order.host_waits(self.streams_of(index))
+
+    def seed_all(self, seed: int) -> None:
+        self.generators = [torch.Generator().manual_seed(seed).get_state() for _ in range(self.count)]
+
+    def seed(self, seed: int) -> None:
+        self.generators[self.here.device] = torch.Generator().manual_seed(seed).get_state()
+
+    def set_generator(self, state: Tensor, device: Any = "cuda") -> None:
+        self.generators[self.index(device)] = state.clone()
+
+    def clock(self) -> float:
+        """`time.perf_counter`; who times a device with it must have waited for it."""
+        frames = project_frames(sys._getframe(1))
+        if self.waits.measuring and frames and frames[0] is sys._getframe(1):
+            name = named(frames[0])
+            busy = [stream for stream in self.streams if not self.order.idle([stream])]
+            if name in self.waits.measuring and busy:
+                self.memory.errors.append(f"CLOCK: {name} reads the clock while {busy[0]} may be at work")
+        return _clock()
+
+
+_clock = time.perf_counter

@@ -1,0 +1,150 @@
+"""Which storage lies on which simulated device, who used it, and what the caching allocator does with it after."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tests.simulated.simcuda.order import Order, Stream
+
+
+class Access(NamedTuple):
+    stream: int
+    number: int
+    write: bool
+    what: str
+
+
+@dataclass
+class Block:
+    """A storage on a device."""
+
+    device: int
+    stream: int  # in whose pool its memory is
+    size: int
+    uses: list[Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)  # streams that `record_stream` named
+
+
+@dataclass
+class Pool:
+    """What the allocator keeps for a stream."""
+
+    live: int = 0  # bytes
+    reserved: int = 0
+    unsafe: list[list[Access]] = field(default_factory=list)  # of freed blocks, uses that it does not wait for
+
+
+def key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Memory:
+    """All storages that are not plain memory of the host."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.errors: list[str] = []
+        self.blocks: dict[int, Block] = {}
+        self.pinned: dict[int, list[tuple[int, int]]] = {}  # with the copies that may still read it
+        self.pools: defaultdict[tuple[int, int], Pool] = defaultdict(Pool)
+        self.peak: defaultdict[int, int] = defaultdict(int)
+        self._references: dict[int, Any] = {}
+
+    def device(self, tensor: Tensor) -> int | None:
+        """The index of the tensor's device; None is the host."""
+        block = self.blocks.get(key(tensor))
+        return None if block is None else block.device
+
+    def place(self, tensor: Tensor, stream: Stream) -> None:
+        """A fresh tensor's memory comes from the stream's pool."""
+        storage = tensor.untyped_storage()
+        name, device = storage._cdata, stream.device_index
+        if name in self.blocks:
+            return
+        self.blocks[name] = Block(device, stream.id, storage.nbytes())
+        pool = self.pools[device, stream.id]
+        pool.live += storage.nbytes()
+        pool.reserved = max(pool.reserved, pool.live)
+        self.peak[device] = max(self.peak[device], self.allocated(device))
+        self._references[name] = weakref.ref(storage, lambda _: self._free(name))
+
+    def _free(self, name: int) -> None:
+        self._references.pop(name, None)
+        self.pinned.pop(name, None)
+        block = self.blocks.pop(name, None)
+        if block is None:
+            return
+        pool = self.pools[block.device, block.stream]
+        pool.live -= block.size
+        # The allocator waits for streams that were recorded. Its own stream works in order. Others it knows nothing of.
+        left = [use for use in block.uses if use.stream != block.stream and use.stream not in block.recorded]
+        if left:
+            pool.unsafe.append(left)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self.pinned[storage._cdata] = []
+        self._references[storage._cdata] = weakref.ref(storage, lambda _, name=storage._cdata: self._free(name))
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return key(tensor) in self.pinned
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        block = self.blocks.get(key(tensor))
+        if block is not None:
+            block.recorded.add(stream.id)
+
+    def use(
+        self, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], fresh: Sequence[Tensor], what: str
+    ) -> int:
+        """A kernel on the stream. What it allocates may be any block that was given back to the stream's pool."""
+        number = self.order.kernel(stream)
+        if fresh:
+            pool = self.pools[stream.device_index, stream.id]
+            for left in pool.unsafe:
+                for use in left:
+                    if not self.order.after(stream, use.number, use.stream):
+                        self.errors.append(
+                            f"REUSE: {what} on {stream} may get memory that {use.what} on stream {use.stream} still "
+                            "uses (no record_stream)"
+                        )
+            pool.unsafe.clear()
+        for tensor, write in [*((t, False) for t in reads), *((t, True) for t in writes)]:
+            block = self.blocks.get(key(tensor))
+            if block is None:
+                continue
+            for use in block.uses:
+                if not (use.write or write) or use.stream == stream.id:
+                    continue
+                if not self.order.after(stream, use.number, use.stream):
+                    self.errors.append(
+                        f"RACE: {what} on {stream} {'writes' if write else 'reads'} what {use.what} on stream "
+                        f"{use.stream} {'wrote' if use.write else 'read'}"
+                    )
+            # What this stream did before is ordered before what it does now: the last read and write of it say all.
+            block.uses = [use for use in block.uses if use.stream != stream.id or (use.write and not write)]
+            block.uses.append(Access(stream.id, number, write, what))
+        return number
+
+    def host_writes(self, tensor: Tensor, what: str) -> None:
+        """The host writes to memory; copies that still read it see both."""
+        for stream, number in self.pinned.get(key(tensor), ()):
+            if not self.order.seen_by_host(stream, number):
+                self.errors.append(f"HOST: {what} writes to pinned memory that stream {stream} is still copying from")
+
+    def allocated(self, device: int) -> int:
+        return sum(pool.live for (where, _), pool in self.pools.items() if where == device)
+
+    def reserved(self, device: int) -> int:
+        return sum(pool.reserved for (where, _), pool in self.pools.items() if where == device)
+
+    def empty_cache(self) -> None:
+        for pool in self.pools.values():
+            pool.reserved = pool.live

@@ -1,0 +1,107 @@
+"""Two ranks on simulated cards, as processes that are forked from one that has imported everything; gloo for NCCL."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.commands import PROJECT
+
+CASES = {
+    "ddp": "mode=ddp accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1",
+    "local_sgd on one card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
+}
+# Averaging weights is no training step, and on one card it goes over the host.
+ALLOWED = {("D2H", "modes/local_sgd.py LocalSGD._average"), ("H2D", "modes/local_sgd.py LocalSGD._average")}
+
+
+@functools.cache
+def both() -> dict[str, Any]:
+    """What all cases did: losses on simulated cards and on the CPU, errors, waits in steps, branches taken."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = {key: value for key, value in os.environ.items() if not key.startswith(("TRAINER_", "TORCHELASTIC_"))}
+        command = [sys.executable, "-m", "tests.simulated.simcuda.ranks", folder]
+        done = subprocess.run(
+            command, env={**plain, "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, timeout=300, cwd=PROJECT
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return _gathered(Path(folder))
+
+
+def _gathered(folder: Path) -> dict[str, Any]:
+    cases: dict[str, Any] = {}
+    branches: set[str] = set()
+    for name in CASES:
+        ranks = [json.loads((folder / f"{name}-cuda-{rank}.json").read_text()) for rank in range(2)]
+        cpu = json.loads((folder / f"{name}-cpu-0.json").read_text())
+        cases[name] = {
+            "cuda": ranks[0]["losses"],
+            "cpu": cpu["losses"],
+            "errors": [rank["errors"] for rank in ranks],
+            "waits": [place for rank in ranks for place in rank["waits"]],
+        }
+        branches.update(*(rank["branches"] for rank in ranks))
+    return {"cases": cases, "branches": sorted(branches)}
+
+
+def main(folder: Path) -> int:
+    import torch
+
+    from tests.simulated.simcuda import runs
+
+    torch.set_num_threads(1)
+    runs.watching("strategies/", "world.py")  # to load the others would take a second
+    failed = 0
+    for name, words in CASES.items():
+        for kind in ("cuda", "cpu"):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            children = [_fork(folder, name, words, kind, rank, port) for rank in range(2)]
+            failed |= max(os.waitpid(child, 0)[1] for child in children)
+    return int(failed != 0)
+
+
+def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        _rank(folder, name, words, kind, rank, port)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: int) -> None:
+    from tests.simulated.simcuda import runs
+
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    output = folder / f"{name}-{kind}"
+    if kind == "cuda":
+        done = runs.train_on_cuda(words, output, 2, own=rank == 0)
+    else:
+        done = runs.train_on_cpu(words, output, own=rank == 0)
+    found = {
+        "losses": done.losses,
+        "errors": done.errors,
+        "waits": sorted(done.waits_in_steps()),
+        "branches": sorted(branch.site.name for branch in runs.branches_seen),
+    }
+    (folder / f"{name}-{kind}-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

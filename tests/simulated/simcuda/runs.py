@@ -1,0 +1,133 @@
+"""Whole training runs on simulated devices, each once for all tests that ask what happened in it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.commands import losses
+from tests.simulated.simcuda.sources import Branch, watched
+from tests.simulated.simcuda.stubs import simulated
+from tests.simulated.simcuda.waits import Waits
+from trainer.modes.pipeline import stages
+from trainer.recipe import load
+from trainer.training import loop
+
+# Small enough for a second a run: 2 steps of 16 images.
+BASE = """data.name=synthetic data.samples=32 data.val_samples=24 data.image_size=8 data.channels=1 batch_size=16
+model.name=cnn_gn epochs=1 optimizer.lr=0.001 threads=1 logging.every_steps=1 logging.warmup_steps=0
+logging.progress=false logging.tensorboard=false"""
+# Who times a device with the host's clock: it must be idle then.
+MEASURING = frozenset(
+    {
+        "balance._clock",
+        "metrics.Ledger.span",
+        "planning.probe._whole.<locals>.timed",
+        "planning.probe._exchange",
+        "strategies.ddp.DistributedDataParallel._exchange",
+        "strategies.ddp.DistributedDataParallel._exposed",
+        "strategies.spans.Recorder._now",
+        "strategies.stages.Staged._trial",
+    }
+)
+IN_A_STEP = "training.train_epoch"
+NOT_EVERY_STEP = ("meeting.Meeting.hold", "resuming.save", "metrics.Ledger.span")
+
+
+@dataclass
+class Trained:
+    """What a run did."""
+
+    result: dict[str, Any]
+    losses: list[float]
+    weights: dict[str, Tensor]
+    errors: list[str] = field(default_factory=list)
+    waits: Waits = field(default_factory=Waits)
+
+    def waits_in_steps(self) -> Counter[tuple[str, str]]:
+        """Waits of the host in a training step, apart from logged steps and meetings of ranks."""
+        return self.waits.inside(IN_A_STEP, *NOT_EVERY_STEP)
+
+
+branches_seen: set[Branch] = set()
+
+
+@functools.cache
+def watching(*folders: str) -> ExitStack:
+    """From the first run on, branches that it takes are noted, until `watching().close()`; of some files or all."""
+    stack = ExitStack()
+    stack.enter_context(watched(branches_seen, folders or ("",)))
+    return stack
+
+
+@functools.cache
+def on_cuda(words: str, count: int = 3) -> Trained:
+    """A run with all defaults of a machine that has `count` cards."""
+    watching()
+    with tempfile.TemporaryDirectory() as folder:
+        return train_on_cuda(words, Path(folder) / "run", count)
+
+
+def train_on_cuda(words: str, folder: Path, count: int = 3, own: bool = True) -> Trained:
+    """In a folder that stays; `own` says that this rank writes it."""
+    with alone(), simulated(count) as machine:
+        machine.waits.measuring = MEASURING
+        done = _run(words, folder, own)
+    done.errors, done.waits = machine.errors, machine.waits
+    return done
+
+
+@functools.cache
+def on_cpu(words: str) -> Trained:
+    """The same run on the CPU: devices that the words name are stand-ins there."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train_on_cpu(words, Path(folder) / "run")
+
+
+def train_on_cpu(words: str, folder: Path, own: bool = True) -> Trained:
+    plain = [word for word in words.split() if not word.startswith("devices=")]
+    cards = sum(word.count("cuda:") for word in words.split() if word.startswith("devices="))
+    with alone():
+        return _run(" ".join([*plain, f"devices=[{','.join(['cpu'] * max(1, cards))}]"]), folder, own)
+
+
+def _run(words: str, folder: Path, own: bool) -> Trained:
+    given = {word.partition("=")[0] for word in words.split()}
+    base = [word for word in BASE.split() if word.partition("=")[0] not in given]
+    result = loop.run(load(None, *base, *words.split(), f"output={folder}"))
+    return Trained(result, losses(folder), load_file(folder / "last.safetensors")) if own else Trained(result, [], {})
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Nothing of a run is left in this process: threads, generators, environment. Trials of plans are short."""
+    before = torch.get_num_threads(), torch.get_rng_state(), random.getstate(), np.random.get_state()
+    benchmark = torch.backends.cudnn.benchmark
+    quiet = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        with (
+            quiet,
+            mock.patch.multiple(stages, TRIAL_SECONDS=0.0, TRIAL_STEPS=(2, 2)),
+            mock.patch("sys.stdout", quiet),
+        ):
+            yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_rng_state(before[1])
+        random.setstate(before[2])
+        np.random.set_state(before[3])
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,0 +1,246 @@
+"""Places in the project's own source, found in its syntax trees: to change a line and to see which way a branch goes.
+
+A changed function takes the place of the one that is loaded: its code object is swapped, so whoever holds the function
+(a decorator, a class, another module) runs the changed one. Nothing on disk changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from tests.simulated.simcuda.waits import HOME
+
+ORDERING = {
+    "wait_stream",
+    "wait_event",
+    "record_stream",
+    "record_event",
+    "record",
+    "synchronize",
+    "query",
+    "synchronise",
+}
+
+
+class Site(NamedTuple):
+    """A place in trainer/."""
+
+    file: str
+    function: str
+    line: int
+    column: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Where it is, whatever lines are above it."""
+        return f"{self.file} {self.function}: {self.text}"
+
+
+@functools.cache
+def files() -> dict[str, str]:
+    return {str(path.relative_to(HOME)): path.read_text() for path in sorted(Path(HOME).rglob("*.py"))}
+
+
+def walk(file: str) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    """Each node with the qualified name of its function, and its parent."""
+    waiting: list[tuple[ast.AST, str]] = [(ast.parse(files()[file]), "")]
+    while waiting:
+        node, scope = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            yield child, scope.removesuffix(".<locals>"), node
+            inner = scope
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                inner = f"{scope}.{child.name}".removeprefix(".")
+                inner += ".<locals>" if isinstance(child, ast.FunctionDef) else ""
+            waiting.append((child, inner))
+
+
+def site(file: str, function: str, node: Any) -> Site:
+    return Site(file, function, node.lineno, node.col_offset, ast.unparse(node))
+
+
+# Lines that order work.
+
+
+@functools.cache
+def ordering() -> list[Site]:
+    """Every call in trainer/ that makes someone wait, or that others wait by."""
+    found = []
+    for file, text in files().items():
+        for node, function, parent in walk(file) if re.search("|".join(ORDERING), text) else ():
+            if isinstance(node, ast.Call) and _orders(node) and isinstance(parent, ast.Expr | ast.Assign | ast.BoolOp):
+                found.append(site(file, function, node))
+    return sorted(found)
+
+
+def _orders(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr in ORDERING
+    return isinstance(call.func, ast.Name) and call.func.id in ORDERING
+
+
+class _Without(ast.NodeTransformer):
+    """Nobody waits at a place; an event is never recorded, or always said to be complete."""
+
+    def __init__(self, place: Site) -> None:
+        self.place, self.done = place, False
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if (node.lineno, node.col_offset, ast.unparse(node)) != (self.place.line, self.place.column, self.place.text):
+            return self.generic_visit(node)
+        self.done = True
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        instead = {"record_event": "__import__('torch').cuda.Event()", "query": "True"}.get(name, "None")
+        return ast.copy_location(ast.parse(instead, mode="eval").body, node)
+
+
+@contextmanager
+def without(place: Site) -> Iterator[None]:
+    """The project as if a call were not there."""
+    change = _Without(place)
+    tree = ast.fix_missing_locations(change.visit(ast.parse(files()[place.file])))
+    assert change.done, place
+    with _swapped({place.file: tree}, {}):
+        yield
+
+
+# Branches on the kind of device.
+
+
+# What is no device's kind and still true where CUDA is.
+COUNTS = {"cuda", "gpu", "world.cuda_count()", "cuda_count()", "cards.look().count", "torch.cuda.is_available()"}
+
+
+class Branch(NamedTuple):
+    site: Site
+    on_cuda: bool  # what the condition is on CUDA
+
+
+@functools.cache
+def branches() -> list[Branch]:
+    """Every condition in trainer/ that asks whether a device is CUDA, with its value there."""
+    found = []
+    for file, text in files().items():
+        for node, function, parent in walk(file) if re.search("cuda|cpu|gpu|passes_through", text) else ():
+            if function and _is_condition(node, parent):
+                sides = list(_sides(node, True))
+                if sides:
+                    found.append(Branch(site(file, function, node), sides[0]))
+    return sorted(found)
+
+
+def _is_condition(node: ast.AST, parent: ast.AST) -> bool:
+    """A whole condition: what is tested, or a comparison that is kept."""
+    if not isinstance(node, ast.expr) or isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Compare):
+        return False
+    tested = getattr(parent, "test", None) is node or node in getattr(parent, "ifs", ())
+    return tested or isinstance(node, ast.BoolOp | ast.Compare) or isinstance(getattr(node, "op", None), ast.Not)
+
+
+def _sides(node: ast.AST, side: bool) -> Iterator[bool]:
+    """What a condition must be for its questions for CUDA to be answered with yes."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield from _sides(node.operand, not side)
+    elif isinstance(node, ast.BoolOp):
+        for value in node.values:
+            yield from _sides(value, side)
+    elif isinstance(node, ast.Compare):
+        values = {value.value for value in (node.left, *node.comparators) if isinstance(value, ast.Constant)}
+        if values & {"cuda", "cpu"}:
+            yield side == (("cuda" in values) != isinstance(node.ops[0], ast.NotEq | ast.NotIn))
+    elif isinstance(node, ast.Attribute) and node.attr in ("cuda", "passes_through", "gpu"):
+        yield side == (node.attr != "passes_through")
+    elif isinstance(node, ast.Name | ast.Attribute | ast.Call) and ast.unparse(node) in COUNTS:
+        yield side
+
+
+class _Watched(ast.NodeTransformer):
+    def __init__(self, places: dict[tuple[int, int], dict[str, int]]) -> None:
+        self.places = places
+
+    def visit(self, node: ast.AST) -> Any:
+        wanted = self.places.get((node.lineno, node.col_offset)) if isinstance(node, ast.expr) else None
+        number = wanted.get(ast.unparse(node)) if wanted else None
+        node = self.generic_visit(node)
+        if number is None:
+            return node
+        call = ast.Call(ast.Name("__branch__", ast.Load()), [ast.Constant(number), node], [])
+        return ast.copy_location(call, node)
+
+
+@contextmanager
+def watched(seen: set[Branch], folders: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """Adds to `seen` the branches whose condition has the value that it has on CUDA, of files that begin like this."""
+    numbered = [branch for branch in branches() if branch.site.file.startswith(folders)]
+
+    def note(number: int, value: Any) -> Any:
+        if bool(value) == numbered[number].on_cuda:
+            seen.add(numbered[number])
+        return value
+
+    trees = {}
+    for file in {branch.site.file for branch in numbered}:  # some are imported late
+        importlib.import_module("trainer." + file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    for file in {branch.site.file for branch in numbered}:
+        places: dict[tuple[int, int], dict[str, int]] = {}
+        for number, (place, _) in enumerate(numbered):
+            if place.file == file:
+                places.setdefault((place.line, place.column), {})[place.text] = number
+        trees[file] = ast.fix_missing_locations(_Watched(places).visit(ast.parse(files()[file])))
+    with _swapped(trees, {"__branch__": note}):
+        yield
+
+
+# Code objects.
+
+
+@contextmanager
+def _swapped(trees: dict[str, ast.Module], names: dict[str, Any]) -> Iterator[None]:
+    """Loaded functions of some files run the code of other syntax trees, which may use `names`."""
+    put_back: list[Callable[[], None]] = []
+    loaded = _functions(frozenset(name for name in sys.modules if name.partition(".")[0] == "trainer"))
+    try:
+        for file, tree in trees.items():
+            new = {_name(code): code for code in _codes(compile(tree, HOME + file, "exec", dont_inherit=True))}
+            for function in loaded.get(file, []):
+                code = new.get(_name(function.__code__))
+                if code is not None and code.co_freevars == function.__code__.co_freevars:
+                    put_back.append(functools.partial(setattr, function, "__code__", function.__code__))
+                    function.__code__ = code
+                    function.__globals__.update(names)
+        yield
+    finally:
+        for undo in put_back:
+            undo()
+
+
+def _name(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
+@functools.cache
+def _functions(modules: frozenset[str]) -> dict[str, list[FunctionType]]:
+    """All functions of the loaded modules, by file; looked for once, among millions of objects."""
+    found: dict[str, list[FunctionType]] = {}
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType and thing.__code__.co_filename.startswith(HOME):
+            found.setdefault(thing.__code__.co_filename.removeprefix(HOME), []).append(thing)
+    return found

@@ -1,0 +1,286 @@
+"""Point-to-point traffic of all pipelines, and collectives of all modes, in an order in which no GPU waits for ever."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from tests.commands import QUIET, trainer
+from tests.simulated.call_recorder import read
+from tests.simulated.nccl_order import Call, on_ranks, stuck
+from trainer.data import Batch
+from trainer.errors import RecipeError
+from trainer.modes import create
+from trainer.modes.pipeline import stages
+from trainer.recipe import load
+from trainer.recipe.checks import microbatch_counts
+
+KINDS = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
+KINDS += [(name, n) for name in ("interleaved1f1b", "loopedbfs", "interleavedzerobubble") for n in (2, 3)]
+LOOPED = [kind for kind in KINDS if kind[1] > 1 and kind[0] not in ("zbv", "dualpipev")]
+
+
+def recipe(schedule, ranks, virtual, microbatches, replicas=1):
+    rows = microbatches * replicas
+    words = [f"pipeline.schedule={schedule}", f"pipeline.stages={ranks}", f"pipeline.virtual_stages={virtual}"]
+    return load(None, "mode=pipeline", "model.name=mlp", *words, "pipeline.split_size=1", f"batch_size={rows}")
+
+
+def counts(schedule, ranks, virtual, wanted=range(1, 33)):
+    """The numbers of micro-batches among the wanted that torch takes."""
+    for m in wanted:
+        try:
+            microbatch_counts(recipe(schedule, ranks, virtual, m), ranks)
+        except RecipeError:
+            continue
+        yield m
+
+
+def model(blocks):
+    torch.manual_seed(0)
+    layers = (layer for _ in range(blocks - 1) for layer in (nn.Linear(4, 4), nn.Tanh()))
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(4, 3))
+
+
+def images(rows):
+    return torch.arange(rows * 4.0).view(rows, 1, 2, 2) / rows
+
+
+def a_run(strategy, whole, rows):
+    """What the ranks of a pipeline exchange in a run: tune, train, look at figures, evaluate, save, all of it again."""
+    shard = strategy.shard()
+    own = slice(shard.index * rows // shard.count, (shard.index + 1) * rows // shard.count)
+    batch = Batch(images(rows)[own], (torch.arange(rows) % 3)[own], rows // shard.count)
+    strategy.setup(copy.deepcopy(whole), tuple(batch.inputs.shape))
+    for _ in range(2):
+        strategy.train()
+        strategy.forward_backward(batch, 1 / rows)
+        strategy.reduce_gradients()
+        strategy.share_overflow(torch.zeros(1))
+        strategy.grad_norm()
+        strategy.figures()
+        strategy.timeline()
+        strategy.settle({})
+        strategy.train(False)
+        outputs = [strategy.forward(batch.inputs) for _ in range(2)]
+        gathered = strategy.gather(strategy.named_parameters())
+    return outputs[-1], gathered
+
+
+def check_a_run(schedule, ranks, virtual, m, replicas=1):
+    wanted = recipe(schedule, ranks, virtual, m, replicas)
+    whole = model(ranks * virtual)
+    size, rows = ranks * replicas, m * replicas
+    found, notes = on_ranks(size, lambda world: a_run(create(wanted, world), whole, rows))
+    assert stuck(notes) is None, (schedule, ranks, virtual, m)
+    logits = torch.cat([outputs for outputs, _ in found if outputs is not None])
+    torch.testing.assert_close(logits, whole.eval()(images(rows)).detach())
+    assert set(found[0][1]) == {name for name, _ in whole.named_parameters()}
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "virtual", "m"),
+    [
+        ("gpipe", 4, 1, 3),
+        ("1f1b", 2, 1, 5),
+        ("1f1b", 4, 1, 8),
+        ("interleaved1f1b", 2, 2, 6),
+        ("interleaved1f1b", 4, 3, 8),
+        ("loopedbfs", 2, 3, 7),
+        ("interleavedzerobubble", 4, 2, 8),
+        ("zbv", 2, 2, 4),
+        ("dualpipev", 4, 2, 9),
+        ("zbv", 8, 2, 8),
+    ],
+)
+def test_a_run_of_a_pipeline_needs_no_buffers(schedule, ranks, virtual, m):
+    check_a_run(schedule, ranks, virtual, m)
+
+
+def test_replicas_of_a_pipeline_need_no_buffers():
+    """Each pair of ranks may share three communicators: the world's, a pipeline's, and one of copies of a stage."""
+    notes = check_a_run("interleaved1f1b", 2, 2, 4, replicas=2)
+    groups = {call.ranks for entries in notes for entry in entries for call in entry}
+    assert groups == {(0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3)}
+
+
+@pytest.mark.full("every schedule, 2 to 8 ranks, 1 to 32 micro-batches")
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("schedule", "virtual"), KINDS)
+def test_runs_of_all_pipelines_need_no_buffers(schedule, virtual, ranks):
+    for m in counts(schedule, ranks, virtual, (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)):
+        check_a_run(schedule, ranks, virtual, m)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_tuning_needs_no_buffers(monkeypatch, replicas):
+    """Probes, trials in two orders, and the cuts moved; on rank 0's time, which all ranks must take."""
+    monkeypatch.setattr(stages, "TRIAL_STEPS", (2, 2))
+    whole, rows = model(6), 16 * replicas
+    wanted = load(None, "mode=pipeline", "model.name=mlp", "pipeline.stages=2", f"batch_size={rows}")
+    plans = []
+
+    def run(world):
+        strategy = create(wanted, world)
+        found = a_run(strategy, whole, rows)
+        plans.append(strategy.plan)
+        return found
+
+    _, notes = on_ranks(2 * replicas, run)
+    assert stuck(notes) is None
+    assert len(set(plans)) == 1
+
+
+def evaluation(schedule, ranks, virtual, m, waves=True):
+    """Each rank's calls in one batch of evaluation: `ProcessPipeline.forward` itself on stages that do nothing."""
+    wanted = recipe(schedule, ranks, virtual, m)
+
+    def run(world):
+        strategy = create(wanted, world)
+        strategy.plan, strategy.pipe_group = SimpleNamespace(microbatches=m), None
+        strategy.stages = {stage: nn.Identity() for stage in strategy.own}
+        strategy._arriving = {stage: torch.zeros(1, 4) for stage in strategy.own}
+        strategy.ranks = ranks if waves else m + 1  # one wave of all micro-batches
+        return strategy.forward(images(m).flatten(1))
+
+    found, notes = on_ranks(ranks, run)
+    assert next(out for out in found if out is not None).equal(images(m).flatten(1))
+    return notes
+
+
+def test_evaluation_needs_no_buffers(full):
+    for schedule, virtual in KINDS:
+        for ranks, sample in ((2, (1, 2, 3, 8)), (4, (1, 4, 7)), (8, (16,))):
+            for m in counts(schedule, ranks, virtual, range(1, 33) if full else sample):
+                assert stuck(evaluation(schedule, ranks, virtual, m)) is None, (schedule, virtual, ranks, m)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), LOOPED)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_evaluation_without_waves_would_wait_for_ever(schedule, virtual, ranks):
+    waiting = stuck(evaluation(schedule, ranks, virtual, 8, waves=False))
+    assert waiting is not None and {call.kind for call in waiting} == {"send"}
+
+
+def test_any_two_calls_of_a_rank_in_the_other_order_are_noticed():
+    """What is batched with a part of the same kind stays: two sends of one size are alike."""
+    notes = check_a_run("1f1b", 2, 1, 3)
+    for rank, entries in enumerate(notes):
+        for place in range(len(entries) - 1):
+            here, there = entries[place], entries[place + 1]
+            if set(here) & set(there):
+                continue
+            swapped = [list(queue) for queue in notes]
+            swapped[rank][place : place + 2] = there, here
+            assert stuck(swapped) is not None, (rank, here, there)
+
+
+def test_drawn_by_hand():
+    def send(peer, what=1):
+        return Call("send", peer, (0, 1), what)
+
+    def receive(peer, what=1):
+        return Call("recv", peer, (0, 1), what)
+
+    def all_of(kind, *ranks):
+        return Call(kind, -1, ranks)
+
+    assert stuck([[], []]) is None
+    assert stuck([[[send(1)]], [[receive(0)]]]) is None
+    assert stuck([[[send(1)], [receive(1)]], [[send(0)], [receive(0)]]]) == [send(1), send(0)]
+    assert stuck([[[send(1)], [receive(1)]], [[receive(0)], [send(0)]]]) is None
+    assert stuck([[[send(1), receive(1)]], [[send(0), receive(0)]]]) is None  # each a batch
+    assert stuck([[[send(1), receive(1)]], [[send(0)], [receive(0)]]]) is None
+    assert stuck([[[send(1, 2)]], [[receive(0, 1)]]]) is not None  # of other sizes
+    assert stuck([[[send(1)]], [[Call("recv", 0, (0, 1, 2), 1)]]]) is not None  # another communicator
+    assert stuck([[[all_of("a", 0, 1)], [send(1)]], [[receive(0)], [all_of("a", 0, 1)]]]) is not None
+    both = [[all_of("a", 0, 1)], [all_of("b", 0, 1)]]
+    assert stuck([both, both]) is None and stuck([both, both[::-1]]) is not None
+    pairs = [[all_of("a", 0, 1)], [all_of("a", 0, 2)]]
+    assert stuck([pairs, pairs[:1], pairs[1:]]) is None
+    ring = [[[all_of("a", 0, 1)], [all_of("a", 0, 2)]], [[all_of("a", 1, 2)], [all_of("a", 0, 1)]]]
+    assert stuck([*ring, [[all_of("a", 0, 2)], [all_of("a", 1, 2)]]]) is not None  # three communicators in a circle
+    assert stuck([[[all_of("a", 0, 1)]], []]) == [all_of("a", 0, 1), Call("nothing", -1, ())]
+
+
+# Collectives of whole runs over gloo, by torch's hooks: `World`'s, the modes' own, DDP's from its reducer.
+
+WHOLE = ["recipe=digits", "plugin=tests.simulated.call_recorder", "model.name=cnn", "epochs=2"]
+WHOLE += ["save.every_steps=2", "optimizer.lr=0.001", *QUIET]
+ALL_ON = ["precision=fp16", "ema=0.9", "clip_grad_norm=1", "accumulate=2"]
+PIPE = ["mode=pipeline", "pipeline.stages=2", "pipeline.timeline=true"]
+
+
+def calls(run, size, *words, steps=4, rows=48, code=0, **env):
+    """Run it, and what each rank asked of its communicators."""
+    folder = run.with_name(f"{run.name}-{steps}")
+    words = [*WHOLE, *words, f"nproc={size}", f"batch_size={rows}", f"max_steps={steps}", f"output={run}"]
+    done = trainer(*words, env={"TRAINER_TEST_CALLS": str(folder), **env})
+    assert done.returncode == code, done.stdout + done.stderr
+    return read(folder, size)
+
+
+many = pytest.mark.full("one of several alike")
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (2, ["mode=ddp", "sync_bn=true", *ALL_ON]),
+        pytest.param(3, ["mode=ddp", "precision=bf16"], marks=many),
+        pytest.param(3, ["mode=local_sgd", "local_sgd.every=2", *ALL_ON], marks=many),
+        pytest.param(3, ["mode=hogwild", "ema=0.9"], marks=many),
+        pytest.param(4, [*PIPE, *ALL_ON, "pipeline.microbatches=4"], marks=many),
+        pytest.param(4, [*PIPE, *ALL_ON, "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=4"], marks=many),
+        pytest.param(2, [*PIPE, "pipeline.schedule=zbv", "pipeline.microbatches=4"], marks=many),
+        pytest.param(2, [*PIPE, "pipeline.microbatches=auto"], marks=many),
+    ],
+    ids=lambda words: " ".join(words[:3]) if isinstance(words, list) else None,
+)
+def test_all_ranks_of_a_run_call_in_one_order(size, words, tmp_path):
+    """Training, evaluation, saving, diagnosis; and a second run that goes on from the middle."""
+    first = calls(tmp_path / "run", size, *words)
+    assert stuck(first) is None and all(len(queue) > 20 for queue in first)
+    if size > 2:
+        assert stuck(calls(tmp_path / "run", size, *words, "resume=auto", steps=6)) is None
+
+
+def ended(queues, rank):
+    """Whether ranks wait for what this one did not do any more, and all of its own calls were answered."""
+    waiting = stuck(queues)
+    return waiting is not None and waiting[rank].kind == "nothing" and sum(c.kind != "nothing" for c in waiting) > 0
+
+
+@pytest.mark.parametrize(
+    ("env", "code"),
+    [
+        ({"TRAINER_TEST_STOP": "1:40"}, 143),
+        pytest.param({"TRAINER_FAULT": "nan@0:3"}, 5, marks=many),
+        pytest.param({"TRAINER_FAULT": "oom@1:3"}, 6, marks=many),
+    ],
+    ids=["signal", "not finite", "out of memory"],
+)
+@pytest.mark.parametrize("words", [["mode=ddp"], pytest.param([*PIPE, "pipeline.microbatches=4"], marks=many)])
+def test_what_befalls_one_rank(env, code, words, tmp_path):
+    """A signal to one rank and a gradient that is not finite on one end all alike; out of memory ends one."""
+    queues = calls(tmp_path / "run", 2, *words, code=code, **env)
+    assert ended(queues, 1) if code == 6 else stuck(queues) is None
+
+
+@many
+def test_a_rank_that_skips_an_image_calls_in_the_same_order(tmp_path):
+    for part in ("train", "val"):
+        for label in ("a", "b"):
+            folder = tmp_path / "images" / part / label
+            folder.mkdir(parents=True)
+            for number in range(12):
+                Image.new("RGB", (16, 16), (number, 0, 9)).save(folder / f"{number}.png")
+    (tmp_path / "images/train/a/3.png").write_bytes(b"no image")
+    words = ["data.name=imagefolder", f"data.root={tmp_path / 'images'}", "data.image_size=16", "data.on_error=skip"]
+    assert stuck(calls(tmp_path / "run", 2, "mode=ddp", "augment.crop=none", *words, rows=8)) is None

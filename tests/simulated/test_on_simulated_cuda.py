@@ -1,0 +1,213 @@
+"""The project on simulated CUDA devices: no race, no reuse, no mix-up, no wait in a step, and the maths of the CPU."""
+
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.simulated import test_simulated_mutants as uses
+from tests.simulated.simcuda import ranks, runs, simulated, waits
+from tests.simulated.simcuda.sources import branches
+from trainer.comparison.entries import Entry
+from trainer.comparison.predictions import _stands_in
+from trainer.data import Batch, open_datasets
+from trainer.devices.assignment import prediction_devices, present
+from trainer.doctor import software
+from trainer.doctor.findings import Findings
+from trainer.errors import TrainerError
+from trainer.inference.labelling import Forward, Labeller, Preparation
+from trainer.models.partition import trace
+from trainer.models.zoo import build
+from trainer.modes import Strategy
+from trainer.modes.sync_batchnorm import convert_sync_batchnorm
+from trainer.planning import plan
+from trainer.pool.checks import check_devices
+from trainer.processes.world import Place, World
+from trainer.recipe import ModelRecipe, load
+from trainer.telemetry.verdict import Measured, Setting, judge
+from trainer.training.speed_test import speed_recipe
+
+CARD = torch.device("cuda", 0)
+
+TWO, SAME, THREE = (f"devices=[{','.join(f'cuda:{k}' for k in cards)}]" for cards in ((0, 1), (0, 0), (0, 1, 2)))
+EVERYTHING = (
+    "clip_grad_norm=1 ema=0.9 accumulate=2 augment.mixup=0.2 augment.cutmix=0.2 augment.erase=0.5 augment.crop=pad "
+    "augment.hflip=0.5 save.every_steps=1"
+)
+RUNS = [
+    f"mode=single {EVERYTHING}",
+    "mode=single model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9",
+    "mode=single model.name=mlp augment.auto=trivial augment.crop=resized optimizer.name=adamw",
+    f"mode=split {TWO} {EVERYTHING}",
+    f"mode=split model.name=mlp precision=fp16 clip_grad_norm=1 {TWO}",
+    f"mode=pipeline model.name=cnn pipeline.microbatches=3 pipeline.recompute=true pipeline.timeline=true {TWO}",
+    f"mode=pipeline model.name=mlp precision=bf16 pipeline.split_size=5 clip_grad_norm=1 ema=0.9 {SAME}",
+    f"mode=pipeline model.name=mlp precision=fp16 pipeline.microbatches=4 accumulate=2 {THREE}",
+    f"mode=pipeline model.name=mlp batch_size=24 {TWO}",  # finds its own number of micro-batches
+    f"mode=dp clip_grad_norm=1 ema=0.9 {TWO}",
+    f"mode=dp model.name=mlp precision=bf16 {THREE}",
+]
+MORE = [
+    f"mode=pipeline {EVERYTHING} pipeline.microbatches=4 {THREE}",
+    f"mode=pipeline {EVERYTHING} pipeline.microbatches=2 {SAME}",
+    f"mode=pipeline model.name=vit_tiny pipeline.split_size=7 {TWO}",
+    f"mode=pipeline model.name=resnet8 data.channels=3 pipeline.microbatches=3 {TWO}",
+    f"mode=split model.name=resnet8 data.channels=3 pipeline.recompute=true {THREE}",
+    f"mode=dp {EVERYTHING} {THREE}",
+    f"mode=dp model.name=mlp precision=fp16 clip_grad_norm=1 {TWO}",
+    "mode=single model.name=cnn augment.auto=rand augment.crop=resized",
+    "mode=single model.name=mlp augment.auto=autoaugment precision=bf16 accumulate=2",
+]
+LONG = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in MORE]
+
+
+@pytest.mark.parametrize("words", [*RUNS, *LONG])
+def test_a_run_on_cuda_is_the_run_on_the_cpu(words):
+    cuda = runs.on_cuda(words)
+    assert cuda.errors == [] and cuda.result["status"] == "completed"
+    cpu = runs.on_cpu(words)
+    tolerance = 2e-2 if "bf16" in words or "fp16" in words else 1e-4
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(torch.tensor(cuda.losses), torch.tensor(cpu.losses), **close)
+    torch.testing.assert_close(cuda.weights, cpu.weights, **close)
+    assert cuda.result["val_loss"] == pytest.approx(cpu.result["val_loss"], rel=tolerance)
+    driven = {name for name in ("cuda:0", "cuda:1", "cuda:2") if name in words} or {"cuda:0"}
+    assert cuda.result["peak_memory_bytes"].keys() == driven and all(cuda.result["peak_memory_bytes"].values())
+
+
+# Waits of the host.
+
+
+def test_no_step_waits_for_a_device():
+    """In a training step nothing does; steps that are logged and meetings of ranks may."""
+    seen = {words: runs.on_cuda(words).waits_in_steps() for words in RUNS}
+    assert {words: waits for words, waits in seen.items() if waits} == {}
+
+
+def test_a_wait_in_a_step_is_counted(monkeypatch):
+    plain = Strategy.backward
+
+    def backward(self, loss):
+        loss.item()
+        plain(self, loss)
+
+    monkeypatch.setattr(Strategy, "backward", backward)
+    monkeypatch.setattr(waits, "HOME", __file__)  # this file's frames are the project's, for once
+    with simulated(1) as machine:
+        strategy = Strategy(load(None, "mode=single"), World(Place(), CARD, 1, ("cuda:0",)))
+        strategy.setup(torch.nn.Linear(4, 3), (2, 4))
+        strategy.forward_backward(Batch(torch.ones(2, 4).to(CARD), torch.zeros(2).long().to(CARD), 2), 0.5)
+    ((wait, count),) = ((wait, count) for wait, count in machine.waits.seen.items() if wait.kind == "item")
+    assert wait.function.endswith("backward") and count == 1
+
+
+# Branches.
+
+# Conditions that ask for CUDA and do not come out so here, each with its reason.
+ELSEWHERE = {
+    "planning/probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, where several cards are",
+    "inference/command.py run: name != 'cpu'": "starts processes of its own, which are not simulated",
+    "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
+    "doctor/groups.py _take_part: device.type == 'cuda'": "the same",
+    "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
+    "processes/world.py World.connect: cuda and (not dist.is_nccl_available())": "tests/devices/test_cards.py",
+    "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cards.look().count)": "a plan for absent cards",
+    "planning/probe.py here: layout.kind == 'cuda'": "measures in processes of its own, which are not simulated",
+    "planning/probe.py _at_once: layout.kind == 'cuda'": "the same",
+    "planning/probe.py _measure: task['kind'] == 'cuda'": "the same",
+    "planning/forecast.py forecast: mode == 'dp' and layout.kind == 'cuda'": "wants speeds measured on cards",
+    "planning/forecast.py _of_replicas: layout.kind == 'cuda' and layout.recipe.mode == 'ddp' and seconds "
+    "and (measured.exposed is None)": "the same",
+    "planning/forecast.py _step: recipe.mode == 'split' or (layout.schedule == STREAMS and layout.kind == 'cpu')": (
+        "the same"
+    ),
+}
+
+
+def everywhere(folder):
+    """What asks for CUDA apart from training in one process."""
+    for words in RUNS:
+        runs.on_cuda(words)
+    for card in range(4):
+        for split in ("train", "val"):
+            (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), (40 * card,) * 3).save(folder / split / f"class{card % 2}" / f"{card}.png")
+    photos = f"data.name=imagefolder data.root={folder} data.channels=3 data.image_size=96 data.workers=0 batch_size=2"
+    assert runs.train_on_cuda(f"mode=single model.name=mlp {photos}", folder / "run").errors == []
+    with runs.alone(), simulated(2) as machine:
+        for use in (uses.timed, uses.sent, uses.communicated, uses.probed, uses.broken):
+            use(machine)
+        machine.broken.clear()
+        labels(machine)
+        without_memory(machine)
+        found = Findings()
+        software._build(found)
+        software.nccl(found, 1)
+        assert found.problems == []
+        assert prediction_devices("auto", 2, 8) == present(["cuda", "cuda:1"], 2)
+        assert not _stands_in(Entry("dp", (), load(None, "mode=dp")))
+        assert check_devices(["cuda", "cpu"])[0] == CARD
+        for refused in (
+            lambda: present(["cuda:2"], 2),
+            lambda: present(["cuda:0"], 0),
+            lambda: check_devices(["cuda:2"]),
+        ):
+            with pytest.raises(TrainerError, match="not here"):
+                refused()
+        convert_sync_batchnorm(torch.nn.BatchNorm2d(3), CARD)
+        world = World(Place(), CARD, 1, ("cuda:0",))
+        data = open_datasets(load(None, *runs.BASE.split()))
+        speed_recipe(load(None, *runs.BASE.split()), build(ModelRecipe(name="mlp"), 10, 1, 8), data, world, print)
+        for mode, nproc in (("dp", None), ("ddp", 2), ("pipeline", None)):
+            recipe = load(None, *runs.BASE.split(), f"mode={mode}").replace(model__name="mlp")
+            assert plan(recipe, nproc, every=mode == "dp")
+            for measured in (Measured(1.0), Measured(1.0, communication=0.5)):
+                judge(measured, {"steps": 1.0}, recipe, Setting(nproc or 1, gpu=True))
+
+
+def labels(machine):
+    """A prediction worker on a card: what it says of images is what it says on the CPU."""
+    preparation = Preparation(8, 1, (0.5,), (0.5,))
+    torch.manual_seed(0)
+    model, images = build(ModelRecipe(name="cnn"), 10, 1, 8), torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        worker = Labeller(model, preparation, load(None, "precision=fp32", "threads=1"), None)
+        worker.setup(device)
+        found.append(worker.batch(list(images)))
+    assert [one.classes for one in found[0]] == [one.classes for one in found[1]]
+    torch.testing.assert_close(*(torch.tensor([one.probabilities for one in rows]) for rows in found))
+    forward = Forward(build(ModelRecipe(name="mlp"), 10, 1, 8))
+    forward.setup(torch.device("cuda", 1))
+    assert forward.batch(list(images.float())).device.index == 1 and machine.errors == []
+
+
+def without_memory(machine):
+    """A trial of a plan that memory does not suffice for gives back what it took."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    strategy = uses.strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4")
+    strategy.forward_backward, before = full, machine.emptied
+    strategy.model = build(ModelRecipe(name="mlp"), 10, 1, 4)
+    assert strategy.trial(trace(strategy.model, "mlp"), strategy.plan).seconds == math.inf
+    assert machine.emptied == before + 1
+
+
+def test_every_branch_for_cuda_runs(tmp_path):
+    runs.watching()
+    everywhere(tmp_path)
+    elsewhere = set(ranks.both()["branches"])
+    left = {b.site.name for b in branches()} - {b.site.name for b in runs.branches_seen} - elsewhere
+    assert left - ELSEWHERE.keys() == set(), "no run here takes these on CUDA: add one, or a reason to ELSEWHERE"
+    assert ELSEWHERE.keys() - left == set(), "these do run here: strike them out"
+
+
+def test_ranks_on_cuda_are_ranks_on_the_cpu():
+    """ddp and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
+    for case, found in ranks.both()["cases"].items():
+        assert found["errors"] == [[], []], case
+        assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4), case
+        assert {tuple(place) for place in found["waits"]} - ranks.ALLOWED == set(), case

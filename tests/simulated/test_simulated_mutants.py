@@ -1,0 +1,222 @@
+"""Every line that makes somebody wait for a device is needed: taken out, the simulated devices find what goes wrong."""
+
+import copy
+import threading
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from tests.simulated.simcuda import simulated, sources
+from tests.simulated.simcuda.runs import MEASURING
+from trainer.data import Batch
+from trainer.data.copies import Copies
+from trainer.models.balance import BlockCost, block_costs
+from trainer.models.partition import trace
+from trainer.models.zoo import build
+from trainer.modes import create
+from trainer.modes.pipeline import stages
+from trainer.modes.pipeline.tuning import Plan
+from trainer.planning import probe
+from trainer.pool.transport import pack, pack_rows
+from trainer.pool.worker import Caller
+from trainer.processes.world import Place, World
+from trainer.recipe import ModelRecipe, load
+from trainer.telemetry.metrics import Ledger, StepTimer, Stopwatch
+
+CARD = torch.device("cuda", 0)
+ROWS = 8
+
+
+class Wrong(Exception):
+    """What went wrong on a simulated machine."""
+
+
+def strategy_on(cards, words, model=None):
+    drives = tuple(torch.device("cuda", card) for card in cards)
+    world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
+    strategy = create(load({"batch_size": ROWS, "channels_last": False}, *words.split()), world)
+    strategy.probe = lambda traced, rows: [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
+    torch.manual_seed(0)
+    strategy.setup(model or build(ModelRecipe(name="mlp"), 10, 1, 4), (ROWS, 1, 4, 4))
+    strategy.train()
+    return strategy
+
+
+def digits():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(ROWS, 1, 4, 4, generator=generator), torch.randint(10, (ROWS,), generator=generator)
+
+
+def expect(fine):
+    if not fine:
+        raise Wrong("another result")
+
+
+class Peers(World):
+    """A world of two, of which one is silent and takes two seconds for everything: an all-reduce is a kernel."""
+
+    def sum_(self, values):
+        return values.mul_(1)
+
+    def max_(self, values):
+        return values.fill_(2.0)
+
+    def barrier(self):
+        pass
+
+
+PEERS = Peers(Place(0, 2, 0, 2), CARD, 1, ("cuda:0", "cuda:1"))
+
+
+# What uses each file's waits.
+
+
+def pipelined(machine):
+    """Two steps of the pipeline in one process, and an evaluation; the gradients are the whole model's."""
+    torch.manual_seed(0)
+    whole, (images, labels) = build(ModelRecipe(name="mlp"), 10, 1, 4), digits()
+    loss = cross_entropy(whole(images), labels)
+    loss.backward()
+    for cards in ((0, 1), (0, 0), (0, 1, 2)):
+        strategy = strategy_on(cards, "mode=pipeline pipeline.microbatches=4")
+        optimizer = torch.optim.SGD(list(strategy.named_parameters().values()), lr=0.01)
+        for step in range(2):
+            got = strategy.forward_backward(Batch(images.to(CARD), labels.to(CARD), ROWS), 1 / ROWS)
+            if step == 0:
+                expect(abs(got.item() - loss.item()) < 1e-5)
+                for name, parameter in strategy.named_parameters().items():
+                    expect(torch.allclose(parameter.grad.cpu(), whole.get_parameter(name).grad, atol=1e-5))
+            optimizer.step()
+            optimizer.zero_grad()
+        strategy.train(False)
+        strategy.forward(images.to(CARD))
+        expect(0 <= strategy.figures()["pipeline/bubble_pct"] <= 100)
+        if machine.errors:
+            return
+
+
+def tried(machine):
+    """A plan is tried."""
+    strategy = strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4")
+    traced = trace(build(ModelRecipe(name="mlp"), 10, 1, 4), "mlp")
+    before = stages.TRIAL_STEPS
+    try:
+        stages.TRIAL_STEPS = (2, 2)
+        strategy.trial(traced, Plan((traced.cuts[0],), 4, "streams"))
+    finally:
+        stages.TRIAL_STEPS = before
+
+
+def timed(machine):
+    """The timers of a run over two streams, of which one is busy when it is asked."""
+    timer, watch, ledger = StepTimer([CARD], 0), Stopwatch(CARD), Ledger([CARD])
+    for _ in range(70):
+        timer.update()
+        with watch:
+            torch.ones(3, device=CARD)
+        timer.step(0.0)
+    expect(watch.seconds() > 0)
+    timer.update()
+    torch.ones(3, device=CARD)
+    timer.step(0.0)
+    expect(timer.stop()[0] == 71)
+    torch.ones(3, device=CARD)
+    with ledger.span("evaluation"):
+        torch.ones(3, device=CARD)
+
+
+def costs(machine):
+    block_costs(trace(build(ModelRecipe(name="mlp"), 10, 1, 4), "mlp"), digits()[0].to(CARD), repeats=1)
+
+
+def sent(machine):
+    """Results of a worker on their way to the parent."""
+    x = torch.arange(6.0, device=CARD).view(2, 3)
+    expect(np.frombuffer(pack({"x": x}).buffers[0], np.float32).tolist() == [0, 1, 2, 3, 4, 5])
+    expect(pack_rows([x[0], x[1]]).buffers[0].values.sum().item() == 15)
+
+
+def broken(machine):
+    with mock.patch("trainer.pool.worker._here", threading.local()):  # this process is no worker afterwards
+        caller = Caller(lambda item: item, (), CARD)
+        expect(caller.usable())
+        machine.broken.add(0)
+        expect(not caller.usable())
+
+
+def communicated(machine):
+    """Data parallel with and without its wrapper, and one exchange."""
+    strategy = strategy_on((0,), "mode=ddp")
+    strategy.wrapped, strategy.world = copy.deepcopy(strategy.module), PEERS
+    strategy._exposed(1)
+    strategy._exchange(1.0)
+
+
+def probed(machine):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
+    passes, probe.PASS = probe.PASS, 0.0
+    try:
+        probe._whole(load(None, "mode=single"), PEERS, model, 2, (1, 4, 4))
+        torch.ones(3, device=CARD)
+        probe._exchange(PEERS, CARD, reduce=True)
+    finally:
+        probe.PASS = passes
+
+
+def copied(machine):
+    """Batches go past the computing, and their memory is given away as soon as nobody holds it."""
+    copies = Copies(CARD)
+    for _ in range(3):
+        batch = copies(torch.ones(4))
+        batch + 1
+        del batch
+
+
+USES = {
+    "balance.py": [costs],
+    "data/copies.py": [copied],
+    "metrics.py": [timed, communicated, probed],
+    "planning/probe.py": [probed],
+    "pool/transport.py": [sent],
+    "pool/worker.py": [broken],
+    "strategies/ddp.py": [communicated],
+    "strategies/spans.py": [pipelined],
+    "strategies/stages.py": [tried],
+    "strategies/streams.py": [pipelined],
+}
+
+
+def wrong(use):
+    """What a use of the project does wrong on simulated devices."""
+    with simulated(3) as machine:
+        machine.waits.measuring = MEASURING
+        try:
+            use(machine)
+        except (Wrong, RuntimeError, AttributeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return machine.errors[0] if machine.errors else None
+
+
+@pytest.mark.parametrize("use", sorted({use for uses in USES.values() for use in uses}, key=lambda use: use.__name__))
+def test_nothing_is_wrong_as_it_is(use):
+    assert wrong(use) is None
+
+
+@pytest.mark.parametrize("place", sources.ordering(), ids=lambda place: place.name)
+def test_a_wait_that_is_left_out_is_found(place):
+    assert place.file in USES, f"{place.name} waits for a device: give it a use here that needs it"
+    with sources.without(place):
+        assert any(map(wrong, USES[place.file])), f"nothing needs {place.name}, line {place.line}"
+
+
+def test_clocks_are_read_on_idle_devices_only():
+    with simulated(1) as machine:
+        machine.waits.measuring = MEASURING
+        torch.ones(3, device=CARD)
+        time.perf_counter()  # not the project's
+        assert machine.errors == []

@@ -1,0 +1,210 @@
+"""Checkpoints that one mode writes and another continues, and how runs of several stages or workers end."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.training.test_training import PLUGIN, same_run
+
+# ------------------------------------------------------------------------------------- from mode to mode
+
+EPOCH = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "optimizer.lr=0.001", "schedule.warmup_epochs=0"]
+EPOCH += ["augment.crop=none", "ema=0.9", "epochs=1", "timeout=60", *QUIET]  # 22 steps, with momentum
+MODES = {
+    "single": ["mode=single"],
+    "dp": ["mode=dp", "devices=[cpu,cpu]"],
+    "ddp": ["mode=ddp", "nproc=2"],
+    "split": ["mode=split", "devices=[cpu,cpu]"],
+    "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4"],
+    "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4"],
+    "zbv 2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.microbatches=4"],
+    "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "hogwild": ["mode=hogwild", "nproc=2"],
+}
+APART = ("local_sgd", "hogwild")  # other maths, and 23 steps an epoch
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The epoch in mode=single, uninterrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    ok(*EPOCH, *MODES["single"], f"output={folder}")
+    return folder
+
+
+def kill(step, *words, rank=0, **options):
+    """Run until a rank is killed at that step; everything has ended then."""
+    done = trainer(*words, env={"TRAINER_FAULT": f"kill@{rank}:{step}"}, **options)
+    assert done.returncode in (7, -signal.SIGKILL), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def newest(folder):
+    return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+def ends_like(folder, whole):
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-4)
+    assert [row["step"] for row in steps(folder)] == [row["step"] for row in steps(whole)]
+    one, two = (load_file(path / "last.safetensors") for path in (whole, folder))
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
+    assert result(folder)["val_loss"] == pytest.approx(result(whole)["val_loss"], rel=1e-4)
+
+
+def test_a_run_goes_round_all_modes(whole, tmp_path):
+    """Killed again and again, and continued in another mode each time: one run all the same."""
+    run, ring = tmp_path / "run", ["single", "1f1b", "split", "ddp", "streams"]
+    words = [*EPOCH, "save.every_steps=4", "resume=auto", f"output={run}"]
+    for turn, mode in enumerate(ring[:-1], 1):
+        kill(4 * turn + 2, *words, *MODES[mode])
+        assert newest(run) == 4 * turn
+    done = ok(*words, *MODES[ring[-1]])
+    assert "resuming at step 16 of 22" in done.stdout
+    ends_like(run, whole)
+
+
+@pytest.mark.parametrize("was", MODES)
+@pytest.mark.full("ten runs for each of nine modes")
+def test_every_mode_continues_every_other(was, whole, tmp_path):
+    words = [*EPOCH, "save.every_steps=5"]
+    kill(12, *words, *MODES[was], f"output={tmp_path / 'killed'}")
+    assert newest(tmp_path / "killed") == 10
+    for now in MODES:
+        run = tmp_path / now
+        shutil.copytree(tmp_path / "killed", run)
+        done = ok(*words, *MODES[now], f"output={run}", "resume=auto")
+        assert "resuming at step 10 of " in done.stdout
+        if was in APART or now in APART:
+            found = result(run)
+            assert found["status"] == "completed" and found["data"]["val_samples"] == 360
+            assert found["steps"] in range(21, 25) and len(steps(run)) == found["steps"], (was, now, found["steps"])
+            assert all(map(math.isfinite, [*losses(run), found["val_loss"]]))
+        else:
+            ends_like(run, whole)
+
+
+# --------------------------------------------------------------------------------------- the same mode again
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["1f1b", "streams", "1f1b 2x2", "gpipe 3"])
+def test_a_pipeline_killed_in_mid_epoch_and_resumed_is_byte_equal(mode, tmp_path):
+    """With dropout, BatchNorm, augmentation, a moving average; what was measured is kept and not measured anew."""
+    (tmp_path / "mymodels.py").write_text(PLUGIN)
+    words = ["recipe=digits", "plugin=mymodels", "model.name=dropped", "augment.hflip=0.5", "ema=0.9", "batch_size=64"]
+    words += ["epochs=2", "save.every_steps=7", "logging.every_steps=3", "logging.progress=false"]
+    words += ["mode=pipeline", "pipeline.microbatches=4"]
+    words += {
+        "1f1b": ["nproc=2"],
+        "streams": ["devices=[cpu,cpu]"],
+        "1f1b 2x2": ["nproc=4", "pipeline.stages=2"],
+        "gpipe 3": ["nproc=3", "pipeline.schedule=gpipe"],
+    }[mode]
+    # Cuts by name: measured twice, two runs might differ.
+    words += ["pipeline.cuts=['0','1']"] if mode == "gpipe 3" else ["pipeline.cuts=['0']"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ok(*words, f"output={whole}", cwd=tmp_path)
+    kill(31, *words, f"output={cut}", cwd=tmp_path)
+    assert newest(cut) == 28
+    measured = (cut / "tuning.json").read_bytes()
+    done = ok(*words, f"output={cut}", "resume=auto", cwd=tmp_path)
+    assert "resuming at step 28 of 44" in done.stdout
+    assert (cut / "tuning.json").read_bytes() == measured, "its times would not be the same to the last bit"
+    same_run(cut, whole)
+
+
+@pytest.mark.full
+def test_weights_alone_go_on_under_another_optimizer(tmp_path):
+    run = tmp_path / "run"
+    words = [*EPOCH, "save.every_steps=5", f"output={run}"]
+    kill(7, *words, *MODES["single"])
+    refused = trainer(*words, *MODES["1f1b"], "resume=auto", "optimizer.name=adamw")
+    assert refused.returncode == 2 and "optimizer.name: sgd there, adamw now" in refused.stderr, refused.stderr
+    done = ok(*words, *MODES["1f1b"], "resume=auto", "optimizer.name=adamw", "resume_weights_only=true")
+    assert "resuming at step 5 of 22" in done.stdout
+    assert "only the weights are continued, the optimizer starts anew" in done.stdout
+    assert result(run)["steps"] == 22 and all(map(math.isfinite, losses(run)))
+
+
+# ------------------------------------------------------------------------------------------------ bad endings
+
+
+def running(folder):
+    """Processes with the run's folder in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+@pytest.mark.parametrize("mode", ["1f1b", "zbv 2x2", "local_sgd"])
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("kill@1:3", 7, "rank 1 was killed by SIGKILL"),
+        ("hang@1:3", 7, "lost another rank"),
+        ("oom@1:3", 6, "out of memory: lower batch_size"),
+        ("nan@0:3", 5, "not finite"),
+    ],
+)
+def test_a_failing_rank_ends_all_with_its_own_code(fault, code, says, mode, tmp_path, full):
+    if (fault, mode) != ("kill@1:3", "1f1b") and not full:
+        pytest.skip("one of twelve in the fast tests: --all")
+    words = ["recipe=digits", "batch_size=64", *MODES[mode], "timeout=10", *QUIET, f"output={tmp_path / 'run'}"]
+    done = trainer(*words, env={"TRAINER_FAULT": fault})
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert says in lines[-1] and lines[-1].startswith("trainer: error: ")
+    if not fault.startswith("hang"):  # whose ranks show where they waited
+        assert len(lines) == 1, done.stderr
+    assert running(tmp_path) == []
+
+
+WATCHED = """
+import os
+from torch import nn
+from trainer import register_model
+
+def note(layer, inputs):
+    if inputs[0].device.type != "meta" and layer.training:  # no trial of the shape
+        with open(f"rank{os.environ['RANK']}.txt", "a") as file:
+            print(layer.weight.double().sum().item(), float(inputs[0].isfinite().all()), file=file)
+
+@register_model("watched")
+def build(num_classes, channels, image_size):
+    layers = [nn.Flatten(), nn.Linear(channels * image_size ** 2, 8), nn.Tanh(), nn.Linear(8, num_classes)]
+    for layer in layers[1::2]:
+        layer.register_forward_pre_hook(note)
+    return nn.Sequential(*layers)
+"""
+
+
+def test_not_finite_in_one_stage_updates_none_and_saves_nothing(tmp_path):
+    """Each rank notes its weights at every forward pass: from the poisoned batch on they stay as they are."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+    words = ["recipe=digits", "plugin=watched", "model.name=watched", "batch_size=64", *MODES["1f1b"]]
+    words += ["pipeline.cuts=['2']", "save.every_steps=4", "logging.every_steps=100", "logging.progress=false"]
+    done = trainer(*words, f"output={tmp_path / 'run'}", cwd=tmp_path, env={"TRAINER_FAULT": "nan@0:6"})
+    assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert newest(tmp_path / "run") == 4 and not (tmp_path / "run" / "last.safetensors").exists()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+    for rank in (0, 1):
+        seen = [line.split() for line in (tmp_path / f"rank{rank}.txt").read_text().splitlines()]
+        poisoned = next(number for number, (_, finite) in enumerate(seen) if finite == "0.0")
+        weights = [weight for weight, _ in seen]
+        assert len(set(weights[:poisoned])) >= 5, "five steps before it, each with weights of its own"
+        assert set(weights[poisoned:]) == {weights[poisoned]} and "nan" not in weights

@@ -2,11 +2,11 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-import trainer
+from tests.commands import PROJECT
+from tests.house import FILES, HOME, MODULES, imported, picture, room, table
 
 FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"errors"},
@@ -22,33 +22,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOME = Path(trainer.__file__).parent
-FILES = [path for path in sorted(HOME.rglob("*.py")) if path != HOME / "__init__.py"]
 FOLDERS = sorted({path.parent for path in FILES} - {HOME})
-
-
-def room(path: Path) -> str:
-    return path.relative_to(HOME).parts[0].removesuffix(".py")
-
-
-def module(path: Path) -> str:
-    return ".".join(("trainer", *path.relative_to(HOME).with_suffix("").parts)).removesuffix(".__init__")
-
-
-MODULES = {module(path): path for path in FILES}
-
-
-def imported(path: Path, at_once: bool = False) -> set[str]:
-    """Modules of ours that a file imports; `at_once`: as it is imported itself."""
-    found = set()
-    tree = ast.parse(path.read_text())
-    for node in tree.body if at_once else ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trainer":
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else str(node.module) for name in inner}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("trainer.")}
-    return found & MODULES.keys()
 
 
 def rooms_of(names: set[str]) -> set[str]:
@@ -92,3 +66,9 @@ def test_a_room_says_what_lives_there_and_what_it_imports(folder):
 
 def test_nothing_lies_loose():
     assert {path.name for path in HOME.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
+
+
+def test_the_picture_for_newcomers_is_of_this_house():
+    page = (PROJECT / ".github" / "CONTRIBUTING.md").read_text()
+    for part in (picture(), table()):
+        assert part in page, f"python -m tests.house prints:\n{part}"

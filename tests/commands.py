@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.warm import Warm
@@ -91,3 +91,13 @@ def torchrun(*words, arguments=(), env=None):
 def blocks():
     """Blocks of shared memory that have a name; semaphores are not counted, which any program may have for a moment."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+def orphaned_blocks(before):
+    """Blocks that are new and that no living process maps; other programs, and tests beside this one, have some too."""
+    left = blocks() - before
+    for pid in filter(str.isdigit, os.listdir("/proc")) if left else ():
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            left -= {name for name in left if name in maps}
+    return {name for name in left if (Path("/dev/shm") / name).exists()}

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import blocks, environment, result, steps
+from tests.commands import blocks, environment, orphaned_blocks, result, steps
 
 WORDS = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "epochs=6", "ema=0.9"]
 WORDS += ["threads=1", "save.every_steps=5", "logging.every_steps=1", "logging.progress=false", "resume=auto"]
@@ -162,15 +162,6 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         self.main.wait()
 
-    def orphaned_blocks(self) -> set[str]:
-        """New blocks of shared memory that no living process maps; other programs may have some for a moment."""
-        left = blocks() - self.blocks
-        for pid in filter(str.isdigit, os.listdir("/proc")) if left else ():
-            with suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text()
-                left -= {name for name in left if name in maps}
-        return {name for name in left if (Path("/dev/shm") / name).exists()}
-
 
 def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
     """Kill, signal or stop a job in a phase, wait for its end and look at it; None when the job had ended before."""
@@ -226,7 +217,7 @@ def check(hit: Hit, job: Job) -> None:
     assert "Traceback" not in hit.output, hit.output
     if name == "stop" and code == 7:
         assert f"{hit.victim} was silent for {TIMEOUT} s: it is stopped" in hit.output, hit.output
-    assert not job.orphaned_blocks()
+    assert not orphaned_blocks(job.blocks)
 
 
 def _read(path: Path) -> str:
@@ -310,7 +301,7 @@ def finish(folder: Path, *words: str) -> None:
     try:
         code, _ = job.end(120 * slack())
         assert code == 0 and "Traceback" not in job.text(), job.text()
-        assert not job.orphaned_blocks()
+        assert not orphaned_blocks(job.blocks)
     finally:
         job.clear()
 

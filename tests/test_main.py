@@ -200,9 +200,9 @@ def test_training_happens_here_with_the_plugin_and_the_words(
     stand_in = SimpleNamespace(
         run=lambda recipe, own_process: ran.append(recipe), evaluate_run=lambda *words: ran.append(words)
     )
-    for name in ("training", "evaluation"):
-        monkeypatch.setitem(sys.modules, f"trainer.{name}", stand_in)  # type: ignore[arg-type]
-        monkeypatch.setattr(f"trainer.{name}", stand_in, raising=False)
+    for name in ("trainer.training.loop", "trainer.training.evaluation"):
+        monkeypatch.setitem(sys.modules, name, stand_in)  # type: ignore[arg-type]
+        monkeypatch.setattr(name, stand_in, raising=False)
     monkeypatch.setattr(launching, "load_plugin", lambda name: ran.append(name))
     own = ("mode=single", "plugin=mine", "model.name=my_net", "data.name=my_data")
     assert outcome(capsys, *own, "epochs=3")[0] == 0

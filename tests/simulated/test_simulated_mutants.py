@@ -178,16 +178,16 @@ def copied(machine):
 
 
 USES = {
-    "balance.py": [costs],
+    "models/balance.py": [costs],
     "data/copies.py": [copied],
-    "metrics.py": [timed, communicated, probed],
+    "telemetry/metrics.py": [timed, communicated, probed],
     "planning/probe.py": [probed],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],
-    "strategies/ddp.py": [communicated],
-    "strategies/spans.py": [pipelined],
-    "strategies/stages.py": [tried],
-    "strategies/streams.py": [pipelined],
+    "modes/ddp.py": [communicated],
+    "modes/pipeline/spans.py": [pipelined],
+    "modes/pipeline/stages.py": [tried],
+    "modes/pipeline/streams.py": [pipelined],
 }
 
 

@@ -34,18 +34,18 @@ logging.progress=false logging.tensorboard=false"""
 # Who times a device with the host's clock: it must be idle then.
 MEASURING = frozenset(
     {
-        "balance._clock",
-        "metrics.Ledger.span",
+        "models.balance._clock",
+        "telemetry.metrics.Ledger.span",
         "planning.probe._whole.<locals>.timed",
         "planning.probe._exchange",
-        "strategies.ddp.DistributedDataParallel._exchange",
-        "strategies.ddp.DistributedDataParallel._exposed",
-        "strategies.spans.Recorder._now",
-        "strategies.stages.Staged._trial",
+        "modes.ddp.DistributedDataParallel._exchange",
+        "modes.ddp.DistributedDataParallel._exposed",
+        "modes.pipeline.spans.Recorder._now",
+        "modes.pipeline.stages.Staged._trial",
     }
 )
-IN_A_STEP = "training.train_epoch"
-NOT_EVERY_STEP = ("meeting.Meeting.hold", "resuming.save", "metrics.Ledger.span")
+IN_A_STEP = "training.loop.train_epoch"
+NOT_EVERY_STEP = ("training.meeting.Meeting.hold", "training.resuming.save", "telemetry.metrics.Ledger.span")
 
 
 @dataclass

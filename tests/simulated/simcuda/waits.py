@@ -20,7 +20,7 @@ class Wait(NamedTuple):
     file: str  # in trainer/
     function: str
     line: int
-    callers: frozenset[str]  # functions of the project further up: "training.train_epoch"
+    callers: frozenset[str]  # functions of the project further up: "training.loop.train_epoch"
 
 
 class Waits:
@@ -55,7 +55,7 @@ class Waits:
 
 
 def named(frame: FrameType) -> str:
-    """As in "training.train_epoch"."""
+    """As in "training.loop.train_epoch"."""
     name = frame.f_code.co_filename.removeprefix(HOME).removesuffix(".py").replace("/", ".")
     return f"{name}.{frame.f_code.co_qualname}"
 

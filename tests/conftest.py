@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from collections.abc import Iterator
+
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `tests.commands.environment`
@@ -11,6 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the full counts instead of a sample of each")
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """What a run in this process sets for libraries is gone with its test."""
+    before = {**os.environ}
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

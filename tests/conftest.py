@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `tests.commands.environment`
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, and all that is started from here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,8 +19,8 @@ from tests.training.test_training import SAME
 from trainer.data import Shard
 from trainer.errors import RecipeError
 from trainer.modes.pipeline.ranks import SCHEDULES
-from trainer.recipe import load
-from trainer.recipe.checks import OPTIONS, REFUSED, SPLIT_BACKWARD, VIRTUAL, check_processes
+from trainer.recipe import TRAITS, load
+from trainer.recipe.checks import OPTIONS, SPLIT_BACKWARD, VIRTUAL, check_processes
 from trainer.training.reporting import few_for_batch_norm
 
 # -------------------------------------------------------------------------------------------- modes x models
@@ -268,7 +268,7 @@ def pairs_job(option, column, folder):
 
 
 def test_every_option_in_every_mode_works_or_is_refused(tmp_path, full):
-    """What works has the numbers that the option has in `single`; what does not is refused, for REFUSED's reason."""
+    """What works has the numbers that the option has in `single`; what does not is refused, for its traits' reason."""
     options = [PLAIN, *(option for option in OPTIONS if option != "compile" or full)]  # compiling takes a minute
     ended = {}
     for count in (1, 2):
@@ -278,7 +278,7 @@ def test_every_option_in_every_mode_works_or_is_refused(tmp_path, full):
     wrong = {}
     for option in options:
         for column, (_, (mode, *_)) in COLUMNS.items():
-            name, reason = f"{option} in {column}", REFUSED.get((option, mode.removeprefix("mode=")))
+            name, reason = f"{option} in {column}", TRAITS[mode.removeprefix("mode=")].refuses.get(option)
             code, line = ended.get(name, (None, "never came to it"))
             if (code != 2 or reason not in line) if reason else code != 0:
                 wrong[name] = (code, line)
@@ -306,7 +306,7 @@ def test_every_option_in_every_mode_works_or_is_refused(tmp_path, full):
 @pytest.mark.full("1f1b is in the test above, the others take minutes")
 def test_every_option_under_every_schedule(schedule, tmp_path):
     column = "`pipeline`, processes"
-    options = [option for option in OPTIONS if (option, "pipeline") not in REFUSED]
+    options = [option for option in OPTIONS if option not in TRAITS["pipeline"].refuses]
     other = {"pipeline.schedule=1f1b": f"pipeline.schedule={schedule}"}
     jobs = {o: [other.get(word, word) for word in pairs_job(o, column, tmp_path / o)] for o in options}
     ended = in_turn(jobs, 2, tmp_path / "jobs", timeout=1800)

@@ -150,7 +150,7 @@ def test_weight_times_summed_loss(mode):
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     before = copy.deepcopy(model)
     recipe = load(None, f"mode={mode}", "pipeline.split_size=3")  # four rows: an uneven last micro-batch
-    strategy = create(recipe, TWO if recipe.many_devices else ALONE)
+    strategy = create(recipe, TWO if recipe.traits.many_devices else ALONE)
     strategy.setup(model, (4, 1, 2, 2))
     inputs, targets = torch.randn(8, 1, 2, 2), torch.arange(8) % 3
     whole = strategy.forward_backward(Batch(inputs, targets, 8), 1 / 8)

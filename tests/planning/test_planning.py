@@ -700,7 +700,7 @@ def test_the_commands_mean_the_recipe(name, words, typed):
     given = [*([f"recipe={name}"] if name else []), *words] if typed else []
     if typed and not given:
         pytest.skip("nothing typed is the other case")
-    for command in summary.commands(recipe, lay_out(recipe, 2 if recipe.many_processes else None), given):
+    for command in summary.commands(recipe, lay_out(recipe, 2 if recipe.processes == "many" else None), given):
         own, rest = split(shlex.split(command)[shlex.split(command).index("trainer") + 1 :], ("recipe", "nproc"))
         meant = recipe.replace(data__root="FOLDER") if name == "resnet50" else recipe
         assert (own or rest) and load_recipe(own.get("recipe"), *rest) == meant

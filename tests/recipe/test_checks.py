@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.errors import RecipeError
-from trainer.recipe import MODES, Recipe, Schedule, checks, load
+from trainer.recipe import MODES, TRAITS, Recipe, Schedule, checks, load
 from trainer.recipe.checks import (
     OPTIONS,
-    REFUSED,
     SPLIT_BACKWARD,
     V_SHAPED,
     VIRTUAL,
@@ -282,13 +281,13 @@ def test_options(mode: str, option: str) -> None:
     """Refused exactly where the table says, with its reason, whatever the number of processes."""
     key, value = OPTIONS[option]
     on = recipe(f"mode={mode} {key}={str(value).lower()}")
-    reason = REFUSED.get((option, mode), "")
+    reason = TRAITS[mode].refuses.get(option, "")
     assert line(check_options, on) == (f"{option}=true is not for mode={mode}: {reason}" if reason else "")
-    assert line(check_processes, on, 1 if mode in ("single", "dp", "split") else 2) == line(check_options, on)
+    assert line(check_processes, on, 1 if TRAITS[mode].processes == "one" else 2) == line(check_options, on)
 
 
-def test_every_refusal_is_of_an_option_and_a_mode() -> None:
-    assert {option for option, _ in REFUSED} <= set(OPTIONS) and {mode for _, mode in REFUSED} <= set(MODES)
+def test_every_refusal_is_of_an_option() -> None:
+    assert {option for traits in TRAITS.values() for option in traits.refuses} <= set(OPTIONS)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

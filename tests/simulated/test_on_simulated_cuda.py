@@ -116,12 +116,12 @@ ELSEWHERE = {
     "planning/probe.py here: layout.kind == 'cuda'": "measures in processes of its own, which are not simulated",
     "planning/probe.py _at_once: layout.kind == 'cuda'": "the same",
     "planning/probe.py _measure: task['kind'] == 'cuda'": "the same",
-    "planning/forecast.py forecast: mode == 'dp' and layout.kind == 'cuda'": "wants speeds measured on cards",
-    "planning/forecast.py _of_replicas: layout.kind == 'cuda' and layout.recipe.mode == 'ddp' and seconds "
-    "and (measured.exposed is None)": "the same",
-    "planning/forecast.py _step: recipe.mode == 'split' or (layout.schedule == STREAMS and layout.kind == 'cpu')": (
-        "the same"
+    "planning/forecast.py forecast: recipe.traits.exchanges == 'copies' and layout.kind == 'cuda'": (
+        "wants speeds measured on cards"
     ),
+    "planning/forecast.py _of_replicas: reduced and layout.kind == 'cuda'": "the same",
+    "planning/forecast.py _step: recipe.traits.one_stage_at_a_time "
+    "or (layout.schedule == STREAMS and layout.kind == 'cpu')": "the same",
 }
 
 

@@ -15,11 +15,9 @@ from trainer import recipe
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes import world
-from trainer.recipe import MANY_PROCESS_MODES, MODES, Recipe, checks, flatten
+from trainer.recipe import MODES, TRAITS, Recipe, Traits, checks, flatten
 
 OWN_WORDS = ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps")
-ONLY_FOR = {"pipeline": ("pipeline",), "local_sgd": ("local_sgd",), "nproc": (*MANY_PROCESS_MODES, "pipeline")}
-STAGED = ("split", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,10 @@ class Entry:
     @property
     def mode(self) -> str:
         return self.recipe.mode
+
+    @property
+    def traits(self) -> Traits:
+        return self.recipe.traits
 
     @property
     def slug(self) -> str:
@@ -105,8 +107,7 @@ def entries(
         own = {key: word for key, word in own.items() if key != "nproc"} | _nproc(own, nproc, mode)
         if sweep and sweep.key in own:
             raise RecipeError(f"'{text}' and sweep={sweep.key}:[...] give one key twice: keep the sweep")
-        used = sweep is not None and mode in ONLY_FOR.get(sweep.key.partition(".")[0], MODES)
-        used = used or (sweep is not None and sweep.key == "pipeline.stages" and mode in STAGED)
+        used = sweep is not None and _looks_at(TRAITS[mode], sweep.key)
         for value in sweep.values if sweep and used else (None,):
             point = {sweep.key: sweep.word(value)} if sweep and used else {}
             name = " ".join([text, *point.values()])
@@ -186,11 +187,22 @@ def _by_key(words: Sequence[str]) -> dict[str, str]:
     return {word.partition("=")[0]: word for word in words}
 
 
+def _looks_at(traits: Traits, key: str) -> bool:
+    """Whether a key makes a difference in a mode: some are for pipelines or workers alone."""
+    if key == "nproc":
+        return traits.processes != "one"
+    if key == "pipeline.stages":
+        return traits.staged
+    if key.startswith("pipeline."):
+        return traits.micro_batches
+    return traits.exchanges == "weights" or not key.startswith("local_sgd.")
+
+
 def _nproc(own: Mapping[str, str], nproc: str | None, mode: str) -> dict[str, str]:
     """An entry's own nproc= first; the comparison's goes to the modes that can have several processes."""
     if "nproc" in own:
         return {"nproc": own["nproc"]}
-    return {"nproc": f"nproc={nproc}"} if nproc and mode in ONLY_FOR["nproc"] else {}
+    return {"nproc": f"nproc={nproc}"} if nproc and _looks_at(TRAITS[mode], "nproc") else {}
 
 
 def _entry(
@@ -199,7 +211,7 @@ def _entry(
     """An entry held against this machine."""
     nproc = words.pop("nproc", "").partition("=")[2] or None
     chosen = recipe.load(source, *words.values(), f"mode={mode}")
-    if mode == "single" and isinstance(chosen.devices, list) and len(chosen.devices) > 1:
+    if chosen.traits.single_device and isinstance(chosen.devices, list) and len(chosen.devices) > 1:
         words["devices"] = f"devices=[{chosen.devices[0]}]"
         chosen = chosen.replace(devices=chosen.devices[:1])
     listed = (*words.values(), f"mode={mode}")

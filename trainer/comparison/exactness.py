@@ -50,7 +50,7 @@ def judge(
     """
     if entry == reference:
         return Exactness("reference", "reference")
-    if entry.recipe.every_sample:
+    if not entry.recipe.traits.same_maths:
         return Exactness("other maths", "not same maths")
     if not losses:
         return Exactness("not compared", "-")

@@ -25,12 +25,12 @@ def predictions(
         plugin: the user's own module.
     """
     source = next(
-        (folder for entry, folder in zip(entries, folders, strict=True) if entry.mode == "single" and folder), None
+        (folder for entry, folder in zip(entries, folders, strict=True) if entry.traits.reference and folder), None
     )
     found: dict[str, float] = {}
     for entry in entries:
         several = entry.ranks > 1
-        if entry.mode == "single" or entry.problem or _stands_in(entry) or not (several or source):
+        if entry.traits.reference or entry.problem or _stands_in(entry) or not (several or source):
             continue
         measured = "here" if several else str(source)
         try:
@@ -46,4 +46,4 @@ def _stands_in(entry: Entry) -> bool:
     """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
     if "cpu" not in entry.recipe.devices and cards.look().count:
         return False
-    return (entry.mode == "pipeline" and entry.ranks == 1) or entry.ranks * entry.threads > world.cores()
+    return (entry.traits.micro_batches and entry.ranks == 1) or entry.ranks * entry.threads > world.cores()

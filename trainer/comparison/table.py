@@ -18,7 +18,7 @@ NO_DIFFERENCE = "no difference shown"
 
 def reference_of(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     """What an entry's ratio is to: single at the same swept value, else single, else the first entry of all."""
-    singles = [other for other in entries if other.mode == "single"]
+    singles = [other for other in entries if other.traits.reference]
     same = [other for other in singles if other.value == entry.value]
     return next(iter(same or singles or entries), None)
 
@@ -149,7 +149,7 @@ def _label(entry: Entry, row: Rows) -> str:
 def _exactness(
     entry: Entry, row: Rows, reference: Entry | None, found: Mapping[str, tuple[Entry, Rows]], parts: Sequence[str]
 ) -> Exactness:
-    single = reference if reference and reference.mode == "single" else None
+    single = reference if reference and reference.traits.reference else None
     expected = found[single.name][1].losses if single else []
     return judge(entry, row.losses, single, expected, parts)
 

@@ -19,14 +19,14 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str
         RecipeError: devices that are not here, or another number than the mode can use, with the number that works.
     """
     names = _named_devices(recipe, cuda)
-    if recipe.many_devices and local_size == 1:
+    if recipe.traits.many_devices and local_size == 1:
         return [_of_one_process(recipe, names, cuda)]
-    if recipe.mode == "hogwild" and any(name != "cpu" for name in names):
+    if recipe.traits.shared_memory and any(name != "cpu" for name in names):
         raise RecipeError(
-            "mode=hogwild shares its weights in the CPU's memory: leave devices out, or write devices=[cpu]; "
+            f"mode={recipe.mode} shares its weights in the CPU's memory: leave devices out, or write devices=[cpu]; "
             "several workers on one card: mode=local_sgd devices=[cuda:0]"
         )
-    if recipe.mode in ("local_sgd", "hogwild") or names == ["cpu"]:
+    if recipe.traits.shares_devices or names == ["cpu"]:
         return [(names[rank % len(names)],) for rank in range(local_size)]
     if local_size > len(names):
         raise RecipeError(
@@ -34,7 +34,7 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str
             f"use nproc={len(names)} (torchrun --nproc_per_node={len(names)}); mode={recipe.mode} wants a device each"
         )
     if local_size < len(names) and recipe.devices != "auto":
-        how = f"nproc={len(names)}" if recipe.mode != "single" else "mode=ddp"
+        how = "mode=ddp" if recipe.traits.single_device else f"nproc={len(names)}"
         raise RecipeError(
             f"devices lists {len(names)} for {local_size} process{'es' * (local_size > 1)}, and mode={recipe.mode} "
             f"uses one each: use {how}, or list {local_size}"
@@ -45,7 +45,7 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str
 def _named_devices(recipe: Recipe, cuda: int) -> list[str]:
     """The recipe's devices, or those there are."""
     if recipe.devices == "auto":
-        return [f"cuda:{index}" for index in range(cuda)] if cuda and recipe.mode != "hogwild" else ["cpu"]
+        return [f"cuda:{index}" for index in range(cuda)] if cuda and not recipe.traits.shared_memory else ["cpu"]
     return present(recipe.devices, cuda)
 
 
@@ -89,7 +89,7 @@ def present(devices: Sequence[str], cuda: int) -> list[str]:
 
 def _of_one_process(recipe: Recipe, names: list[str], cuda: int) -> tuple[str, ...]:
     """All devices of a mode that runs in one process; a stage each where the model is split."""
-    if recipe.mode == "dp":
+    if not recipe.traits.staged:
         return tuple(names)
     stages = recipe.pipeline.stages
     if names == ["cpu"]:

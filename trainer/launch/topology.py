@@ -58,15 +58,14 @@ def topology(
 def _ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int) -> int:
     if nproc is not None:
         return _whole({"nproc": nproc}, "nproc", 1, 1, 4096)
-    undecided = recipe.mode == "pipeline" and recipe.pipeline.schedule is None  # runs in one process or several
-    if not recipe.many_processes and not (undecided and "NPROC" in variables):
+    if recipe.processes == "one" or (recipe.processes == "either" and "NPROC" not in variables):
         return 1
     if "NPROC" in variables:
         return _whole(variables, "NPROC", 1, 1, 4096)
     if recipe.devices != "auto" and recipe.devices != ["cpu"]:
         return len(recipe.devices)
-    stages = recipe.pipeline.stages if recipe.mode == "pipeline" else None
-    gpus = cuda() if recipe.devices == "auto" and recipe.mode != "hogwild" else 0
+    stages = recipe.pipeline.stages if recipe.traits.staged else None
+    gpus = cuda() if recipe.devices == "auto" and not recipe.traits.shared_memory else 0
     if stages:
         return max(stages, gpus // stages * stages)
     return gpus or max(1, min(cores, CPU_RANKS))

@@ -31,8 +31,6 @@ class Communication(NamedTuple):
 class Strategy:
     """One model on one device (mode `single`)."""
 
-    private: tuple[str, ...] = ()  # what differs from rank to rank and is saved for each: model, optimizer, ema
-
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe = recipe
         self.world = world

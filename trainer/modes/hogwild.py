@@ -26,8 +26,6 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 class Hogwild(Strategy):
     """One set of weights and buffers for all ranks; gradients, optimizer and moving average are each rank's own."""
 
-    private = ("optimizer", "scaler")
-
     def shard(self) -> Shard:
         return Shard(self.world.rank, self.world.size, every_sample=True)
 

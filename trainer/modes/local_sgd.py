@@ -28,8 +28,6 @@ class LocalSGD(Strategy):
     (BatchNorm's counters) become rank 0's. Optimizer states are never averaged.
     """
 
-    private = ("model", "optimizer", "ema", "scaler")
-
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(recipe, world)
         self.averaging = Stopwatch(self.device)

@@ -8,6 +8,7 @@ from trainer.data import Batch
 from trainer.models.partition import Traced
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.tuning import Pipe, Plan
+from trainer.recipe import IN_TURN
 
 
 class Split(Staged):
@@ -15,7 +16,7 @@ class Split(Staged):
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
-        return Pipe(workers, workers, ("split",), rows, (1,))
+        return Pipe(workers, workers, (IN_TURN,), rows, (1,))
 
     def build(self, traced: Traced, plan: Plan) -> None:
         self._norms.clear()

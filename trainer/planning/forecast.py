@@ -44,9 +44,11 @@ def forecast(shadow: Shadow, layout: Layout, measured: Measured, bandwidth: floa
     Raises:
         RecipeError: this mode cannot be predicted.
     """
-    mode = layout.recipe.mode
-    if mode == "dp" and layout.kind == "cuda":
-        raise RecipeError("measured= does not tell of mode=dp, which copies the model in every pass: plan mode=ddp")
+    recipe = layout.recipe
+    if recipe.traits.exchanges == "copies" and layout.kind == "cuda":
+        raise RecipeError(
+            f"measured= does not tell of mode={recipe.mode}, which copies the model in every pass: plan mode=ddp"
+        )
     if bandwidth is not None:
         measured = replace(measured, bandwidth=bandwidth, exposed=None)
         measured = replace(
@@ -64,21 +66,22 @@ def _of_replicas(shadow: Shadow, layout: Layout, measured: Measured) -> Forecast
     if how:
         notes.append(how)
     hidden = 0.0
-    if layout.kind == "cuda" and layout.recipe.mode == "ddp" and seconds and measured.exposed is None:
+    reduced = layout.recipe.traits.exchanges == "gradients" and seconds and measured.exposed is None
+    if reduced and layout.kind == "cuda":
         hidden = min(seconds, BACKWARD * measured.image * layout.rows)  # only the last micro-batch's pass exchanges
         notes.append(f"{duration(hidden)} of {duration(seconds)} of all-reduce hide behind the backward pass")
-    elif layout.recipe.mode == "ddp" and seconds and measured.exposed is None:
+    elif reduced:
         notes.append("nothing hides the all-reduce: on CPUs the same cores do both")
     return Forecast(compute, seconds - hidden, measured.optimizer, measured.other, assumptions=tuple(notes))
 
 
 def _all_reduce(shadow: Shadow, layout: Layout, measured: Measured) -> tuple[float, str]:
     """Seconds a step in which ranks exchange gradients, or weights, and how that is known."""
-    count, mode = layout.processes, layout.recipe.mode
-    if count == 1 or mode in ("single", "hogwild", "dp"):
+    count, exchanges = layout.processes, layout.recipe.traits.exchanges
+    if count == 1 or exchanges not in ("gradients", "weights"):
         return 0.0, ""
     share = 1.0
-    if mode == "local_sgd":
+    if exchanges == "weights":
         every = layout.recipe.local_sgd.every
         if every is None:
             return 0.0, "averaging once an epoch costs nothing beside its steps"
@@ -165,7 +168,7 @@ def _step(
         notes.append(f"a micro-batch's {shown(crossing)} take {duration(transfer)} from stage to stage")
     elif layout.processes > 1:
         notes.append("transfers between stages are left out: state bandwidth=10GB/s")
-    one_at_a_time = recipe.mode == "split" or (layout.schedule == STREAMS and layout.kind == "cpu")
+    one_at_a_time = recipe.traits.one_stage_at_a_time or (layout.schedule == STREAMS and layout.kind == "cpu")
     if one_at_a_time:
         length = cut.microbatches * sum(seconds.values())
         bubble = 1 - 1 / layout.workers
@@ -191,7 +194,7 @@ def _step(
 
 def scaling(shadow: Shadow, layout: Layout, measured: Measured, bandwidth: float | None) -> list[dict[str, Any]]:
     """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
-    if layout.staged or layout.recipe.mode in ("single", "dp"):
+    if layout.staged or layout.recipe.processes == "one":
         return []
     found: list[dict[str, Any]] = []
     recipe = layout.recipe

@@ -9,7 +9,7 @@ from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import RecipeError
 from trainer.launch.topology import topology
 from trainer.processes import world
-from trainer.recipe import MODES, STREAMS, Recipe, checks
+from trainer.recipe import TRAITS, Recipe, checks
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Layout:
     @property
     def staged(self) -> bool:
         """Whether the model is in stages."""
-        return self.recipe.mode in ("split", "pipeline")
+        return self.recipe.traits.staged
 
     @property
     def schedule(self) -> str:
-        return "split" if self.recipe.mode == "split" else checks.schedule_of(self.recipe, self.processes)
+        return checks.schedule_of(self.recipe, self.processes)
 
     @property
     def workers(self) -> int:
@@ -63,7 +63,7 @@ class Layout:
     @property
     def microbatches(self) -> list[int]:
         """The numbers of micro-batches that can be."""
-        return checks.microbatch_counts(self.recipe, self.processes) if self.recipe.mode == "pipeline" else [1]
+        return checks.microbatch_counts(self.recipe, self.processes) if self.recipe.traits.micro_batches else [1]
 
 
 def lay_out(recipe: Recipe, nproc: str | int | None = None) -> Layout:
@@ -84,7 +84,7 @@ def _pretended(recipe: Recipe, processes: int) -> int:
     """GPUs that the planned machine has: those the recipe names, or where this one has some, one a process or stage."""
     if recipe.devices == "auto":
         here = world.cuda_count()
-        staged = recipe.mode in ("split", "pipeline") and processes == 1
+        staged = recipe.traits.staged and processes == 1
         return max(here, (recipe.pipeline.stages or 2) if staged else processes) if here else 0
     if set(recipe.devices) == {"cpu"}:
         return 0
@@ -98,13 +98,12 @@ def every_mode(recipe: Recipe, nproc: str | int | None = None) -> dict[str, Layo
     if recipe.devices != "auto":
         kind = recipe.devices[0].partition(":")[0]
     found: dict[str, Layout | RecipeError] = {}
-    for mode in MODES:
-        names = ["cpu"] * count if kind == "cpu" or mode == "hogwild" else [f"cuda:{n}" for n in range(count)]
-        one_process = mode in ("single", "dp", "split")
-        one_process |= mode == "pipeline" and recipe.pipeline.schedule == STREAMS
+    for mode, traits in TRAITS.items():
+        on_cpu = kind == "cpu" or traits.shared_memory
+        names = ["cpu"] * count if on_cpu else [f"cuda:{n}" for n in range(count)]
         try:
-            chosen = recipe.replace(mode=mode, devices=names[:1] if mode == "single" else names)
-            found[mode] = lay_out(chosen, 1 if one_process else count)
+            chosen = recipe.replace(mode=mode, devices=names[:1] if traits.single_device else names)
+            found[mode] = lay_out(chosen, 1 if chosen.processes == "one" else count)
         except RecipeError as error:
             found[mode] = error
     return found

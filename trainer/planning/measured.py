@@ -72,8 +72,10 @@ def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe:
     if not result.get("step_time_s"):
         raise SetupError(f"{key} was too short to measure its speed: train 10 steps or more, or measured=here")
     _check_same(key, was, recipe, images)
-    if was.mode == "dp" and not (result.get("data_parallel") or {}).get("pass_through"):
-        raise RecipeError(f"{key} is of mode=dp, which mixes computing with copying the model: measure mode=single")
+    if was.traits.exchanges == "copies" and not (result.get("data_parallel") or {}).get("pass_through"):
+        raise RecipeError(
+            f"{key} is of mode={was.mode}, which mixes computing with copying the model: measure mode=single"
+        )
     processes = result["world_size"]
     rows = result["batch_size"] // (checks.shards(was, processes) * result["accumulate"])
     step = result["step_time_s"]["mean"]
@@ -81,7 +83,7 @@ def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe:
     apart = {name: step * shares.get(name, 0.0) for name in ("data", "logging", "optimizer", "communication")}
     stages = result.get("pipeline") or {}
     busy = stages.get("stage_seconds") or []
-    if was.mode == "pipeline" and sum(busy):
+    if was.traits.micro_batches and sum(busy):
         image = sum(busy) / rows
         rows = stages["split_size"]
     else:
@@ -92,12 +94,13 @@ def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe:
         image *= slower
     found = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
     found += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
+    reduced = was.traits.exchanges == "gradients" and apart["communication"]
     return Measured(
         image,
         rows,
         apart["optimizer"],
         apart["data"] + apart["logging"],
-        exposed=(apart["communication"], processes) if was.mode == "ddp" and apart["communication"] else None,
+        exposed=(apart["communication"], processes) if reduced else None,
         plan={**{key: stages[key] for key in PLANNED}, "recompute": was.pipeline.recompute} if busy else None,
         assumptions=(
             found,

@@ -11,7 +11,6 @@ import torch
 
 from trainer.devices import cards
 from trainer.errors import RecipeError
-from trainer.modes import STRATEGIES
 from trainer.modes.base import AUTOCAST
 from trainer.modes.dp import rows_of_devices
 from trainer.modes.local_sgd import BUCKET
@@ -53,7 +52,7 @@ def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[De
     """Bytes on each of the layout's devices; `cut` for a model in stages."""
     if layout.staged:
         return _of_stages(shadow, layout, cut or schedules.cut(shadow, layout))
-    if layout.recipe.mode == "dp":
+    if layout.recipe.traits.exchanges == "copies":
         return _of_replicas(shadow, layout)
     device = _of_whole(shadow, layout)
     return [Device(**{**asdict(device), "device": name}) for name in layout.devices]
@@ -62,14 +61,15 @@ def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[De
 def _of_whole(shadow: Shadow, layout: Layout) -> Device:
     own, recipe = shadow.resident(shadow.model), layout.recipe
     images = sum(shadow.batch_bytes(layout.rows))
-    stays = recipe.accumulate > 1 or (recipe.mode == "ddp" and layout.processes > 1)  # gradients, from step to step
+    several, exchanges = layout.processes > 1, recipe.traits.exchanges
+    stays = recipe.accumulate > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
     activations = shadow.whole(layout.rows, gradients=True).peak
     if stays:
         working = own["gradients"] + activations
     else:
         working = max(own["gradients"], shadow.whole(layout.rows, gradients=False).peak)
     peak = sum(own.values()) - own["gradients"] + images + working
-    if recipe.mode == "local_sgd" and layout.processes > 1:
+    if exchanges == "weights" and several:
         averaging = AVERAGING * min(BUCKET, own["parameters"] // 4)
         peak = max(peak, sum(own.values()) - own["gradients"] + averaging)
     return Device("", **own, images=images, activations=activations, peak=peak)
@@ -199,7 +199,7 @@ def disk(shadow: Shadow, layout: Layout) -> dict[str, int]:
     own = shadow.resident(shadow.model)
     weights = own["parameters"] + shadow.saved_buffers(shadow.model)
     state = {"model": weights, "optimizer": own["optimizer"], "ema": own["ema"]}
-    private = sum(state.get(kind, 0) for kind in STRATEGIES[layout.recipe.mode].private)
+    private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
     checkpoint = sum(state.values()) + layout.processes * private
     files = 2 * weights  # last and best
     return {

@@ -8,6 +8,7 @@ from typing import Any
 
 import trainer
 from trainer.planning.amounts import duration, operations, shown
+from trainer.recipe import TRAITS
 
 WIDTH = 108
 PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
@@ -105,15 +106,15 @@ def _disk(disk: Mapping[str, Any]) -> str:
 
 
 def _traffic(found: Mapping[str, Any]) -> str:
-    traffic = found["communication"]
+    traffic, exchanges = found["communication"], TRAITS[found["mode"]].exchanges
     parts = []
     if traffic["all_reduce_bytes_per_device"]:
-        what = "weights" if found["mode"] == "local_sgd" else "gradients"
+        what = "weights" if exchanges == "weights" else "gradients"
         parts.append(f"{shown(traffic['all_reduce_bytes_per_device'])} a step sent by each device to all-reduce {what}")
     if traffic["epoch_bytes_per_device"]:
         parts.append(f"{shown(traffic['epoch_bytes_per_device'])} an epoch sent by each device to average weights")
     if traffic["crossing_bytes"]:
-        what = "copies and gradients" if found["mode"] == "dp" else "activations and their gradients"
+        what = "copies and gradients" if exchanges == "copies" else "activations and their gradients"
         parts.append(f"{shown(traffic['crossing_bytes'])} a step of {what} from device to device")
     line = "; ".join(parts) or "none between devices"
     return line + (f"; {duration(traffic['seconds'])} if nothing hides it" if parts and traffic["seconds"] else "")

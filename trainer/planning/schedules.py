@@ -19,7 +19,7 @@ from trainer.modes.pipeline.ranks import SCHEDULES, _tasks, ranks_of_stages
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.planning.layout import Layout
 from trainer.planning.shadow import Shadow, StagePass
-from trainer.recipe import STREAMS
+from trainer.recipe import IN_TURN, STREAMS
 from trainer.recipe.checks import VIRTUAL
 
 MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: its bubble is 20 % or less
@@ -67,7 +67,7 @@ def cut(shadow: Shadow, layout: Layout, microbatches: int | None = None, costs: 
         microbatches = default_microbatches(layout)
     rows = -(-layout.rows // microbatches)
     names = cuts(shadow.traced, layout, costs or shadow.blocks(rows))
-    wired = layout.recipe.mode == "pipeline" and layout.processes > 1
+    wired = layout.staged and layout.processes > 1
     return Cut(
         names,
         microbatches,
@@ -105,7 +105,7 @@ def order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[
     Raises:
         ValueError: torch has no such order for these numbers.
     """
-    if schedule == "split":
+    if schedule == IN_TURN:
         return [[Task("F", worker, 0), Task("B", worker, 0)] for worker in range(workers)]
     if schedule in ("gpipe", "1f1b", STREAMS):
         kind = orders.gpipe if schedule == "gpipe" else orders.one_forward_one_backward

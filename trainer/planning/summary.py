@@ -34,7 +34,7 @@ def summarise(
     """Everything that is known of the layout before it runs; see `trainer.planning.plan`."""
     recipe = layout.recipe
     images = describe(recipe)
-    shard = Shard(0, layout.shards, every_sample=recipe.every_sample)
+    shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
     steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
     shadow = Shadow(recipe, images, layout.kind)
     source = predicted = cut = None
@@ -143,22 +143,22 @@ def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> dict[str, Any]:
             }
             for index, (module, stage, holder) in enumerate(zip(modules, cut.stages, cut.holders, strict=True))
         ],
-        "bubble_ideal": None if layout.recipe.mode == "split" else cut.ideal,
-        "bubbles": schedules.bubbles(layout) if layout.recipe.mode == "pipeline" else [],
+        "bubble_ideal": None if layout.recipe.traits.one_stage_at_a_time else cut.ideal,
+        "bubbles": schedules.bubbles(layout) if layout.recipe.traits.micro_batches else [],
     }
 
 
 def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: float | None) -> dict[str, Any]:
     """Bytes that go between devices in a step, and what that takes at a stated bandwidth."""
-    recipe, count = layout.recipe, layout.processes
+    recipe, count, exchanges = layout.recipe, layout.processes, layout.recipe.traits.exchanges
     own = shadow.resident(shadow.model)
     reduced = crossing = 0.0
-    if recipe.mode == "ddp":
+    if exchanges == "gradients":
         reduced = ring(count) * own["gradients"]
-    elif recipe.mode == "local_sgd" and count > 1:
+    elif exchanges == "weights" and count > 1:
         every = recipe.local_sgd.every
         reduced = ring(count) * (own["parameters"] + own["buffers"]) / every if every else 0.0
-    elif recipe.mode == "dp" and layout.kind == "cuda":  # the first device sends copies and gets gradients
+    elif exchanges == "copies" and layout.kind == "cuda":  # the first device sends copies and gets gradients
         crossing = (len(layout.devices) - 1) * (own["parameters"] + own["gradients"]) * recipe.accumulate
     if cut is not None:
         passes = cut.microbatches * recipe.accumulate
@@ -171,9 +171,9 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
     return {
         "all_reduce_bytes_per_device": round(reduced),
         "crossing_bytes": round(crossing),
-        "every_steps": recipe.local_sgd.every if recipe.mode == "local_sgd" else 1,
+        "every_steps": recipe.local_sgd.every if exchanges == "weights" else 1,
         "epoch_bytes_per_device": round(ring(count) * (own["parameters"] + own["buffers"]))
-        if recipe.mode == "local_sgd"
+        if exchanges == "weights"
         else 0,
         "seconds": None if bandwidth is None else total / bandwidth,
     }
@@ -203,7 +203,7 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
         typed.append("data.root=FOLDER")
     base = "-m trainer " + shlex.join(typed)
     if layout.processes == 1:
-        return [f"python {base}" + " nproc=1" * recipe.many_processes]
+        return [f"python {base}" + " nproc=1" * (recipe.processes == "many")]
     return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
 
 
@@ -216,7 +216,7 @@ def _assumptions(layout: Layout, images: Images) -> list[str]:
         notes.append("pipeline.microbatches=auto tries several numbers when training starts")
     if recipe.compile:
         notes.append("compiled operators may keep less than these activations")
-    if layout.kind == "cpu" and recipe.devices == "auto" and recipe.mode != "hogwild":
+    if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:
         notes.append("no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB asks for its size")
     if layout.kind == "cuda" and not cards.look().count:
         notes.append("no GPU is here to ask: activations are those of the CPU's operators")

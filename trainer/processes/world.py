@@ -94,8 +94,8 @@ def cuda_for(devices: Sequence[str] | Literal["auto"]) -> int:
 
 
 def cuda_wanted(recipe: Recipe) -> int:
-    """CUDA devices torch can use, for a recipe; Hogwild's weights are in the CPU's memory."""
-    return 0 if recipe.mode == "hogwild" and recipe.devices == "auto" else cuda_for(recipe.devices)
+    """CUDA devices torch can use, for a recipe; none where the weights are in the CPU's memory."""
+    return 0 if recipe.traits.shared_memory and recipe.devices == "auto" else cuda_for(recipe.devices)
 
 
 def threads_per_process(recipe: Recipe, local_size: int, environment: Mapping[str, str] = os.environ) -> int:

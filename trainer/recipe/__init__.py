@@ -8,8 +8,7 @@ from trainer.recipe.changes import changed_keys
 from trainer.recipe.loading import describe, find, load, shipped_recipes, words_of
 from trainer.recipe.schema import (
     DEVICE,
-    MANY_PROCESS_MODES,
-    MODES,
+    IN_TURN,
     STREAMS,
     AugmentRecipe,
     DataRecipe,
@@ -20,12 +19,14 @@ from trainer.recipe.schema import (
     Schedule,
 )
 from trainer.recipe.text import flatten, nearest, neighbours
+from trainer.recipe.traits import MODES, TRAITS, Traits
 
 __all__ = [
     "DEVICE",
-    "MANY_PROCESS_MODES",
+    "IN_TURN",
     "MODES",
     "STREAMS",
+    "TRAITS",
     "AugmentRecipe",
     "DataRecipe",
     "LoggingRecipe",
@@ -33,6 +34,7 @@ __all__ = [
     "OptimizerRecipe",
     "Recipe",
     "Schedule",
+    "Traits",
     "changed_keys",
     "describe",
     "find",

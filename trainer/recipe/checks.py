@@ -12,23 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.errors import RecipeError
-from trainer.recipe import STREAMS, Recipe, nearest, neighbours
+from trainer.recipe import IN_TURN, STREAMS, Recipe, nearest, neighbours
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
 FEW_IMAGES, ENOUGH_IMAGES = 64, 128  # in a step of one GPU: launching kernels then takes longer than running them
 
-# Options and modes that do not go together, and why. Everything else works: a test tries every pair.
-ALONE = "its workers compute apart from each other between averagings"
-REFUSED = {
-    ("sync_bn", "dp"): "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
-    ("sync_bn", "pipeline"): "a stage never holds two micro-batches of a step at once; "
-    "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
-    ("sync_bn", "local_sgd"): f"{ALONE}; use mode=ddp",
-    ("sync_bn", "hogwild"): "its workers never wait for each other; use mode=ddp",
-    ("compile", "dp"): "nn.DataParallel copies the module anew for every pass; use mode=ddp",
-}
 OPTIONS = {
     "fp16": ("precision", "fp16"),
     "bf16": ("precision", "bf16"),
@@ -45,13 +35,15 @@ OPTIONS = {
 
 
 def schedule_of(recipe: Recipe, processes: int) -> str:
-    """The pipeline's schedule: the recipe's, else streams in one process and 1F1B in several."""
+    """The stages' schedule: in turn, or a pipeline's: the recipe's, else streams in one process and 1F1B in several."""
+    if recipe.traits.one_stage_at_a_time:
+        return IN_TURN
     return recipe.pipeline.schedule or (STREAMS if processes == 1 else "1f1b")
 
 
 def ranks_per_pipeline(recipe: Recipe, processes: int) -> int:
     """How many of the processes hold one copy of the model between them."""
-    return (recipe.pipeline.stages or processes) if recipe.mode == "pipeline" and processes > 1 else 1
+    return (recipe.pipeline.stages or processes) if recipe.traits.staged and processes > 1 else 1
 
 
 def shards(recipe: Recipe, processes: int) -> int:
@@ -71,14 +63,16 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         RecipeError: when the mode cannot run in that many or with these options, or the batch does not divide.
     """
     check_options(recipe)
-    if not recipe.many_processes and recipe.mode != "pipeline" and processes > 1:
+    if recipe.traits.processes == "one" and processes > 1:
         raise RecipeError(
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
             f"type python -m trainer ... mode={recipe.mode} without torchrun, or mode=ddp"
         )
-    if recipe.mode == "hogwild" and nodes > 1:
-        raise RecipeError(f"mode=hogwild shares one machine's memory and cannot span {nodes} nodes: use mode=local_sgd")
-    if recipe.mode == "pipeline":
+    if recipe.traits.shared_memory and nodes > 1:
+        raise RecipeError(
+            f"mode={recipe.mode} shares one machine's memory and cannot span {nodes} nodes: use mode=local_sgd"
+        )
+    if recipe.traits.micro_batches:
         _check_pipeline(recipe, processes)
     count = shards(recipe, processes)
     if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
@@ -89,7 +83,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
             f"batch_size={recipe.batch_size} does not divide among {' x '.join(among)}; "
             f"try batch_size={_batch_sizes(recipe, processes)}"
         )
-    if recipe.mode == "pipeline":
+    if recipe.traits.micro_batches:
         microbatch_counts(recipe, processes)
 
 
@@ -103,11 +97,11 @@ def check_options(recipe: Recipe) -> None:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
     on = {"sync_bn": recipe.sync_bn, "compile": recipe.compile}
     for option, value in on.items():
-        reason = REFUSED.get((option, recipe.mode)) if value else None
+        reason = recipe.traits.refuses.get(option) if value else None
         if reason:
             raise RecipeError(f"{option}=true is not for mode={recipe.mode}: {reason}")
     schedule = recipe.pipeline.schedule
-    if recipe.mode == "pipeline" and recipe.compile and schedule in SPLIT_BACKWARD:
+    if recipe.traits.micro_batches and recipe.compile and schedule in SPLIT_BACKWARD:
         raise RecipeError(
             f"compile=true is not for pipeline.schedule={schedule}, which computes the gradients of inputs and weights "
             "apart, and a compiled backward pass is one piece: use pipeline.schedule=1f1b or interleaved1f1b"
@@ -207,7 +201,8 @@ def wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | 
     SGD's learning rate grows with it (Goyal et al., arXiv:1706.02677); `images` of the training set are the most.
     """
     each = recipe.batch_size / cards
-    if cards < 2 or each >= FEW_IMAGES or recipe.mode not in ("ddp", "dp", "local_sgd"):
+    replicated = recipe.traits.exchanges in ("gradients", "copies", "weights")
+    if cards < 2 or each >= FEW_IMAGES or not replicated:
         return None
     factor = 2 ** math.ceil(math.log2(ENOUGH_IMAGES / each))
     if images is not None and factor * recipe.batch_size > images:
@@ -227,7 +222,7 @@ def _round(recipe: Recipe, processes: int) -> int:
 def _batch_sizes(recipe: Recipe, processes: int) -> str:
     """Batch sizes around the recipe's that divide among everything, in words."""
     rows = recipe.augment.together
-    if recipe.mode == "pipeline":
+    if recipe.traits.micro_batches:
         schedule, section = schedule_of(recipe, processes), recipe.pipeline
         count = _round(recipe, processes)
         if section.microbatches != "auto" and not _why_not(schedule, int(section.microbatches), recipe, processes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
@@ -11,12 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
 from trainer.recipe.text import flatten, neighbours, shown
+from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
-Mode = Literal["single", "dp", "ddp", "split", "pipeline", "local_sgd", "hogwild"]
-MODES: tuple[str, ...] = get_args(Mode)
-MANY_PROCESS_MODES = ("ddp", "local_sgd", "hogwild")  # and pipeline under a schedule over processes
-MANY_DEVICE_MODES = ("dp", "split", "pipeline")  # in one process
 STREAMS = "streams"  # the one pipeline schedule that runs in one process
+IN_TURN = "split"  # what stages have for a schedule that work one at a time
 Schedule = Literal[
     "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"
 ]
@@ -204,21 +202,16 @@ class Recipe(_Section):
         return self._name
 
     @property
-    def many_processes(self) -> bool:
-        """Whether the mode wants several processes, one a device, whoever starts them."""
-        return self.mode in MANY_PROCESS_MODES or (
-            self.mode == "pipeline" and self.pipeline.schedule not in (None, STREAMS)
-        )
+    def traits(self) -> Traits:
+        """What is to know of the mode."""
+        return TRAITS[self.mode]
 
     @property
-    def many_devices(self) -> bool:
-        """Whether one process may drive several devices."""
-        return self.mode in MANY_DEVICE_MODES
-
-    @property
-    def every_sample(self) -> bool:
-        """Whether each worker uses all samples of its own shard, rather than a share of every full global batch."""
-        return self.mode in ("local_sgd", "hogwild")
+    def processes(self) -> Processes:
+        """Whether one process trains or several, whoever starts them; a pipeline that names no schedule can be both."""
+        if self.traits.processes != "either" or self.pipeline.schedule is None:
+            return self.traits.processes
+        return "one" if self.pipeline.schedule == STREAMS else "many"
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved recipe as plain Python values."""

@@ -127,7 +127,7 @@ class Tracker(NullTracker):
         self._events = Events(self.path)
         if not kept:
             self._events.text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
-            pipeline = PIPELINE_CHARTS if self.recipe.mode == "pipeline" else {}
+            pipeline = PIPELINE_CHARTS if self.recipe.traits.micro_batches else {}
             self._events.add(custom_scalars({**SPEED_CHARTS, **pipeline}), 0)  # type: ignore[no-untyped-call]
             plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
             for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]

@@ -195,13 +195,13 @@ def _advice(bound: str, measured: Measured, recipe: Recipe, setting: Setting) ->
         wanted = max(setting.cores, 2 * workers)
         return ([f"data.workers={wanted}"] if wanted <= 2 * setting.cores else []) + automatic
     if bound == "communication":
-        if recipe.mode == "local_sgd":
+        if recipe.traits.exchanges == "weights":
             return [f"local_sgd.every={2 * (recipe.local_sgd.every or 1)}"]
-        if recipe.mode == "pipeline":
+        if recipe.traits.micro_batches:
             return [f"pipeline.stages={processes}", larger]
         return [larger, "mode=local_sgd local_sgd.every=20"]
     if bound == "bubble":
-        if recipe.mode == "split":
+        if recipe.traits.one_stage_at_a_time:
             return ["mode=pipeline"]
         cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
         by_hand = recipe.pipeline.microbatches != "auto" or recipe.pipeline.split_size is not None

@@ -54,6 +54,6 @@ def _bubble(run: Run, facts: Mapping[str, Any]) -> float:
     """The share of a step in which devices idle for other stages. CPU stand-ins of one process work in turn: none."""
     if run.world.size == 1 and run.world.device.type == "cpu":
         return 0.0
-    if run.recipe.mode == "split":
+    if run.recipe.traits.one_stage_at_a_time:
         return 1 - 1 / len(set(run.world.drives))
     return float(facts.get("bubble_measured") or 0.0)

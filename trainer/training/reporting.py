@@ -33,7 +33,7 @@ def banner(run: Run) -> str:
     names = world.devices
     devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
     parts = run.strategy.shard().count
-    part = "worker" if recipe.every_sample else "replica" if parts < size else "device"
+    part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
     options.insert(0, described_precision(recipe.precision, world.device))
@@ -72,12 +72,12 @@ def few_for_batch_norm(run: Run) -> str | None:
     instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.accumulate > 1)
     if recipe.sync_bn:
         rows *= parts
-    elif recipe.mode == "ddp" and parts > 1:
+    elif parts > 1 and "sync_bn" not in recipe.traits.refuses:
         instead.insert(0, "sync_bn=true")
-    elif recipe.mode == "dp" and run.world.device.type == "cuda":
+    elif recipe.traits.exchanges == "copies" and run.world.device.type == "cuda":
         rows = -(-rows // len(run.world.drives))
         instead.insert(0, "mode=ddp sync_bn=true")
-    elif recipe.mode == "pipeline":
+    elif recipe.traits.micro_batches:
         whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
         if whole >= 2 * FEW:
             instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")

@@ -152,7 +152,7 @@ def _live(run: Run) -> dict[str, Tensor]:
         "ema": lambda: run.average.tensors() if run.average is not None else {},
         "scaler": run.updater.state,
     }
-    return {f"{kind}:{name}": tensor for kind in run.strategy.private for name, tensor in parts[kind]().items()}
+    return {f"{kind}:{name}": tensor for kind in run.recipe.traits.private for name, tensor in parts[kind]().items()}
 
 
 def _private(run: Run) -> dict[str, Tensor]:

@@ -1,0 +1,114 @@
+"""The table of modes: what it says holds together, README shows it, and nobody else tells modes apart by name."""
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import trainer
+from trainer.recipe import MODES, TRAITS, Traits, load
+from trainer.recipe.traits import Mode, table
+
+HOME = Path(trainer.__file__).parent
+MODULES = [path for path in sorted(HOME.rglob("*.py")) if path.relative_to(HOME).parts[0] != "modes"]
+MODULES.remove(HOME / "recipe" / "traits.py")
+
+
+def named(node):
+    """Names of modes in an expression: one, or those in a tuple, list, set, or in the keys of a dict."""
+    nodes = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    nodes = [key for key in node.keys if key is not None] if isinstance(node, ast.Dict) else nodes
+    return [one.value for one in nodes if isinstance(one, ast.Constant) and one.value in MODES]
+
+
+def branches(source):
+    """Lines that tell modes apart by name: comparisons, cases, collections of nothing but names."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Compare():
+                asked = any(named(side) for side in (node.left, *node.comparators))
+            case ast.MatchValue():
+                asked = bool(named(node.value))
+            case ast.Tuple() | ast.List() | ast.Set():
+                asked = len(node.elts) == len(named(node)) > 1
+            case ast.Dict():
+                asked = len(node.keys) == len(named(node)) > 1
+            case _:
+                asked = False
+        if asked:
+            found.add(node.lineno)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'recipe.mode == "ddp"',
+        '"single" != layout.recipe.mode',
+        'entry.mode in ("split", "pipeline")',
+        'mode not in {"dp", *others}',
+        'found["mode"] == "dp"',
+        "chosen = {'ddp': 1, 'dp': 2}[mode]",
+        'STAGED = ("split", "pipeline")',
+        "match mode:\n    case 'hogwild' | 'local_sgd': pass",
+    ],
+)
+def test_a_branch_on_a_name_is_found(line):
+    assert branches(line) == [max(1, line.count("\n") + 1)]
+
+
+@pytest.mark.parametrize("line", ['result["pipeline"]', 'recipe.replace(mode="single")', 'f"mode={recipe.mode}"'])
+def test_a_name_that_is_data_is_no_branch(line):
+    assert branches(line) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(HOME)))
+def test_nobody_asks_for_the_name_of_a_mode(path):
+    assert branches(path.read_text()) == [], "ask recipe.traits, or a method of trainer.modes.Strategy"
+
+
+def test_every_mode_has_a_row():
+    assert MODES == tuple(TRAITS) == get_args(Mode)
+
+
+@pytest.mark.parametrize("trait", [field.name for field in fields(Traits)])
+def test_every_trait_tells_modes_apart(trait):
+    rows = [getattr(traits, trait) for traits in TRAITS.values()]
+    assert any(row != rows[0] for row in rows)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_traits_go_together(mode):
+    traits = load(None, f"mode={mode}").traits
+    assert traits is TRAITS[mode]
+    assert len(traits.when) == 1 + (traits.processes == "either")
+    assert traits.staged or not traits.micro_batches
+    assert traits.staged == (traits.exchanges == "activations")
+    assert not traits.reference or (traits.single_device and traits.same_maths and traits.exchanges == "nothing")
+    assert set(traits.private) <= {"model", "optimizer", "ema", "scaler"}
+
+
+def test_there_is_one_reference():
+    assert sum(traits.reference for traits in TRAITS.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        ("mode=single", "one"),
+        ("mode=split", "one"),
+        ("mode=ddp pipeline.schedule=streams", "many"),
+        ("mode=pipeline", "either"),
+        ("mode=pipeline pipeline.schedule=streams", "one"),
+        ("mode=pipeline pipeline.schedule=1f1b", "many"),
+    ],
+)
+def test_processes(words, processes):
+    assert load(None, *words.split()).processes == processes
+
+
+def test_the_readme_has_this_table():
+    assert table() in (HOME.parent / "README.md").read_text()

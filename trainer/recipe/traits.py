@@ -1,0 +1,158 @@
+"""What is to know of each mode, one row a mode: whoever has to tell modes apart asks here, never for a mode's name.
+
+How a mode computes is its class in `trainer.modes`. A new mode is a row here and a class there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["single", "dp", "ddp", "split", "pipeline", "local_sgd", "hogwild"]
+Processes = Literal["one", "many", "either"]
+Exchange = Literal["nothing", "gradients", "copies", "activations", "weights"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """One mode.
+
+    Attributes:
+        when: to take it, for README's table; two lines, of one process and of several, where it can be either.
+        processes: that train. `either` is the recipe's choice: see `Recipe.processes`.
+        many_devices: one process may drive several devices.
+        shares_devices: several processes may drive one device.
+        shared_memory: the weights lie in memory that all processes share: the CPU's, of one machine.
+        exchanges: what goes between devices. Gradients are all-reduced in every step; copies of the model go out, and
+            gradients come back, in every pass; activations and their gradients go from stage to stage; weights are
+            averaged every epoch or every few steps.
+        staged: the model is cut into stages on several devices.
+        micro_batches: of which stages work on several at the same time.
+        reference: the mode that the others are held against.
+        same_maths: as the reference, to float tolerance.
+        every_sample: each process uses all samples of its own shard, rather than a share of every full global batch.
+        private: what differs from process to process and is saved for each: model, optimizer, ema, scaler.
+        refuses: options that it cannot have, and why. Everything else works: a test tries every pair.
+    """
+
+    when: tuple[str, ...]
+    processes: Processes = "one"
+    many_devices: bool = False
+    shares_devices: bool = False
+    shared_memory: bool = False
+    exchanges: Exchange = "nothing"
+    staged: bool = False
+    micro_batches: bool = False
+    reference: bool = False
+    same_maths: bool = True
+    every_sample: bool = False
+    private: tuple[str, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def single_device(self) -> bool:
+        """One process on one device."""
+        return self.processes == "one" and not self.many_devices
+
+    @property
+    def one_stage_at_a_time(self) -> bool:
+        """The model is in stages, and while one works the others wait."""
+        return self.staged and not self.micro_batches
+
+
+TRAITS: dict[str, Traits] = {
+    "single": Traits(
+        when=("one device; the reference that every other mode is tested against",),
+        reference=True,
+    ),
+    "dp": Traits(
+        when=(
+            "to see how much slower `nn.DataParallel` is; without CUDA torch passes it through to one device, "
+            "and it says so",
+        ),
+        many_devices=True,
+        exchanges="copies",
+        refuses={
+            "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
+            "compile": "nn.DataParallel copies the module anew for every pass; use mode=ddp",
+        },
+    ),
+    "ddp": Traits(
+        when=("**the default**: the model fits on a device and there are several, on one machine or many",),
+        processes="many",
+        exchanges="gradients",
+    ),
+    "split": Traits(
+        when=(
+            "the model fits on no single device; one stage works at a time, so it is slower than one device "
+            "that it does fit on",
+        ),
+        many_devices=True,
+        exchanges="activations",
+        staged=True,
+    ),
+    "pipeline": Traits(
+        when=(
+            "as `split`, with micro-batches overlapping on GPUs by CUDA streams",
+            "the model fits on no single device, and speed matters; R replicas where there are more processes",
+        ),
+        processes="either",
+        many_devices=True,
+        exchanges="activations",
+        staged=True,
+        micro_batches=True,
+        refuses={
+            "sync_bn": "a stage never holds two micro-batches of a step at once; "
+            "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
+        },
+    ),
+    "local_sgd": Traits(
+        when=(
+            "slow links between devices, or a model too small to fill a card: weights are averaged every epoch or "
+            "every H steps",
+        ),
+        processes="many",
+        shares_devices=True,
+        exchanges="weights",
+        same_maths=False,
+        every_sample=True,
+        private=("model", "optimizer", "ema", "scaler"),
+        refuses={"sync_bn": "its workers compute apart from each other between averagings; use mode=ddp"},
+    ),
+    "hogwild": Traits(
+        when=("several CPU workers on one small model, without locks",),
+        processes="many",
+        shares_devices=True,
+        shared_memory=True,
+        same_maths=False,
+        every_sample=True,
+        private=("optimizer", "scaler"),
+        refuses={"sync_bn": "its workers never wait for each other; use mode=ddp"},
+    ),
+}
+MODES = tuple(TRAITS)
+
+
+def table() -> str:
+    """README's table of modes."""
+    lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
+    for mode, traits in TRAITS.items():
+        same = "-" if traits.reference else "yes" if traits.same_maths else "no"
+        lines += [f"| {' | '.join((*cells, same, when))} |" for *cells, when in _ways(mode, traits)]
+    return "\n".join(lines)
+
+
+def _ways(mode: str, traits: Traits) -> Iterator[tuple[str, str, str, str]]:
+    """How a mode runs: its name, processes and devices in the table's letters, and when to take it."""
+    one, *other = traits.when
+    own = "1 each, or all on one card" if traits.shares_devices else "1 each"
+    own = "shared CPU memory" if traits.shared_memory else own
+    driven = "P" if traits.staged else "N"
+    if traits.processes == "many":
+        yield f"`{mode}`", "N", own, one
+    elif traits.processes == "one":
+        yield f"`{mode}`", "1", "1" if traits.single_device else driven, one
+    else:
+        yield f"`{mode}` in one process", "1", driven, one
+        yield f"`{mode}` over processes", "P x R", own, other[0]

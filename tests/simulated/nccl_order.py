@@ -30,7 +30,7 @@ import torch.distributed as dist
 from trainer.modes.pipeline import stages
 from trainer.processes.world import Place, World
 
-SECONDS = 180.0  # for a rank that is alone on a slow machine; no figure
+SECONDS = 180  # after which a rank's thread that waits for another gives up; a machine may have other work
 
 
 class Call(NamedTuple):

@@ -69,7 +69,7 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         line, code = explain(error)
         line = launching.last_look(line, code, error)
-    launching.report(line, code)
+    launching.leave_report(line, code)
     if not launching.has_speaker() and (not _launched() or world.place().is_main):
         launching.say(line, code)
     return code

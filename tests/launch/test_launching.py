@@ -21,7 +21,7 @@ import pytest
 from tests.commands import PROJECT
 from trainer.errors import NotFiniteError, PeerError, RecipeError, SetupError, TrainerError
 from trainer.launch import launching
-from trainer.launch.launching import Ending, verdict
+from trainer.launch.launching import Ending, first_cause
 from trainer.recipe import load
 
 STAND_IN = """
@@ -126,7 +126,7 @@ def alive(pid: int) -> bool:
     ],
 )
 def test_verdict(endings: list[Ending], rank: int, code: int, line: str) -> None:
-    found = verdict(endings)
+    found = first_cause(endings)
     assert (found.rank, found.code) == (rank, code)
     assert found.line.startswith(line)
 

@@ -267,7 +267,7 @@ def test_replicas_of_data_parallel():
     ],
 )
 def test_orders_are_torchs(schedule, virtual, microbatches, flying):
-    listed = schedules.order(schedule, 2, virtual, microbatches)
+    listed = schedules.pipeline_order(schedule, 2, virtual, microbatches)
     assert [schedules.in_flight(tasks) for tasks in listed] == flying
     done = [(task.stage, task.microbatch) for tasks in listed for task in tasks if task.kind == "F"]
     assert sorted(done) == [(stage, m) for stage in range(2 * virtual) for m in range(microbatches)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.errors import SetupError
-from trainer.pool.transport import ALIGNMENT, SMALLEST, Message, Place, Slot, fetch, pack, pack_rows, store
+from trainer.pool.transport import ALIGNMENT, SMALLEST, Extent, Message, Slot, fetch, pack, pack_rows, store
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ class Point:
 
 
 def there_and_back(value, slot, own, take=pack, start=0):
-    place = store(take(value), slot, start)
-    return fetch(slot.reach(place.end), place, own).open()
+    extent = store(take(value), slot, start)
+    return fetch(slot.reach(extent.end), extent, own).open()
 
 
 def equal(one, two):
@@ -153,18 +153,18 @@ def test_a_slot_grows_in_both_processes(slot):
     theirs = Slot(os.dup(slot.descriptor))
     small = there_and_back(torch.ones(10), slot, own=False)
     big = torch.arange(SMALLEST)
-    place = store(pack(big), slot, start=SMALLEST // 2)
+    extent = store(pack(big), slot, start=SMALLEST // 2)
     assert len(slot.memory) > SMALLEST and len(theirs.memory) == SMALLEST
-    equal(fetch(theirs.reach(place.end), place, own=True).open(), big)
+    equal(fetch(theirs.reach(extent.end), extent, own=True).open(), big)
     assert small.tolist() == [1] * 10
     theirs.close()
 
 
 def test_private_changes_stay_private(slot):
-    place = store(pack(torch.zeros(4)), slot)
-    mine = fetch(slot.private(), place, own=False).open()
+    extent = store(pack(torch.zeros(4)), slot)
+    mine = fetch(slot.private(), extent, own=False).open()
     mine += 1
-    assert fetch(slot.memory, place, own=True).open().tolist() == [0] * 4
+    assert fetch(slot.memory, extent, own=True).open().tolist() == [0] * 4
 
 
 def test_a_model_travels_with_its_ties(slot):
@@ -191,7 +191,7 @@ def test_what_does_not_pickle_says_so():
 
 
 def test_messages():
-    message = Message(Place(1, 2, 3, 4, 5), 6, 7, 8, 1 << 50)
+    message = Message(Extent(1, 2, 3, 4, 5), 6, 7, 8, 1 << 50)
     assert Message.from_bytes(message.to_bytes()) == message
 
 

@@ -18,7 +18,7 @@ from trainer.comparison.exactness import batch_dependent
 from trainer.comparison.folder import previous
 from trainer.comparison.machine import Others, machine
 from trainer.comparison.predictions import predictions
-from trainer.comparison.running import Failed, Length, Rows, Runner
+from trainer.comparison.running import Failed, Length, Repeats, Runner
 from trainer.errors import Interrupted
 from trainer.recipe import Recipe
 
@@ -42,7 +42,7 @@ class Comparison:
         self.folder, self.name, self.base, self.entries, self.sweep = folder, name, base, entries, sweep
         self.asked, self.predicted = asked, predicted
         self.runner = Runner(folder, word, asked["plugin"])
-        self.rows = [Rows(error=entry.problem) for entry in entries]
+        self.rows = [Repeats(error=entry.problem) for entry in entries]
         self.parts = _parts(entries)
         self.repeats: int = asked["repeats"] or statistics.LOOKS[0]  # so far
         kept: Any = previous(folder).get("length")
@@ -108,7 +108,7 @@ class Comparison:
         """Every look may err."""
         return statistics.ERROR / (1 if self.asked["repeats"] else len(statistics.LOOKS))
 
-    def _both(self) -> Iterator[tuple[Entry, Rows]]:
+    def _both(self) -> Iterator[tuple[Entry, Repeats]]:
         return zip(self.entries, self.rows, strict=True)
 
     def _left(self) -> float:

@@ -33,7 +33,7 @@ LINGER = 25.0  # seconds that an interrupted run may take to leave
 
 
 @dataclass
-class Rows:
+class Repeats:
     """What the runs of one entry left.
 
     Attributes:
@@ -123,7 +123,7 @@ class Failed(TrainerError):
         self.code = code
 
 
-def check(runner: Runner, entry: Entry, rows: Rows) -> None:
+def check(runner: Runner, entry: Entry, rows: Repeats) -> None:
     """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
     steps = min(CHECKED_STEPS, entry.recipe.max_steps or CHECKED_STEPS)
     words = {"max_steps": str(steps), "logging.every_steps": "1", "logging.tensorboard": "false"}
@@ -132,7 +132,7 @@ def check(runner: Runner, entry: Entry, rows: Rows) -> None:
     rows.losses = [float(row["train_loss"]) for row in steps_of(runner.path(entry, 0))]
 
 
-def timed(runner: Runner, entry: Entry, rows: Rows, repeat: int, length: Length) -> None:
+def timed(runner: Runner, entry: Entry, rows: Repeats, repeat: int, length: Length) -> None:
     """A run that counts; what the user's words say of its length and logging goes before `length`."""
     own = {word.partition("=")[0]: word.partition("=")[2] for word in entry.words}
     result = runner.run(entry, repeat, merged(entry.words, {**QUIET, **length.words(), **own}))

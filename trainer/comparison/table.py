@@ -9,7 +9,7 @@ from typing import Any
 from trainer.comparison import statistics
 from trainer.comparison.entries import Entry
 from trainer.comparison.exactness import Exactness, judge
-from trainer.comparison.running import Rows
+from trainer.comparison.running import Repeats
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
 STAND_IN = "CPU stand-in"
@@ -25,7 +25,7 @@ def reference_of(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
 
 def rows(
     entries: Sequence[Entry],
-    runs: Sequence[Rows],
+    runs: Sequence[Repeats],
     parts: Mapping[str, Sequence[str]],
     predicted: Mapping[str, float],
     error: float = statistics.ERROR,
@@ -118,7 +118,7 @@ def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> dict[
     return {"median": median, "low": low, "high": high, "runs": paired}
 
 
-def _figures(row: Rows) -> dict[str, Any]:
+def _figures(row: Repeats) -> dict[str, Any]:
     """Of the timed repeats: means, and of memory the most; of the learning what the last one came to."""
     timed = [result for repeat, result in row.results.items() if repeat > 0]
     last: Mapping[str, Any] = timed[-1] if timed else {}
@@ -135,11 +135,11 @@ def _figures(row: Rows) -> dict[str, Any]:
     }
 
 
-def _passes_through(row: Rows) -> bool:
+def _passes_through(row: Repeats) -> bool:
     return any((result.get("data_parallel") or {}).get("pass_through") for result in row.results.values())
 
 
-def _label(entry: Entry, row: Rows) -> str:
+def _label(entry: Entry, row: Repeats) -> str:
     if _passes_through(row):
         return PASS_THROUGH
     devices: list[str] = next((result["devices"] for result in row.results.values()), [])
@@ -147,7 +147,11 @@ def _label(entry: Entry, row: Rows) -> str:
 
 
 def _exactness(
-    entry: Entry, row: Rows, reference: Entry | None, found: Mapping[str, tuple[Entry, Rows]], parts: Sequence[str]
+    entry: Entry,
+    row: Repeats,
+    reference: Entry | None,
+    found: Mapping[str, tuple[Entry, Repeats]],
+    parts: Sequence[str],
 ) -> Exactness:
     single = reference if reference and reference.traits.reference else None
     expected = found[single.name][1].losses if single else []

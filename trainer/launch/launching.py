@@ -103,7 +103,7 @@ class Ending:
     time: float = 0.0
 
 
-def verdict(endings: Iterable[Ending]) -> Ending:
+def first_cause(endings: Iterable[Ending]) -> Ending:
     """The failure that explains the others, with the code and the line that the launcher passes on.
 
     A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
@@ -208,7 +208,7 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
         torchrun()
     except ChildFailedError as failed:
         reports = _reports(logs)
-        return verdict(
+        return first_cause(
             reports.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
             for rank, failure in failed.failures.items()
         )
@@ -216,7 +216,7 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
         # The agent has passed the signal on and waited. A rank that could not save tells by a code of its own.
         code = interrupts.exit_code(stopped.sigval)
         ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())
-        return verdict([ours, *(end for end in _reports(logs).values() if end.code != PeerError.code)])
+        return first_cause([ours, *(end for end in _reports(logs).values() if end.code != PeerError.code)])
     except Exception as error:
         if not type(error).__name__.startswith(("Dist", "Rendezvous")):
             raise
@@ -242,7 +242,7 @@ def _reports(logs: Path) -> dict[int, Ending]:
 # --- being a rank, or a child -----------------------------------------------------------------------------------------
 
 
-def report(line: str, code: int) -> None:
+def leave_report(line: str, code: int) -> None:
     """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

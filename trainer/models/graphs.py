@@ -201,7 +201,7 @@ def _either(node: fx.Node, one: Any, other: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Place:
+class CutPoint:
     """Between two operations, where one value alone is live."""
 
     end: int  # index of the last node before it
@@ -209,17 +209,17 @@ class Place:
     usable: bool  # the value is a tensor, and nothing after changes it in place
 
 
-def places(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[Place]]:
-    """The places of a graph in order, those with the same trained parameters before them together.
+def cut_points(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[CutPoint]]:
+    """The points of a graph where it can be cut, in order, those with the same trained parameters before them together.
 
-    Left out are places with no trained parameter before or after them, and those with a tensor of the state dict used
+    Left out are points with no trained parameter before or after them, and those with a tensor of the state dict used
     on both sides. Reading an attribute keeps nothing alive: whoever uses it reads it anew.
     """
     position = {node: i for i, node in enumerate(nodes)}
     last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
     spans = _spans(nodes, model)
     trained = [spans[id(p)] for p in model.parameters() if p.requires_grad and id(p) in spans]
-    groups: defaultdict[int, list[Place]] = defaultdict(list)
+    groups: defaultdict[int, list[CutPoint]] = defaultdict(list)
     live: set[fx.Node] = set()
     for i, node in enumerate(nodes):
         live = {value for value in live | {node} if last[value] > i and value.op != "get_attr"}
@@ -227,7 +227,7 @@ def places(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[Place]]:
         if len(live) == 1 and 0 < before < len(trained) and not any(a <= i < b for a, b in spans.values()):
             (value,) = live
             usable = not _several(value) and not _changed(value, i, position, model)
-            groups[before].append(Place(i, value, usable))
+            groups[before].append(CutPoint(i, value, usable))
     return list(groups.values())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from trainer import recipe as recipes
 from trainer.errors import RecipeError
-from trainer.models.graphs import BY_MODE, ByMode, Recording, Tracer, Untraceable, attribute, places, record
+from trainer.models.graphs import BY_MODE, ByMode, Recording, Tracer, Untraceable, attribute, cut_points, record
 
 
 class Traced:
@@ -35,7 +35,7 @@ class Traced:
         self._ends: list[tuple[int, fx.Node]] = []  # of each cut: the last node before it, the value that goes over it
         self.named: dict[str, str] = {}
         cuts: list[str] = []
-        for group in places(self._nodes, model):
+        for group in cut_points(self._nodes, model):
             usable = [place for place in group if place.usable]
             if usable:
                 cuts.append(recording.names(usable[-1].value)[0])

@@ -37,7 +37,7 @@ class Hogwild(Strategy):
         """
         super().setup(model, shape)
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        file = self.world.share(MemoryFile.create(places(tensors)[-1]) if self.world.is_main else None)
+        file = self.world.share(MemoryFile.create(byte_offsets(tensors)[-1]) if self.world.is_main else None)
         move(tensors, file.map(), fill=self.world.is_main)
         self.world.barrier()
         if self.world.is_main:
@@ -102,7 +102,7 @@ class MemoryFile:
 INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 
 
-def places(tensors: Sequence[Tensor]) -> list[int]:
+def byte_offsets(tensors: Sequence[Tensor]) -> list[int]:
     """The offset of each tensor in the shared memory, in bytes, and at last the memory's size."""
     offsets = [0]
     for tensor in tensors:
@@ -122,7 +122,7 @@ def move(tensors: Sequence[Tensor], memory: mmap.mmap, fill: bool) -> None:
 
     Parameters stay the same objects, and shapes and strides as they were (channels_last).
     """
-    for tensor, offset in zip(tensors, places(tensors), strict=False):
+    for tensor, offset in zip(tensors, byte_offsets(tensors), strict=False):
         if not tensor.numel():
             continue
         flat = torch.frombuffer(memory, dtype=tensor.dtype, count=extent(tensor), offset=offset)

@@ -10,7 +10,7 @@ from trainer.errors import RecipeError
 from trainer.planning import schedules
 from trainer.planning.amounts import duration, shown
 from trainer.planning.layout import Layout
-from trainer.planning.measured import Measured, ring
+from trainer.planning.measured import Timings, ring
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import STREAMS
@@ -35,7 +35,7 @@ class Forecast:
         return self.compute + self.communication + self.optimizer + self.other
 
 
-def forecast(shadow: Shadow, layout: Layout, measured: Measured, bandwidth: float | None) -> Forecast:
+def forecast(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None) -> Forecast:
     """A step of the layout.
 
     Args:
@@ -57,7 +57,7 @@ def forecast(shadow: Shadow, layout: Layout, measured: Measured, bandwidth: floa
     return _of_stages(shadow, layout, measured) if layout.staged else _of_replicas(shadow, layout, measured)
 
 
-def _of_replicas(shadow: Shadow, layout: Layout, measured: Measured) -> Forecast:
+def _of_replicas(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
     notes = list(measured.assumptions)
     if layout.rows != measured.rows:
         notes.append(f"an image costs as much in passes of {layout.rows} as in passes of {measured.rows}")
@@ -75,7 +75,7 @@ def _of_replicas(shadow: Shadow, layout: Layout, measured: Measured) -> Forecast
     return Forecast(compute, seconds - hidden, measured.optimizer, measured.other, assumptions=tuple(notes))
 
 
-def _all_reduce(shadow: Shadow, layout: Layout, measured: Measured) -> tuple[float, str]:
+def _all_reduce(shadow: Shadow, layout: Layout, measured: Timings) -> tuple[float, str]:
     """Seconds a step in which ranks exchange gradients, or weights, and how that is known."""
     count, exchanges = layout.processes, layout.recipe.traits.exchanges
     if count == 1 or exchanges not in ("gradients", "weights"):
@@ -97,13 +97,13 @@ def _all_reduce(shadow: Shadow, layout: Layout, measured: Measured) -> tuple[flo
     return seconds * share, f"a ring all-reduce of {shown(size)} among {count}"
 
 
-def _of_stages(shadow: Shadow, layout: Layout, measured: Measured) -> Forecast:
+def _of_stages(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
     """Of the numbers of micro-batches that were measured the fastest, as training would choose."""
     found = [_of_cut(shadow, layout, measured, m) for m in _microbatches(layout, measured)]
     return min(found, key=lambda one: one.step)
 
 
-def _microbatches(layout: Layout, measured: Measured) -> list[int]:
+def _microbatches(layout: Layout, measured: Timings) -> list[int]:
     if measured.blocks:
         return schedules.candidates(layout)
     if measured.plan and measured.plan["microbatches"] in layout.microbatches:
@@ -111,7 +111,7 @@ def _microbatches(layout: Layout, measured: Measured) -> list[int]:
     return [schedules.default_microbatches(layout)]
 
 
-def _of_cut(shadow: Shadow, layout: Layout, measured: Measured, microbatches: int) -> Forecast:
+def _of_cut(shadow: Shadow, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
     rows, count = -(-layout.rows // microbatches), layout.workers * layout.virtual
     notes = list(measured.assumptions)
     plan = measured.plan
@@ -152,7 +152,7 @@ def _halves(each: Sequence[float]) -> dict[tuple[str, int], float]:
 def _step(
     shadow: Shadow,
     layout: Layout,
-    measured: Measured,
+    measured: Timings,
     cut: Cut,
     seconds: dict[tuple[str, int], float],
     notes: list[str],
@@ -174,7 +174,7 @@ def _step(
         bubble = 1 - 1 / layout.workers
         notes.append("one stage works at a time")
     else:
-        listed = schedules.order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
+        listed = schedules.pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
         length, bubble = schedules.simulated(listed, seconds, transfer)
     exchange = 0.0
     held = cut.of_workers([shadow.resident(stage)["gradients"] for stage in shadow.traced.stages(cut.names)])
@@ -192,7 +192,7 @@ def _step(
     )
 
 
-def scaling(shadow: Shadow, layout: Layout, measured: Measured, bandwidth: float | None) -> list[dict[str, Any]]:
+def scaling(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None) -> list[dict[str, Any]]:
     """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
     if layout.staged or layout.recipe.processes == "one":
         return []

@@ -19,7 +19,7 @@ SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed d
 
 
 @dataclass(frozen=True)
-class Measured:
+class Timings:
     """Speeds of one device.
 
     Attributes:
@@ -47,7 +47,7 @@ class Measured:
     assumptions: tuple[str, ...] = ()
 
 
-def from_run(name: str, recipe: Recipe, images: Images) -> Measured:
+def from_run(name: str, recipe: Recipe, images: Images) -> Timings:
     """What a run folder's result.json tells.
 
     Raises:
@@ -68,7 +68,7 @@ def from_run(name: str, recipe: Recipe, images: Images) -> Measured:
         raise SetupError(f"{key}: its result.json is damaged ({type(error).__name__}: {error})") from None
 
 
-def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: Images) -> Measured:
+def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: Images) -> Timings:
     if not result.get("step_time_s"):
         raise SetupError(f"{key} was too short to measure its speed: train 10 steps or more, or measured=here")
     _check_same(key, was, recipe, images)
@@ -95,7 +95,7 @@ def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe:
     found = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
     found += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
     reduced = was.traits.exchanges == "gradients" and apart["communication"]
-    return Measured(
+    return Timings(
         image,
         rows,
         apart["optimizer"],

@@ -96,7 +96,7 @@ def _of_replicas(shadow: Shadow, layout: Layout) -> list[Device]:
 def _of_stages(shadow: Shadow, layout: Layout, cut: Cut) -> list[Device]:
     modules = shadow.traced.stages(cut.names)
     owns = [shadow.resident(module) for module in modules]
-    listed = schedules.order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
+    listed = schedules.pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
     images, targets = shadow.batch_bytes(layout.rows)
     found = []
     for index, name in enumerate(layout.devices):

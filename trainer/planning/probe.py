@@ -30,7 +30,7 @@ from trainer.models.zoo import build
 from trainer.planning import schedules
 from trainer.planning.images import Images
 from trainer.planning.layout import Layout
-from trainer.planning.measured import Measured, ring
+from trainer.planning.measured import Timings, ring
 from trainer.processes import world
 from trainer.processes.world import Place, World
 from trainer.telemetry.metrics import synchronise
@@ -40,7 +40,7 @@ PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
 
 
-def here(layout: Layout, images: Images, plugin: str | None = None) -> Measured:
+def here(layout: Layout, images: Images, plugin: str | None = None) -> Timings:
     """Measure the layout's computing on this machine, in a few seconds.
 
     Raises:
@@ -67,7 +67,7 @@ def here(layout: Layout, images: Images, plugin: str | None = None) -> Measured:
         notes.append(f"{layout.processes} devices like it, each with cores and memory of its own")
     if first["bandwidth"]:
         notes.append(f"devices exchange as two processes here: {first['bandwidth'] / 1e9:.2g} GB/s")
-    return Measured(
+    return Timings(
         statistics.mean(a["seconds"] for a in answers) / first["rows"],
         first["rows"],
         statistics.mean(a["optimizer"] for a in answers),

@@ -99,7 +99,7 @@ def default_microbatches(layout: Layout) -> int:
     return min(layout.microbatches, key=lambda m: (abs(m - wanted), m))
 
 
-def order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Task]]:
+def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Task]]:
     """Each worker's tasks, in torch's own order for the schedules that are torch's.
 
     Raises:
@@ -164,7 +164,7 @@ def bubbles(layout: Layout) -> list[dict[str, Any]]:
             except RecipeError:
                 continue
             seconds = {(kind, s): cost for s in range(workers * virtual) for kind, cost in (("F", 1.0), ("B", 2.0))}
-            listed = order(schedule, workers, virtual, possible[0])
+            listed = pipeline_order(schedule, workers, virtual, possible[0])
             found.append(
                 {
                     "schedule": schedule,

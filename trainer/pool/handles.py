@@ -67,11 +67,11 @@ class ProcessHandle:
 
     def _send(self, kind: Kind, parcel: Parcel) -> int:
         number = self.free[0]
-        place = store(parcel, self.slots[number])
+        extent = store(parcel, self.slots[number])
         self.free.popleft()
         with suppress(OSError):  # it died: that shows elsewhere
-            self.connection.send_bytes(Message(place, kind, number).to_bytes())
-        return place.end
+            self.connection.send_bytes(Message(extent, kind, number).to_bytes())
+        return extent.end
 
     def receive(self) -> list[Answer]:
         """All answers that are there, also those of a process that has ended since."""
@@ -79,12 +79,12 @@ class ProcessHandle:
         try:
             while self.connection.poll():
                 message = Message.from_bytes(self.connection.recv_bytes())
-                slot, place = self.slots[message.slot], message.place
-                parcel = fetch(slot.reach(place.end), place, own=True)
+                slot, extent = self.slots[message.slot], message.extent
+                parcel = fetch(slot.reach(extent.end), extent, own=True)
                 if message.kind in (Kind.BATCH, Kind.JOB):
                     self.free.append(message.slot)
                 seconds = message.nanoseconds / 1e9
-                answers.append(Answer(Kind(message.kind), parcel.open, message.failures, seconds, place.end))
+                answers.append(Answer(Kind(message.kind), parcel.open, message.failures, seconds, extent.end))
         except (EOFError, OSError):
             self.lost = True
         return answers

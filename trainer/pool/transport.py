@@ -65,7 +65,7 @@ def _received(descriptor: Any) -> Slot:
     return Slot(descriptor.detach())
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where a value lies in a slot."""
 
     start: int = 0
@@ -76,21 +76,21 @@ class Place(NamedTuple):
 
 
 class Message(NamedTuple):
-    """All that goes over a worker's pipe, 9 integers. Its first fields are a `Place`'s."""
+    """All that goes over a worker's pipe, 9 integers. Its first fields are an `Extent`'s."""
 
-    place: Place
+    extent: Extent
     kind: int
     slot: int
     failures: int = 0
     nanoseconds: int = 0
 
     def to_bytes(self) -> bytes:
-        return _FORMAT.pack(*self.place, *self[1:])
+        return _FORMAT.pack(*self.extent, *self[1:])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
         numbers = _FORMAT.unpack(data)
-        return cls(Place(*numbers[:5]), *numbers[5:])
+        return cls(Extent(*numbers[:5]), *numbers[5:])
 
 
 _FORMAT = struct.Struct("9q")
@@ -147,7 +147,7 @@ def pack_rows(values: Any) -> Parcel:
     return Parcel(pickle.dumps((rows.kind, rows.shape)), [rows], rows.count)
 
 
-def store(parcel: Parcel, slot: Slot, start: int = 0) -> Place:
+def store(parcel: Parcel, slot: Slot, start: int = 0) -> Extent:
     """Write a parcel at `start`: the sizes of its buffers, its body, its buffers."""
     sizes = [buffer.nbytes for buffer in parcel.buffers]
     begin = start + 8 * len(sizes)
@@ -163,25 +163,25 @@ def store(parcel: Parcel, slot: Slot, start: int = 0) -> Place:
             buffer.write(memory, offset)
         elif size:
             memory[offset : offset + size] = buffer
-    return Place(start, end, len(parcel.body), len(sizes), parcel.rows)
+    return Extent(start, end, len(parcel.body), len(sizes), parcel.rows)
 
 
-def fetch(memory: mmap.mmap, place: Place, own: bool) -> Parcel:
+def fetch(memory: mmap.mmap, extent: Extent, own: bool) -> Parcel:
     """Read a parcel. With `own` its tensors and arrays have memory of their own, each; else they are the slot's."""
     view = memoryview(memory)
-    sizes = struct.unpack_from(f"{place.buffers}q", memory, place.start)
-    end = place.start + 8 * place.buffers + place.body
-    body = memory[end - place.body : end]
+    sizes = struct.unpack_from(f"{extent.buffers}q", memory, extent.start)
+    end = extent.start + 8 * extent.buffers + extent.body
+    body = memory[end - extent.body : end]
     buffers: list[Any] = []
     for size in sizes:
         offset = aligned(end)
         end = offset + size
-        if own and place.rows:
-            row = size // place.rows
+        if own and extent.rows:
+            row = size // extent.rows
             buffers = [bytearray(view[at : at + row]) for at in range(offset, end, row)]
         else:
             buffers.append(bytearray(view[offset:end]) if own else view[offset:end])
-    return Parcel(body, buffers, place.rows)
+    return Parcel(body, buffers, extent.rows)
 
 
 def aligned(offset: int) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
-from trainer.pool.transport import Message, Parcel, Place, Slot, fetch, pack, pack_rows, store
+from trainer.pool.transport import Extent, Message, Parcel, Slot, fetch, pack, pack_rows, store
 from trainer.processes import family, fork_server
 
 
@@ -120,7 +120,7 @@ class Definition:
     """The worker and its arguments, taken apart once and mapped by every process: weights are in memory once."""
 
     slot: Slot
-    place: Place
+    extent: Extent
 
     @classmethod
     def of(cls, worker: Callable[..., Any], arguments: Sequence[Any]) -> Definition:
@@ -129,7 +129,7 @@ class Definition:
 
     def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What changes the arguments changes this process's copy of the pages that it writes to."""
-        opened: tuple[Callable[..., Any], tuple[Any, ...]] = fetch(self.slot.private(), self.place, own=False).open()
+        opened: tuple[Callable[..., Any], tuple[Any, ...]] = fetch(self.slot.private(), self.extent, own=False).open()
         return opened
 
 
@@ -155,7 +155,7 @@ def main(
         _send(connection, Message(store(pack(Failure.of(error)), slots[0]), Kind.BROKEN, 0))
         return
     _Here.device = caller.device  # for threads that the worker starts
-    if _send(connection, Message(Place(), Kind.READY, 0)):
+    if _send(connection, Message(Extent(), Kind.READY, 0)):
         serve(connection, slots, caller)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -183,10 +183,10 @@ def serve(connection: Connection, slots: list[Slot], caller: Caller) -> None:
             return
         began = time.perf_counter_ns()
         slot, job = slots[message.slot], message.kind == Kind.JOB
-        parcel = fetch(slot.reach(message.place.end), message.place, own=job)
+        parcel = fetch(slot.reach(message.extent.end), message.extent, own=job)
         answer, failures = _job(caller, parcel) if job else _batch(caller, parcel)
-        place = store(answer, slot, message.place.end)
-        done = message._replace(place=place, failures=failures, nanoseconds=time.perf_counter_ns() - began)
+        extent = store(answer, slot, message.extent.end)
+        done = message._replace(extent=extent, failures=failures, nanoseconds=time.perf_counter_ns() - began)
         usable = not failures or caller.usable()
         del parcel, answer
         if not _send(connection, done) or not usable:

@@ -40,7 +40,7 @@ def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
     return shared
 
 
-def topology(recipe: Recipe, world: World) -> dict[str, Any]:
+def bound_to(recipe: Recipe, world: World) -> dict[str, Any]:
     """What per-rank state is bound to."""
     return {"mode": recipe.mode, "world_size": world.size}
 
@@ -64,7 +64,7 @@ def save(run: Run) -> None:
         tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
         facts = {
             "history": {**vars(run.history), "seconds": run.seconds()},
-            "topology": topology(run.recipe, run.world),
+            "topology": bound_to(run.recipe, run.world),
             "steps_per_epoch": run.steps_per_epoch,
             "run_id": job_id(),
         }
@@ -106,7 +106,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
     _take_position(run, state)
     run.history = _HISTORY.validate_python(state.facts["history"])
     run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
-    was, now = state.facts["topology"], topology(run.recipe, run.world)
+    was, now = state.facts["topology"], bound_to(run.recipe, run.world)
     if was != now:
         run.tracker.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
         seed_ranks(run.recipe.seed + run.position.step, run.world.rank)

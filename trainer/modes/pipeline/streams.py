@@ -28,7 +28,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class Lane:
+class StageStream:
     """A stage's device and the stream that the stage computes on."""
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Lane:
 class Edge:
     """The way from one stage's device to a neighbour's."""
 
-    def __init__(self, source: Lane, target: Lane) -> None:
+    def __init__(self, source: StageStream, target: StageStream) -> None:
         self.source, self.target = source, target
         if source.stream is not None:
             self.streams = (_stream(source.device), _stream(target.device))
@@ -89,7 +89,7 @@ class StreamPipeline(Staged):
 
     def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
         # Once for all plans that are tried: the allocator keeps memory for each stream there ever was.
-        self.lanes = [Lane(device) for device in self.world.drives]
+        self.lanes = [StageStream(device) for device in self.world.drives]
         pairs = [(a, b) for a in range(len(self.lanes)) for b in (a - 1, a + 1) if 0 <= b < len(self.lanes)]
         self.edges = {(a, b): Edge(self.lanes[a], self.lanes[b]) for a, b in pairs}
         self.order = cache(lambda microbatches: issue_order(len(self.lanes), microbatches))

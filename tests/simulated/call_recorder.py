@@ -22,7 +22,7 @@ def install() -> None:
     folder, rank = Path(os.environ["TRAINER_TEST_CALLS"]), os.environ["RANK"]
     folder.mkdir(exist_ok=True)
     who, _, when = os.environ.get("TRAINER_TEST_STOP", ":").partition(":")
-    numbers = itertools.count(1)
+    numbers, batches, batch = itertools.count(1), itertools.count(1), 0
     inner = dist.distributed_c10d
     file = (folder / f"{rank}.jsonl").open("a", buffering=1)
 
@@ -36,7 +36,7 @@ def install() -> None:
             peer = ranks[root] if name in ("SEND", "RECV") else -1
             if next(numbers) == int(when or 0) and rank == who:
                 os.kill(os.getpid(), signal.SIGTERM)
-            file.write(json.dumps([name, peer, ranks, what if peer >= 0 else [what, root]]) + "\n")
+            file.write(json.dumps([name, peer, ranks, what if peer >= 0 else [what, root], batch]) + "\n")
 
         group.register_pre_hook(7, note)
 
@@ -49,6 +49,18 @@ def install() -> None:
 
         return made
 
+    together = inner.batch_isend_irecv
+
+    def batched(calls):
+        """One call of NCCL's, which gloo does one by one."""
+        nonlocal batch
+        batch = next(batches)
+        try:
+            return together(calls)
+        finally:
+            batch = 0
+
+    dist.batch_isend_irecv = inner.batch_isend_irecv = batched
     init = followed(inner.init_process_group, lambda _: inner._get_default_group())
     new = followed(inner.new_group, lambda group: group)
     dist.init_process_group = inner.init_process_group = init
@@ -56,14 +68,18 @@ def install() -> None:
 
 
 def read(folder: Path, size: int) -> list[Queue]:
-    """Each rank's calls."""
-    queues = []
+    """Each rank's calls, those of a batch as one entry."""
+    queues: list[Queue] = []
     for rank in range(size):
         lines = map(json.loads, (folder / f"{rank}.jsonl").read_text().splitlines())
         kinds = {"SEND": "send", "RECV": "recv"}
-        queues.append(
-            [[Call(kinds.get(kind, kind), peer, tuple(ranks), str(what))] for kind, peer, ranks, what in lines]
-        )
+        queue, last = [], 0
+        for kind, peer, ranks, what, batch in lines:
+            if not batch or batch != last:
+                queue.append([])
+            queue[-1].append(Call(kinds.get(kind, kind), peer, tuple(ranks), str(what)))
+            last = batch
+        queues.append(queue)
     return queues
 
 

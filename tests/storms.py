@@ -125,7 +125,7 @@ class Job:
             "steps": lambda: self._count(log) >= self.rows + target,
             "evaluation": lambda: self._count(log) % 22 == 0 and self._count(log) > self.rows,
             "saving": lambda: checkpoints.is_dir() and any(".tmp-" in name for name in os.listdir(checkpoints)),
-            "end": lambda: self._count(log) >= 6 * 22,
+            "end": lambda: self._count(log) >= 6 * 22 > self.rows,
         }[phase]
         deadline = self.begun + 60 * slack()
         while not until():
@@ -246,11 +246,12 @@ class Storms:
         self.count += 1
         dice = random.Random(f"{self.seed} {self.count}")
         folder = self.home / f"{self.count} {mode}"
-        words = [*WORDS, *MODES[mode], *([f"timeout={TIMEOUT}"] if "stop" in kinds else [])]
+        words = [*WORDS, *MODES[mode]]
+        soon = [f"timeout={TIMEOUT}"] if "stop" in kinds else []
         hits: list[Hit] = []
         for kind in kinds:
             phases = PHASES[2:6] if kind == "stop" else PHASES
-            job = Job(folder, *words)
+            job = Job(folder, *words, *soon)
             try:
                 hit = strike(job, kind, dice.choice(phases), dice)
             except BaseException as error:

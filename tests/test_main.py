@@ -134,6 +134,25 @@ def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
     assert as_rank(RANK_0) == ""
 
 
+def test_a_rank_that_woke_another_has_failed_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one fails as it wakes, and may be the first to have written so."""
+    woken: list[float] = []
+
+    def wake(line: str, code: int, error: BaseException) -> str:
+        woken.append(time.time())
+        time.sleep(0.01)
+        return "rank 1 was silent"
+
+    monkeypatch.setattr(launching, "last_look", wake)
+    for name, value in {**RANK_0, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}.items():
+        monkeypatch.setenv(name, value)
+    outcome(capsys, "recipe=digts")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "rank 1 was silent" and message["extraInfo"]["time"] <= woken[0]
+
+
 def test_torchrun_shows_our_line(tmp_path: Path) -> None:
     arguments = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "-m", "trainer", "recipe=digts"]
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]

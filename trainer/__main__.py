@@ -12,6 +12,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import logging
 import sys
+import time
 from collections.abc import Sequence
 
 from trainer import recipe
@@ -67,9 +68,10 @@ def answer(words: Sequence[str]) -> int:
         check_folder()
         return run(words)
     except (Exception, KeyboardInterrupt) as error:
+        now = time.time()
         line, code = explain(error)
         line = launching.last_look(line, code, error)
-    launching.leave_report(line, code)
+    launching.leave_report(line, code, now)
     if not launching.has_speaker() and (not _launched() or world.place().is_main):
         launching.say(line, code)
     return code

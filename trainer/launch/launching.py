@@ -242,12 +242,14 @@ def _reports(logs: Path) -> dict[int, Ending]:
 # --- being a rank, or a child -----------------------------------------------------------------------------------------
 
 
-def leave_report(line: str, code: int) -> None:
-    """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it."""
+def leave_report(line: str, code: int, now: float) -> None:
+    """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it.
+
+    `now` is the time of the failure itself: who found a rank stopped and woke it must not seem to come after it.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    now = time.time()
     extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": world.place().rank}
     with suppress(OSError):  # the exit code still tells
         Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))

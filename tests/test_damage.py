@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.commands import ok, steps, trainer
+from tests.commands import QUIET, ok, result, steps, trainer
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint import digest
 
@@ -223,6 +225,20 @@ def test_disks_that_fill(tmp_path):
 
 
 # Odd beginnings
+
+
+def test_killed_after_its_last_checkpoint_the_weights_file_is_the_last_epochs(tmp_path):
+    """Continued, such a run has nothing left to train, and writes no weights."""
+    words = ["recipe=digits", "mode=single", "model.name=cnn_gn", "epochs=3", "save.every_epochs=1", *QUIET]
+    words += ["save.keep=2", f"output={tmp_path / 'run'}"]
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@save:prune"}).returncode == -signal.SIGKILL
+    ok(*words, "resume=auto")
+    ended = result(tmp_path / "run")
+    saved = max((tmp_path / "run" / "checkpoints").iterdir())
+    last = load_file(tmp_path / "run" / "last.safetensors")
+    weights = load_file(saved / "model.safetensors")
+    assert ended["status"] == "completed"
+    assert last.keys() == weights.keys() and all(torch.equal(last[name], weights[name]) for name in last)
 
 
 def test_without_stdout_and_stderr_it_trains(tmp_path):

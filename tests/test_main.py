@@ -134,6 +134,20 @@ def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
     assert as_rank(RANK_0) == ""
 
 
+def test_ctrl_c_after_the_last_word_shows_nothing() -> None:
+    code = """
+import atexit, os, signal, sys
+from trainer.__main__ import main
+sys.argv = ["trainer", "recipes"]
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_rank_that_woke_another_has_failed_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

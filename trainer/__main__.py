@@ -55,6 +55,7 @@ def main() -> None:
     open_streams()
     interrupts.outlive_terminal()
     code = answer(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; Ctrl-C in Python's own end would show a traceback
     if _launched():
         logging.shutdown()
         leave_now(code)

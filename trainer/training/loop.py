@@ -258,8 +258,8 @@ def end_epoch(run: Run, epoch: int) -> None:
         if improved:
             resuming.write_weights(run, "best")
         if finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step))):
+            resuming.write_weights(run, "last")  # first: killed in between, a finished run has no epoch to do again
             resuming.save(run)
-            resuming.write_weights(run, "last")
     tracker.result(reporting.result(run, "running"))
 
 

@@ -80,16 +80,6 @@ def test_where_memory_cannot_be_shared(monkeypatch):
 # --- whole runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Training within this process as the only rank, which leaves the number of threads as it was."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("NPROC", "1")
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_one_process_is_single(tmp_path, here):
     words = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=30", "batch_size=32"]
     words += ["epochs=3", "threads=1", "ema=0.9", *QUIET]

@@ -132,16 +132,6 @@ DATA = [
 ]
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Training within this process as the only rank, which leaves the number of threads as it was."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("NPROC", "1")
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_one_process_is_single(tmp_path, here):
     words = [*DATA, "data.samples=96", "batch_size=32", "epochs=3", "threads=1", *QUIET, "local_sgd.every=2"]
     for mode in ("single", "local_sgd"):

@@ -92,7 +92,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def as_text(report: Mapping[str, Any], colour: bool = False) -> str:
-    """The table for a terminal; errors and long notes stand below it. Repeats that disagree are red."""
+    """The table for a terminal; errors and long notes stand below it. Rows that disagree are red."""
     table = columns(report["entries"])
     notes: list[str] = []
     for row, cells in zip(report["entries"], table[1:], strict=True):

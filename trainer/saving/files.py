@@ -12,15 +12,35 @@ import os
 import shutil
 import stat
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from trainer.errors import FULL, DiskFullError, SetupError, TrainerError
 
 LIMIT = 64 * 2**20  # bytes of a side file that are read; ours are far smaller
+
+
+class Growing:
+    """A file that is added to while others read it; who adds decides how often it is flushed."""
+
+    _file: IO[Any]
+    _flushed: float  # when, by the monotonic clock
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def sync(self) -> None:
+        """What was added is on the disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def open_streams() -> None:

@@ -18,7 +18,7 @@ from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.processes.world import job_id, place
 from trainer.recipe import Recipe
-from trainer.saving.files import draft_of, opened, put, read, usable_json, why, writing
+from trainer.saving.files import Growing, draft_of, opened, put, read, usable_json, why, writing
 
 PHOTOS = {"data.image_size": 224, "data.channels": 3}
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
@@ -228,7 +228,7 @@ def _row(line: bytes) -> dict[str, str] | None:
     return row if row["step"].isdigit() and row["epoch"].isdigit() else None
 
 
-class StepsFile:
+class StepsFile(Growing):
     """steps.csv: one row a logged step. A resumed run drops the rows after its checkpoint, and damaged ones."""
 
     def __init__(self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None) -> None:
@@ -253,18 +253,6 @@ class StepsFile:
         self._writer.writerow(row)
         if time.monotonic() - self._flushed > 1:
             self.flush()
-
-    def flush(self) -> None:
-        self._file.flush()
-        self._flushed = time.monotonic()
-
-    def sync(self) -> None:
-        """What was added is on the disk."""
-        self.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _up_to(last: int, path: Path, warn: Callable[[str], None]) -> list[dict[str, str]]:

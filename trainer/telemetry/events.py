@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.saving.checkpoint import Position
-from trainer.saving.files import draft_of, opened, put, why
+from trainer.saving.files import Growing, draft_of, opened, put, why
 
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
 _AT_END = ("val/", "memory/", "verdict/")  # what a run that is continued within an epoch logs anew at its end
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
 
 
-class Events:
+class Events(Growing):
     """One event file of a folder."""
 
     def __init__(self, folder: Path, suffix: str = "") -> None:
@@ -55,18 +55,6 @@ class Events:
         from torch.utils.tensorboard.summary import text as as_summary
 
         self.add(as_summary(tag, text), step)  # type: ignore[no-untyped-call]
-
-    def flush(self) -> None:
-        self._file.flush()
-        self._flushed = time.monotonic()
-
-    def sync(self) -> None:
-        """What was added is on the disk."""
-        self.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _version() -> bytes:

@@ -13,7 +13,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"recipe"},
     {"devices"},
     {"processes"},
-    {"saving"},
+    {"saving", "tasks"},
     {"data", "launch", "models", "pool", "telemetry"},
     {"modes"},
     {"training"},

@@ -233,7 +233,7 @@ def test_training_happens_here_with_the_plugin_and_the_words(
     stand_in = SimpleNamespace(
         run=lambda recipe, own_process: ran.append(recipe), evaluate_run=lambda *words: ran.append(words)
     )
-    for name in ("trainer.training.loop", "trainer.training.evaluation"):
+    for name in ("trainer.training.loop", "trainer.training.trained"):
         monkeypatch.setitem(sys.modules, name, stand_in)  # type: ignore[arg-type]
         monkeypatch.setattr(name, stand_in, raising=False)
     monkeypatch.setattr(launching, "load_plugin", lambda name: ran.append(name))

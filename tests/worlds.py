@@ -23,6 +23,10 @@ class ThreadWorld(World):
     def sum_(self, values):
         return values.copy_(sum(self.meet(values.clone())))
 
+    def gather(self, value):
+        values = self.meet(value)
+        return values if self.is_main else []
+
     def share(self, value):
         return self.meet(value)[0]
 

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from trainer.pool import current_device as current_device
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import load as load_recipe  # noqa: F401
-    from trainer.training.evaluation import evaluate_run as evaluate  # noqa: F401
+    from trainer.tasks import Classification as Classification
+    from trainer.tasks import Task as Task
+    from trainer.tasks import register_task as register_task
     from trainer.training.loop import train as train
+    from trainer.training.trained import evaluate_run as evaluate  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -33,10 +36,13 @@ _HOME = {
     "train": ("trainer.training.loop", "train"),
     "plan": ("trainer.planning", "plan"),
     "compare": ("trainer.comparison", "compare"),
-    "evaluate": ("trainer.training.evaluation", "evaluate_run"),
+    "evaluate": ("trainer.training.trained", "evaluate_run"),
     "predict": ("trainer.inference", "predict"),
     "register_model": ("trainer.models.zoo", "register_model"),
     "register_dataset": ("trainer.data", "register_dataset"),
+    "register_task": ("trainer.tasks", "register_task"),
+    "Task": ("trainer.tasks", "Task"),
+    "Classification": ("trainer.tasks", "Classification"),
     "DevicePool": ("trainer.pool", "DevicePool"),
     "ItemError": ("trainer.pool", "ItemError"),
     "current_device": ("trainer.pool", "current_device"),

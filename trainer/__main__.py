@@ -152,10 +152,10 @@ def evaluate(words: Sequence[str]) -> int:
         if key in own:
             raise RecipeError(f"{key}= is not for evaluate: {instead}")
     launching.load_plugin(own.get("plugin"))
-    from trainer.training import evaluation
+    from trainer.training import trained
 
     interrupts.raise_at_ctrl_c()
-    evaluation.evaluate_run(own["checkpoint"], *rest)
+    trained.evaluate_run(own["checkpoint"], *rest)
     return 0
 
 

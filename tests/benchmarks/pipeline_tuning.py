@@ -24,11 +24,11 @@ import time
 
 import torch
 
+from tests.contexts import mode_of
 from trainer.data import Batch
 from trainer.models.balance import block_costs
 from trainer.models.partition import trace
 from trainer.models.zoo import build
-from trainer.modes import create
 from trainer.modes.base import Strategy
 from trainer.modes.pipeline import stages as staging
 from trainer.modes.pipeline.tuning import Plan
@@ -46,11 +46,10 @@ class Bench:
         seed_everything(0, False)
         self.world = locate(self.recipe)
         self.world.connect(600)
-        self.shape = (options.batch, 3, options.size, options.size)
-        self.pipeline = create(self.recipe, self.world)
-        self.pipeline.say = self.say
+        shape = (options.batch, 3, options.size, options.size)
+        self.pipeline = mode_of(self.recipe, self.world, shape, classes=1000, say=self.say)
         self.model = build(self.recipe.model, 1000, 3, options.size)
-        self.pipeline.setup(self.model, self.shape)
+        self.pipeline.setup(self.model)
         self.model.to(memory_format=torch.channels_last)
         self.traced = trace(self.model)
 

@@ -54,7 +54,7 @@ def test_a_resized_crop_of_everything_is_the_image_and_of_a_corner_its_enlargeme
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_normalisation(channels_last):
     mean, std = (0.5, 0.25, 0.1), (0.2, 0.3, 0.4)
-    finish = Finish(mean, std, 9, 10, channels_last, CPU)
+    finish = Finish(mean, std, 9, channels_last, CPU)
     pictures = images(4)
     found = finish.inputs(pictures.permute(0, 2, 3, 1).contiguous())
     expected = (pictures / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
@@ -63,7 +63,7 @@ def test_normalisation(channels_last):
 
 
 def test_erasing_sets_the_box_alone():
-    finish = Finish((0.5,), (0.5,), 6, 2, True, CPU)
+    finish = Finish((0.5,), (0.5,), 6, True, CPU)
     erased = finish.erased(torch.ones(2, 1, 6, 6), np.array([[1, 2, 3, 4], [0, 0, 0, 0]]))
     expected = torch.ones(2, 1, 6, 6)
     expected[0, :, 1:4, 2:6] = 0
@@ -72,11 +72,11 @@ def test_erasing_sets_the_box_alone():
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_mixing_is_what_the_papers_say(layout):
-    finish = Finish((0.5,) * 3, (0.5,) * 3, 6, 4, True, CPU)
+    finish = Finish((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
     x, labels = torch.randn(4, 3, 6, 6).contiguous(memory_format=layout), torch.tensor([0, 1, 2, 2])
     box = np.array([[0, 0, 0, 0], [1, 1, 3, 2]])
     mix = order.Mix(np.float32([0.7, 1]), np.float32([0.7, 1 - 6 / 36]), box)
-    mixed, soft = finish.mixed(x, mix), finish.soft(labels, mix)
+    mixed, soft = finish.mixed(x, mix), finish.soft(F.one_hot(labels, 4).float(), mix)
     assert torch.allclose(mixed[0], 0.7 * x[0] + 0.3 * x[1], atol=1e-6)
     assert torch.allclose(mixed[1], 0.7 * x[1] + 0.3 * x[0], atol=1e-6)
     cut = x[2].clone()

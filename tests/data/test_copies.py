@@ -7,7 +7,7 @@ import torch
 from tests.simulated.simcuda import simulated
 from trainer.data.copies import Copies
 from trainer.data.feeds import LabelFeed, MemoryFeed
-from trainer.data.sets import ImageSet
+from trainer.data.sets import Datasets, ImageSet
 from trainer.data.workers import PhotoFeed
 from trainer.recipe import load
 
@@ -31,7 +31,8 @@ def feed(kind, *words):
     if kind == "labels":
         return LabelFeed(labels, 24, 4, GPU)
     if kind == "photos":
-        return PhotoFeed(Pictures(), 16, 3, 4, recipe, 0, GPU)
+        sets = Datasets("mine", Pictures(), Pictures(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
+        return PhotoFeed(Pictures(), sets, 4, recipe, 0, GPU)
     return MemoryFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU, [])
 
 

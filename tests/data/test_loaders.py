@@ -20,12 +20,14 @@ from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from tests.commands import environment
 from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, order, steps_per_epoch, workers
-from trainer.data.datasets import UserItems
 from trainer.data.images import read_image
+from trainer.data.registered import UserItems
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.pool import DevicePool
 from trainer.processes import fork_server
 from trainer.recipe import load
+from trainer.tasks import Classification
+from trainer.training.wiring import task_of
 
 CPU = torch.device("cpu")
 AUGMENT = (
@@ -74,7 +76,8 @@ def memory_sets(train=24, val=7, size=8):
 
 
 def photo_sets(train=24, val=7, size=16, **faults):
-    sources = [UserItems(Items(count, **faults), "mine", 1000) for count in (train, val)]
+    names = tuple(map(str, range(1000)))
+    sources = [UserItems(Items(count, **faults), "mine", Classification, names, None) for count in (train, val)]
     classes = tuple(map(str, range(max(train, val))))
     return Datasets("mine", *sources, classes, 3, size, (0.5,) * 3, (0.25,) * 3, False, "val")
 
@@ -87,7 +90,7 @@ class Loading:
 
     def __call__(self, sets, *words, shard=None):
         recipe = load(None, "batch_size=8", "data.workers=0", "timeout=30", *_last(words))
-        self.made.append(Loader(sets, recipe, shard or Shard(), CPU))
+        self.made.append(Loader(sets, recipe, task_of(recipe, sets), shard or Shard(), CPU))
         return self.made[-1]
 
 
@@ -558,7 +561,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
         import test_loaders as t
         if __name__ == "__main__":
             recipe = t.load(None, "batch_size=8", "data.workers=2")
-            batches = t.Loader(t.photo_sets(), recipe, t.Shard(), t.CPU).training(0)
+            batches = t.Loader(t.photo_sets(), recipe, None, t.Shard(), t.CPU).training(0)
             next(batches)
             print(*(child.pid for child in multiprocessing.active_children()), flush=True)
             sys.stdin.readline()

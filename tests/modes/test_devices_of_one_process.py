@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from tests.commands import losses
+from tests.contexts import mode_of
 from tests.simulated.simcuda import runs, simulated
 from trainer.data import Batch
 from trainer.models import zoo
-from trainer.modes import create
 from trainer.modes.pipeline import stages, streams
 from trainer.processes.world import Place, World
 from trainer.recipe import load
@@ -23,8 +23,8 @@ CARDS = tuple(torch.device("cuda", index) for index in range(2))
 
 def set_up(words, model, rows=16, drives=CARDS):
     world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    strategy = create(load({"batch_size": rows, "channels_last": False}, *words.split()), world)
-    strategy.setup(model, (rows, 4))
+    strategy = mode_of(load({"batch_size": rows, "channels_last": False}, *words.split()), world, (rows, 4), classes=3)
+    strategy.setup(model)
     return strategy
 
 

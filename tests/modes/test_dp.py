@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contexts import mode_of
 from trainer.data import Batch
-from trainer.modes import create
 from trainer.modes.dp import rows_of_devices
 from trainer.processes.world import Place, World
 from trainer.recipe import load
@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 def parallel(drives, rows=10, model=None):
     """The mode on some devices; its model takes (N, 1, 2, 2) and has 3 classes."""
     world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    strategy = create(load(None, "mode=dp", "channels_last=false"), world)
-    strategy.setup(model or nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (rows, 1, 2, 2))
+    strategy = mode_of(load(None, "mode=dp", "channels_last=false"), world, (rows, 1, 2, 2), classes=3)
+    strategy.setup(model or nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
     return strategy
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tests.commands import QUIET, environment, losses, ok, result, steps, trainer
+from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer import train
 from trainer.errors import SetupError
-from trainer.modes import create
 from trainer.modes.hogwild import ALIGNMENT, MemoryFile
 from trainer.recipe import load
 
@@ -37,8 +37,8 @@ def test_all_ranks_have_the_same_memory():
         for tensor in model.state_dict().values():
             tensor.fill_(world.rank + 1)
         before = list(model.parameters())
-        strategy = create(load(None, "mode=hogwild"), world)
-        strategy.setup(model, (2, 3, 4, 4))
+        strategy = mode_of(load(None, "mode=hogwild"), world, (2, 3, 4, 4), classes=3)
+        strategy.setup(model)
         named = {**strategy.named_parameters(), **strategy.named_buffers()}
         assert all(tensor.unique().tolist() == [1] for tensor in named.values() if tensor.numel())
         assert all(one is two for one, two in zip(before, model.parameters(), strict=True))

@@ -6,10 +6,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer import train
 from trainer.data import Batch
-from trainer.modes import create, local_sgd
+from trainer.modes import local_sgd
 from trainer.recipe import load
 
 SHAPE = (4, 2, 3, 3)
@@ -17,14 +18,13 @@ SHAPE = (4, 2, 3, 3)
 
 def build(world, *words, samples=10_003):
     """A small network with BatchNorm under local SGD, the same on every rank."""
-    strategy = create(load(None, "mode=local_sgd", *words), world)
-    strategy.samples = samples
+    strategy = mode_of(load(None, "mode=local_sgd", *words), world, SHAPE, classes=5, samples=samples)
     layers = [nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 5)]
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(*layers)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
-    strategy.setup(model, SHAPE)
+    strategy.setup(model)
     return strategy
 
 

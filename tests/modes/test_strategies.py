@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.commands import environment
+from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models import zoo
 from trainer.models.partition import trace
-from trainer.modes import STRATEGIES, create, sync_batchnorm
+from trainer.modes import STRATEGIES, sync_batchnorm
 from trainer.modes.ddp import read_in_training
 from trainer.modes.pipeline.ranks import Wire
 from trainer.modes.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -150,8 +151,8 @@ def test_weight_times_summed_loss(mode):
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     before = copy.deepcopy(model)
     recipe = load(None, f"mode={mode}", "pipeline.split_size=3")  # four rows: an uneven last micro-batch
-    strategy = create(recipe, TWO if recipe.traits.many_devices else ALONE)
-    strategy.setup(model, (4, 1, 2, 2))
+    strategy = mode_of(recipe, TWO if recipe.traits.many_devices else ALONE, (4, 1, 2, 2), classes=3, samples=8)
+    strategy.setup(model)
     inputs, targets = torch.randn(8, 1, 2, 2), torch.arange(8) % 3
     whole = strategy.forward_backward(Batch(inputs, targets, 8), 1 / 8)
     gradient = strategy.named_parameters()["1.weight"].grad.clone()
@@ -183,9 +184,9 @@ class Half(nn.Module):
 
 def test_unused_parameters_under_ddp(group):
     pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))  # a second rank that is not needed here
-    create(load(None, "mode=ddp"), pair).setup(Half(), (4, 1, 2, 2))
+    mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2)).setup(Half())
     with pytest.raises(RecipeError, match="accumulate=1"):
-        create(load(None, "mode=ddp", "accumulate=2"), pair).setup(Half(), (4, 1, 2, 2))
+        mode_of(load(None, "mode=ddp", "accumulate=2"), pair, (4, 1, 2, 2)).setup(Half())
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
@@ -193,8 +194,8 @@ def test_ddp_is_set_up_without_a_warning_and_forward_passes_broadcast_what_they_
     pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
     for reads in (False, True):
-        strategy = create(load(None, "mode=ddp"), pair)
-        strategy.setup(model, (4, 1, 2, 2))
+        strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
+        strategy.setup(model)
         assert strategy.wrapped.forward_sync_buffers is reads
         model.register_buffer("scale", torch.ones(4))
 

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.commands import PROJECT, environment
+from tests.contexts import mode_of
 from trainer import load_recipe, plan
 from trainer.__main__ import answer
 from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
 from trainer.models.zoo import build
-from trainer.modes import create
 from trainer.modes.pipeline.orders import Task, issue_order
 from trainer.planning import amounts, schedules, summary
 from trainer.planning.images import describe
@@ -64,8 +64,8 @@ def real(recipe, world=None):
     """The recipe's strategy with a real model and a batch."""
     images = describe(recipe)
     shape = (recipe.batch_size // recipe.accumulate, images.channels, images.size, images.size)
-    strategy = create(recipe, world or alone())
-    strategy.setup(build(recipe.model, images.classes, images.channels, images.size), shape)
+    strategy = mode_of(recipe, world or alone(), shape)
+    strategy.setup(build(recipe.model, images.classes, images.channels, images.size))
     strategy.train()
     inputs = torch.randn(shape)
     if recipe.channels_last:

@@ -13,7 +13,7 @@ from tests.commands import QUIET, ok, steps, trainer
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving.run_folder import STEP_COLUMNS, RunFolder, StepsFile, as_before, write_atomically
-from trainer.training.evaluation import evaluate_run
+from trainer.training.trained import evaluate_run
 
 
 def recipe(folder, *words):

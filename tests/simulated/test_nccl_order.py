@@ -14,11 +14,12 @@ from PIL import Image
 from torch import nn
 
 from tests.commands import QUIET, trainer
+from tests.contexts import mode_of
 from tests.simulated.call_recorder import read
 from tests.simulated.nccl_order import Call, on_ranks, stuck
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.modes import create
+from trainer.modes import share
 from trainer.modes.pipeline import stages
 from trainer.recipe import load
 from trainer.recipe.checks import microbatch_counts
@@ -54,12 +55,13 @@ def images(rows):
     return torch.arange(rows * 4.0).view(rows, 1, 2, 2) / rows
 
 
-def a_run(strategy, whole, rows):
+def a_run(wanted, world, whole, rows):
     """What the ranks of a pipeline exchange in a run: tune, train, look at figures, evaluate, save, all of it again."""
-    shard = strategy.shard()
+    shard = share(wanted, world)
     own = slice(shard.index * rows // shard.count, (shard.index + 1) * rows // shard.count)
     batch = Batch(images(rows)[own], (torch.arange(rows) % 3)[own], rows // shard.count)
-    strategy.setup(copy.deepcopy(whole), tuple(batch.inputs.shape))
+    strategy = mode_of(wanted, world, batch.inputs.shape, classes=3)
+    strategy.setup(copy.deepcopy(whole))
     for _ in range(2):
         strategy.train()
         strategy.forward_backward(batch, 1 / rows)
@@ -72,18 +74,18 @@ def a_run(strategy, whole, rows):
         strategy.train(False)
         outputs = [strategy.forward(batch.inputs) for _ in range(2)]
         gathered = strategy.gather(strategy.named_parameters())
-    return outputs[-1], gathered
+    return strategy.plan, outputs[-1], gathered
 
 
 def check_a_run(schedule, ranks, virtual, m, replicas=1):
     wanted = recipe(schedule, ranks, virtual, m, replicas)
     whole = model(ranks * virtual)
     size, rows = ranks * replicas, m * replicas
-    found, notes = on_ranks(size, lambda world: a_run(create(wanted, world), whole, rows))
+    found, notes = on_ranks(size, lambda world: a_run(wanted, world, whole, rows))
     assert stuck(notes) is None, (schedule, ranks, virtual, m)
-    logits = torch.cat([outputs for outputs, _ in found if outputs is not None])
+    logits = torch.cat([outputs for _, outputs, _ in found if outputs is not None])
     torch.testing.assert_close(logits, whole.eval()(images(rows)).detach())
-    assert set(found[0][1]) == {name for name, _ in whole.named_parameters()}
+    assert set(found[0][2]) == {name for name, _ in whole.named_parameters()}
     return notes
 
 
@@ -127,17 +129,9 @@ def test_tuning_needs_no_buffers(monkeypatch, replicas):
     monkeypatch.setattr(stages, "TRIAL_STEPS", (2, 2))
     whole, rows = model(6), 16 * replicas
     wanted = load(None, "mode=pipeline", "model.name=mlp", "pipeline.stages=2", f"batch_size={rows}")
-    plans = []
-
-    def run(world):
-        strategy = create(wanted, world)
-        found = a_run(strategy, whole, rows)
-        plans.append(strategy.plan)
-        return found
-
-    _, notes = on_ranks(2 * replicas, run)
+    found, notes = on_ranks(2 * replicas, lambda world: a_run(wanted, world, whole, rows))
     assert stuck(notes) is None
-    assert len(set(plans)) == 1
+    assert len({plan for plan, _, _ in found}) == 1
 
 
 def evaluation(schedule, ranks, virtual, m, waves=True):
@@ -145,7 +139,7 @@ def evaluation(schedule, ranks, virtual, m, waves=True):
     wanted = recipe(schedule, ranks, virtual, m)
 
     def run(world):
-        strategy = create(wanted, world)
+        strategy = mode_of(wanted, world, (m, 4))
         strategy.plan, strategy.pipe_group = SimpleNamespace(microbatches=m), None
         strategy.stages = {stage: nn.Identity() for stage in strategy.own}
         strategy._arriving = {stage: torch.zeros(1, 4) for stage in strategy.own}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
@@ -95,8 +96,8 @@ def test_a_wait_in_a_step_is_counted(monkeypatch):
     monkeypatch.setattr(Strategy, "backward", backward)
     monkeypatch.setattr(waits, "HOME", __file__)  # this file's frames are the project's, for once
     with simulated(1) as machine:
-        strategy = Strategy(load(None, "mode=single"), World(Place(), CARD, 1, ("cuda:0",)))
-        strategy.setup(torch.nn.Linear(4, 3), (2, 4))
+        strategy = mode_of(load(None, "mode=single"), World(Place(), CARD, 1, ("cuda:0",)), (2, 4), classes=3)
+        strategy.setup(torch.nn.Linear(4, 3))
         strategy.forward_backward(Batch(torch.ones(2, 4).to(CARD), torch.zeros(2).long().to(CARD), 2), 0.5)
     ((wait, count),) = ((wait, count) for wait, count in machine.waits.seen.items() if wait.kind == "item")
     assert wait.function.endswith("backward") and count == 1

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from tests.contexts import mode_of
 from tests.simulated.simcuda import simulated, sources
 from tests.simulated.simcuda.runs import MEASURING
 from trainer.data import Batch
@@ -18,7 +19,6 @@ from trainer.data.copies import Copies
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.models.zoo import build
-from trainer.modes import create
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.tuning import Plan
 from trainer.planning import probe
@@ -39,10 +39,10 @@ class Wrong(Exception):
 def strategy_on(cards, words, model=None):
     drives = tuple(torch.device("cuda", card) for card in cards)
     world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    strategy = create(load({"batch_size": ROWS, "channels_last": False}, *words.split()), world)
+    strategy = mode_of(load({"batch_size": ROWS, "channels_last": False}, *words.split()), world, (ROWS, 1, 4, 4))
     strategy.probe = lambda traced, rows: [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
     torch.manual_seed(0)
-    strategy.setup(model or build(ModelRecipe(name="mlp"), 10, 1, 4), (ROWS, 1, 4, 4))
+    strategy.setup(model or build(ModelRecipe(name="mlp"), 10, 1, 4))
     strategy.train()
     return strategy
 

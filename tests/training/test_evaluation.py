@@ -1,61 +1,73 @@
-"""Every held-out sample counts exactly once, on any number of ranks."""
+"""Every held-out sample counts exactly once, whatever the task adds up."""
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.commands import QUIET, ok, result, torchrun
+from tests.worlds import on_ranks
+from trainer import tasks
 from trainer.data import Batch
-from trainer.errors import CheckpointError
 from trainer.modes import Strategy
 from trainer.processes.world import Place, World
-from trainer.training.evaluation import evaluate, evaluate_run
+from trainer.recipe import load
+from trainer.training.evaluation import Sums, evaluate
+
+ALONE = World(Place(), torch.device("cpu"), 1, ("cpu",))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run on 96 synthetic images, with 37 held out."""
-    folder = tmp_path_factory.mktemp("evaluation") / "run"
-    words = ["data.name=synthetic", "data.samples=96", "data.val_samples=37", "data.image_size=8", "model.name=cnn_gn"]
-    ok("mode=single", *words, "batch_size=48", "epochs=1", *QUIET, f"output={folder}")
-    return folder
+def task_of(name="classification", classes=3):
+    return tasks.create(load(None, f"task.name={name}"), [str(n) for n in range(classes)])
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
-def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
-    arguments = ["--standalone", f"--nproc_per_node={ranks}"]
-    with torchrun("evaluate", f"checkpoint={trained}", "batch_size=128", arguments=arguments) as process:
-        out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, out
-    found = result(trained)
-    [line] = [line for line in out.splitlines() if "held-out" in line]
-    assert "on 37 held-out images" in line and f"top-1 {found['val_top1']:.2%}" in line
-    assert f"val loss {found['val_loss']:.4f}" in line
+def test_sums_leave_padding_out():
+    sums = Sums(task_of(classes=6))
+    outputs = torch.eye(6) * 9
+    sums.add(outputs, torch.tensor([0, 1, 0, 3, 4, 5]), count=3)
+    found, count = sums.metrics(ALONE)
+    assert (found["top1"], found["top5"], count) == (2 / 3, 1, 3)
+    assert found["loss"] == pytest.approx(nn.functional.cross_entropy(outputs[:3], torch.tensor([0, 1, 0])).item())
 
 
-def test_other_classes_are_not_those_it_was_trained_on(trained):
-    with pytest.raises(CheckpointError, match=r"trained on 10 classes \(0, 1, .*, \.\.\.\), and .* holds 7 classes"):
-        evaluate_run(str(trained), "model.num_classes=7")
-    with pytest.raises(CheckpointError, match="it knows 10 classes and the data has 7"):
-        evaluate_run(str(trained / "checkpoints" / "step-00000002"), "model.num_classes=7")
+def test_sums_with_fewer_than_five_classes_and_nothing_real():
+    sums = Sums(task_of(classes=2))
+    sums.add(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), count=1)
+    sums.add(torch.tensor([[0.0, 1.0]]), torch.tensor([1]), count=0)
+    found, count = sums.metrics(ALONE)
+    assert (found["top1"], found["top5"], count) == (0, 1, 1)
 
 
-@pytest.mark.parametrize("told", ["[", "5", "[" * 9999])
-def test_damaged_class_names_are_one_line(trained, tmp_path, told):
-    with safe_open(trained / "last.safetensors", "pt") as file:
-        facts = file.metadata()
-    save_file(load_file(trained / "last.safetensors"), tmp_path / "odd.safetensors", facts | {"classes": told})
-    with pytest.raises(CheckpointError, match="its classes makes no sense"):
-        evaluate_run(str(tmp_path / "odd.safetensors"))
+def test_nothing_at_all_is_no_figure_and_no_best():
+    found, count = Sums(task_of()).metrics(ALONE)
+    assert count == 0 and found["loss"] != found["loss"] and found["top1"] != found["top1"]
+    assert not task_of().improves(found["top1"], 0.1) and task_of().improves(0.1, found["top1"])
+
+
+@pytest.mark.parametrize("name", ["classification", "multilabel", "regression"])
+def test_ranks_without_outputs_add_nothing(name):
+    """As in a pipeline: two of three ranks have outputs, each of its own samples."""
+    outputs, targets = torch.randn(10, 3), torch.arange(10) % 3
+    task = task_of(name)
+    targets = targets if name == "classification" else torch.nn.functional.one_hot(targets, 3).float()
+    whole = Sums(task)
+    whole.add(outputs, targets, 10)
+
+    def work(world):
+        sums = Sums(task)
+        if world.rank:
+            own = slice(0, 4) if world.rank == 1 else slice(4, 10)
+            sums.add(outputs[own], targets[own], len(outputs[own]))
+        return sums.metrics(world)
+
+    expected, _ = whole.metrics(ALONE)
+    for found, count in on_ranks(3, work):
+        assert count == 10 and found == pytest.approx(expected)
 
 
 class Fixed(Strategy):
     """Answers class 1 to everything."""
 
     def __init__(self):
-        self.module = nn.Identity()
+        self.module, self.task = nn.Identity(), task_of()
 
     def forward(self, inputs):
         return torch.tensor([0.0, 9.0, 0.0]).repeat(len(inputs), 1)

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
+from tests.contexts import mode_of
 from trainer.errors import CheckpointError
 from trainer.modes import Strategy
+from trainer.processes.world import Place, World
 from trainer.recipe import load
 from trainer.training.optimization import (
     MovingAverage,
@@ -16,11 +18,18 @@ from trainer.training.optimization import (
     build_optimizer,
     learning_rate,
     load_optimizer_state,
+    loss_scaler,
     optimizer_state,
     parameter_groups,
 )
 
 STEPS = 7  # in an epoch
+CPU = torch.device("cpu")
+ALONE = World(Place(), CPU, 1, ("cpu",))
+
+
+def updater_of(optimizer, recipe):
+    return Updater(optimizer, recipe, CPU, loss_scaler(recipe, CPU))
 
 
 class Alone(Strategy):
@@ -83,7 +92,7 @@ def test_a_gradient_that_is_not_finite_stops_all_updates(name):
     model = nn.Linear(3, 2)
     recipe = load(None, f"optimizer.name={name}")
     optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
-    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(model)
+    updater, strategy = updater_of(optimizer, recipe), Alone(model)
 
     def step(poison):
         loss = model(torch.full((1, 3), torch.nan if poison else 1.0)).sum()
@@ -106,7 +115,7 @@ def test_the_guarded_fused_step_is_torchs(name):
     optimizer = build_optimizer(dict(ours.named_parameters()), recipe.optimizer)
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     plain = kind(theirs.parameters(), lr=0.01, weight_decay=0.01, **({"momentum": 0.9} if name == "sgd" else {}))
-    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(ours)
+    updater, strategy = updater_of(optimizer, recipe), Alone(ours)
     for _ in range(5):
         x = torch.randn(4, 3)
         for model, stepper in ((ours, optimizer), (theirs, plain)):
@@ -124,7 +133,7 @@ def test_clipping():
     before = model.weight.detach().clone()
     loss = model(torch.tensor([[3.0, 4.0]])).sum()
     loss.backward()
-    norm = Updater(optimizer, recipe, torch.device("cpu")).step(loss.detach(), Alone(model), want_norm=False)
+    norm = updater_of(optimizer, recipe).step(loss.detach(), Alone(model), want_norm=False)
     assert norm.item() == pytest.approx(5)
     assert (before - model.weight).norm().item() == pytest.approx(0.5, rel=1e-4)
 
@@ -133,7 +142,7 @@ def test_fp16_skips_one_overflow_and_goes_on():
     model = nn.Linear(2, 1, bias=False)
     recipe = load(None, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0")
     optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
-    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(model)
+    updater, strategy = updater_of(optimizer, recipe), Alone(model)
     before = model.weight.detach().clone()
     moved = []
     for factor in (math.inf, 1.0):
@@ -150,7 +159,7 @@ def test_fp16_that_never_becomes_finite_is_bad():
     model = nn.Linear(2, 1, bias=False)
     recipe = load(None, "precision=fp16")
     optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
-    updater, strategy = Updater(optimizer, recipe, torch.device("cpu")), Alone(model)
+    updater, strategy = updater_of(optimizer, recipe), Alone(model)
     verdicts = []
     for _ in range(40):
         optimizer.zero_grad()
@@ -189,6 +198,22 @@ def test_moving_average():
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
     assert average.tensors()["w"].item() == pytest.approx(expected) and average.tensors()["count"].item() == 3
-    with average.in_place():
-        assert live["w"].item() == pytest.approx(expected)
-    assert live["w"].item() == 3
+
+
+def test_the_model_computes_with_its_averages_inside_a_block_and_with_its_weights_after_it():
+    strategy = mode_of(load(None, "mode=single", "channels_last=false"), ALONE, (2, 3), classes=2)
+    strategy.setup(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    live = {**strategy.named_parameters(), **strategy.named_buffers()}
+    averages = MovingAverage(live, decay=0.5).tensors()
+    averages["0.weight"].fill_(2.0)
+    averages["1.running_mean"].fill_(1.0)
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    strategy.train(False)
+    with strategy.weights(averages):
+        inside = strategy.forward(torch.ones(2, 3))
+        assert live["0.weight"].unique().tolist() == [2.0] and live["1.running_mean"].tolist() == [1.0, 1.0]
+    torch.testing.assert_close(live, before, rtol=0, atol=0)
+    assert averages["0.weight"].unique().tolist() == [2.0], "and the averages are what they were"
+    assert not inside.equal(strategy.forward(torch.ones(2, 3)))
+    with strategy.weights({}):
+        torch.testing.assert_close(live, before, rtol=0, atol=0)

@@ -1,21 +1,35 @@
 """Data: sets of images, their order, and the batches that a rank reads of them.
 
 No model and no mode: what a rank reads is told by a `Shard`.
-Imports: errors, recipe, processes, saving.
+Imports: errors, recipe, processes, saving, tasks.
 """
 
-from trainer.data.datasets import open_datasets, register_dataset
+from trainer.data.datasets import open_datasets
 from trainer.data.loaders import Loader, steps_per_epoch
-from trainer.data.sets import Batch, Datasets, ImageSet, LabelledSource, PhotoSource, Shard
+from trainer.data.registered import register_dataset
+from trainer.data.sets import (
+    Batch,
+    Datasets,
+    Example,
+    ImageSet,
+    LabelledSource,
+    PhotoSource,
+    Shard,
+    TensorSet,
+    TensorSpec,
+)
 
 __all__ = [
     "Batch",
     "Datasets",
+    "Example",
     "ImageSet",
     "LabelledSource",
     "Loader",
     "PhotoSource",
     "Shard",
+    "TensorSet",
+    "TensorSpec",
     "open_datasets",
     "register_dataset",
     "steps_per_epoch",

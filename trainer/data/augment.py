@@ -171,11 +171,10 @@ class Finish:
         mean: tuple[float, ...],
         std: tuple[float, ...],
         size: int,
-        classes: int,
         channels_last: bool,
         device: torch.device,
     ) -> None:
-        self.classes, self.device = classes, device
+        self.device = device
         self.channels_last = channels_last or len(mean) == 1
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         shift = -torch.tensor(mean, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
@@ -213,9 +212,8 @@ class Finish:
             mixed = torch.where(self._inside(mix.box, inputs.shape[-1])[:, None], other, mixed)
         return self._with_last(mixed.flatten(0, 1), inputs)
 
-    def soft(self, labels: Tensor, mix: Mix) -> Tensor:
-        """(n,) labels as (n, K) shares, mixed as their images are."""
-        hard = F.one_hot(labels, self.classes).float()
+    def soft(self, hard: Tensor, mix: Mix) -> Tensor:
+        """Targets (n, K) float32, mixed as their images are."""
         own = self._pairs(hard, mix)
         soft = torch.lerp(own, own.flip(1), self._column(1 - mix.share)[:, :, None])
         return self._with_last(soft.flatten(0, 1), hard)

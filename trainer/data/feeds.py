@@ -13,14 +13,14 @@ from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.copies import on_device
 from trainer.data.order import Array
 from trainer.data.photos import Failure
-from trainer.data.sets import ImageSet, LabelledSource, PhotoSource
+from trainer.data.sets import ImageSet, LabelledSource, PhotoSource, TensorSet
 from trainer.recipe import AugmentRecipe
 
 BLOCK = 16_384  # rows whose random draws are made at once
 
 
 class Feed(Protocol):
-    """uint8 images (n, H, W, C) and labels (n,) on the device, a batch at a time."""
+    """uint8 images (n, H, W, C), or inputs (n, ...) that are none, and labels (n, ...) on the device, in batches."""
 
     failures: list[Failure]
 
@@ -74,6 +74,29 @@ class MemoryFeed:
         """Nothing to end."""
 
 
+class TensorFeed:
+    """Batches of inputs that lie in memory and are no images."""
+
+    def __init__(self, samples: TensorSet, rows: int, device: torch.device) -> None:
+        self.failures: list[Failure] = []
+        self._inputs, self._labels = samples.inputs.to(device), samples.labels.to(device)
+        self._rows, self._device = rows, device
+
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        for block in _blocks(batches, self._rows):
+            at = on_device(torch.from_numpy(np.concatenate(block)), self._device)
+            for index in torch.split(at, [len(batch) for batch in block]):
+                yield self._inputs[index], self._labels[index]
+
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for start, stop in spans:
+            at = on_device(torch.from_numpy(_padded(start, self._rows, len(self._labels))), self._device)
+            yield self._inputs[at], self._labels[at], stop - start
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 class LabelFeed:
     """Labels without images."""
 
@@ -118,15 +141,15 @@ class NoFeed:
         """Nothing to end."""
 
 
-def labels_at_hand(part: ImageSet | PhotoSource, skip: bool) -> Tensor | None:
+def labels_at_hand(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor | None:
     """A set's labels where they are known without reading a photo.
 
     They are not where unreadable photos are skipped: another sample's label takes the place of theirs.
     """
-    if isinstance(part, ImageSet):
+    if isinstance(part, ImageSet | TensorSet):
         return part.labels
     if isinstance(part, LabelledSource) and not skip:
-        return torch.as_tensor(part.labels, dtype=torch.int64)
+        return torch.as_tensor(part.labels)
     return None
 
 

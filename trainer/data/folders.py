@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -35,13 +38,12 @@ Shape = tuple[int, int, int]  # channels, height, width
 class PhotoFolder:
     """The images of one split. A million paths are one block of bytes: cheap to hold and to send to workers."""
 
-    def __init__(self, root: Path, files: list[list[str]]) -> None:
-        """`files` are paths below `root`, a list for each class."""
-        self.root = str(root)
-        names = [os.fsencode(name) for group in files for name in group]
+    def __init__(self, root: Path, files: Iterable[str], labels: npt.NDArray[Any]) -> None:
+        """`files` are paths below `root`, and `labels` (files, ...) what they show."""
+        self.root, self.labels = str(root), labels
+        names = [os.fsencode(name) for name in files]
         self._names = b"".join(names)
         self._ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-        self.labels = np.repeat(np.arange(len(files)), [len(group) for group in files])
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -50,8 +52,8 @@ class PhotoFolder:
         start = self._ends[index - 1] if index else 0
         return os.path.join(self.root, os.fsdecode(self._names[start : self._ends[index]]))
 
-    def read(self, index: int, channels: int) -> tuple[Tensor, int]:
-        return read_image(self.where(index), channels), int(self.labels[index])
+    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
+        return read_image(self.where(index), channels), torch.as_tensor(self.labels[index])
 
 
 def open_folder(recipe: Recipe) -> Datasets:
@@ -77,25 +79,33 @@ def open_folder(recipe: Recipe) -> Datasets:
         raise SetupError(f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes")
     if len(classes) == 1:
         raise SetupError(_one_class(root, held_out, classes[0], train))
-    channels, size, notes = image_shape(recipe, header_shapes(train))
-    bytes_needed = (len(train) + len(val)) * size * size * channels
-    tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
+    notes = {}
     if junk:
         named = ", ".join(sorted(set(map(os.path.basename, junk)))[:4])
         notes["skipped"] = f"{len(junk)} hidden files and folders of other programs ({named})"
+    return photos(recipe, train, val, classes, str(root / held_out), notes)
+
+
+def photos(
+    recipe: Recipe, train: PhotoFolder, val: PhotoFolder, names: Sequence[str], split: str, notes: Mapping[str, str]
+) -> Datasets:
+    """A data set of photos; tiny ones are decoded at once."""
+    channels, size, looked = image_shape(recipe, header_shapes(train))
+    bytes_needed = (len(train) + len(val)) * size * size * channels
+    tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
     mean, std = statistics(*IMAGENET, channels)
     return Datasets(
         name="imagefolder",
         train=decoded(train, size, channels, recipe, held_out=False) if tiny else train,
         val=decoded(val, size, channels, recipe, held_out=True) if tiny else val,
-        classes=tuple(classes),
+        classes=tuple(names),
         channels=channels,
         image_size=size,
         mean=mean,
         std=std,
         synthetic=False,
-        split=str(root / held_out),
-        notes=notes,
+        split=split,
+        notes={**looked, **notes},
     )
 
 
@@ -227,7 +237,8 @@ def scan(folder: Path, suffixes: frozenset[str], junk: list[str]) -> tuple[list[
             raise SetupError(
                 f"{folder / name} holds no images; remove the folder or put images there (JPEG, PNG, WebP, ...)"
             )
-    return classes, PhotoFolder(folder, files)
+    labels = np.repeat(np.arange(len(files)), [len(group) for group in files])
+    return classes, PhotoFolder(folder, itertools.chain.from_iterable(files), labels)
 
 
 def _images(folder: str, below: str, suffixes: frozenset[str], junk: list[str]) -> Iterator[str]:
@@ -269,7 +280,7 @@ def decoded(folder: PhotoFolder, size: int, channels: int, recipe: Recipe, held_
         raise SetupError(f"{folder.root}: hardly any image can be read, the first is {named[0][0]} ({named[0][1]})")
     kept = torch.from_numpy(rows)
     pixels = images if not failures else images[kept]
-    return ImageSet(pixels.permute(0, 3, 1, 2), torch.from_numpy(folder.labels)[kept], failures=named)
+    return ImageSet(pixels.permute(0, 3, 1, 2), torch.as_tensor(folder.labels)[kept], failures=named)
 
 
 def unreadable(where: str, why: str) -> SetupError:

@@ -103,12 +103,11 @@ def reason(error: BaseException) -> str:
     return text[:200] or type(error).__name__
 
 
-def from_item(item: Any, channels: int) -> tuple[Tensor, int]:
-    """A user's data set item, (uint8 (C, H, W) tensor or Pillow image, label), as `PhotoSource.read` gives it."""
-    image, label = item
+def from_item(image: Any, channels: int) -> Tensor:
+    """The image of a user's data set item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` gives it."""
     if isinstance(image, Image.Image):
-        return from_pillow(image, channels), int(label)
+        return from_pillow(image, channels)
     if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3):
         found = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
         raise TypeError(f"an item must be (uint8 tensor of 1 or 3 x H x W or Pillow image, label), found {found}")
-    return with_channels(image, channels), int(label)
+    return with_channels(image, channels)

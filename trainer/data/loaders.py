@@ -10,14 +10,16 @@ from torch import Tensor
 
 from trainer.data import order
 from trainer.data.augment import Finish
-from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, labels_at_hand
+from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, TensorFeed, labels_at_hand
 from trainer.data.order import Array, Mix
 from trainer.data.photos import Failure
-from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard
-from trainer.data.workers import PhotoFeed, check_shared_memory, slots
+from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
+from trainer.data.workers import PhotoFeed, buffered, check_shared_memory, slots
 from trainer.errors import RecipeError
+from trainer.processes import faults
 from trainer.processes.world import cores
 from trainer.recipe import AugmentRecipe, Recipe
+from trainer.tasks import Task
 
 
 def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
@@ -69,6 +71,10 @@ def worker_count(recipe: Recipe, readers: int) -> int:
     return max(1, min(8, cores() // readers))
 
 
+def in_memory(part: ImageSet | TensorSet | PhotoSource) -> bool:
+    return isinstance(part, ImageSet | TensorSet)
+
+
 class Loader:
     """Reads what a shard asks for.
 
@@ -84,7 +90,13 @@ class Loader:
     """
 
     def __init__(
-        self, datasets: Datasets, recipe: Recipe, shard: Shard, device: torch.device, readers: int = 1
+        self,
+        datasets: Datasets,
+        recipe: Recipe,
+        task: Task,
+        shard: Shard,
+        device: torch.device,
+        readers: int = 1,
     ) -> None:
         """`readers` is the number of ranks on this machine that read, and share its cores and memory.
 
@@ -96,23 +108,23 @@ class Loader:
         self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
         self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
         self._mixes = recipe.augment.together > 1
-        classes = recipe.model.num_classes or len(datasets.classes)
-        self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, classes, recipe.channels_last, device)
+        self._task = task
+        self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device)
         workers = worker_count(recipe, readers)
-        self.readers, self.workers = readers, None if isinstance(datasets.train, ImageSet) else workers
+        self.readers, self.workers = readers, None if in_memory(datasets.train) else workers
         skip = recipe.data.on_error == "skip"
 
-        def reads(part: ImageSet | PhotoSource) -> bool:
+        def reads(part: ImageSet | TensorSet | PhotoSource) -> bool:
             """Whether photos are read: for themselves, or for labels that nothing else tells."""
             wanted = shard.inputs or (shard.targets and labels_at_hand(part, skip) is None)
-            return wanted and not isinstance(part, ImageSet)
+            return wanted and not in_memory(part)
 
         photos = sum(reads(part) for part in (datasets.train, datasets.val))
         if workers and photos:
-            batch_bytes = self._rows * (datasets.image_size**2 * datasets.channels + 8)
+            batch_bytes = self._rows * (buffered(datasets).bytes + datasets.targets.bytes)
             check_shared_memory(photos * readers * slots(workers) * batch_bytes)
 
-        def feed(part: ImageSet | PhotoSource, augment: AugmentRecipe) -> Feed:
+        def feed(part: ImageSet | TensorSet | PhotoSource, augment: AugmentRecipe) -> Feed:
             if not shard.inputs and not shard.targets:
                 return NoFeed(device)
             if not shard.inputs and (labels := labels_at_hand(part, skip)) is not None:
@@ -120,7 +132,9 @@ class Loader:
             if isinstance(part, ImageSet):
                 once = list(part.failures) if shard.index == 0 else []  # every rank has decoded every image
                 return MemoryFeed(part, self._rows, augment, recipe.seed, device, once)
-            return PhotoFeed(part, datasets.image_size, datasets.channels, self._rows, recipe, workers, device)
+            if isinstance(part, TensorSet):
+                return TensorFeed(part, self._rows, device)
+            return PhotoFeed(part, datasets, self._rows, recipe, workers, device)
 
         self._train = feed(datasets.train, recipe.augment)
         self._val = feed(datasets.val, AugmentRecipe())
@@ -158,7 +172,10 @@ class Loader:
         batches = [piece for step in steps[start_step:] for piece in step]
         for n, (images, labels) in enumerate(self._train.training(epoch, batches)):
             step, piece = divmod(n, recipe.accumulate)
-            yield self._batch(images, labels, batches[n], epoch, start_step + step, piece)
+            batch = self._batch(images, labels, batches[n], epoch, start_step + step, piece)
+            if faults.active:
+                faults.spoil(batch.inputs, epoch * len(steps) + start_step + step + 1)
+            yield batch
 
     @property
     def evaluation_batches(self) -> int:
@@ -180,7 +197,9 @@ class Loader:
         self._val.close()
 
     def _inputs(self, images: Tensor) -> Tensor:
-        return self._finish.inputs(images) if self._shard.inputs else self._finish.nothing
+        if not self._shard.inputs:
+            return self._finish.nothing
+        return images if self._datasets.plain else self._finish.inputs(images)
 
     def _targets(self, labels: Tensor) -> Tensor:
         return labels if self._shard.targets else self._finish.nothing
@@ -192,7 +211,7 @@ class Loader:
             inputs = self._finish.erased(inputs, order.erase_boxes(seed, epoch, index, augment.erase, size))
         if self._mixes:
             mix = self._mix(epoch, step, piece, len(index))
-            targets = self._finish.soft(targets, mix) if shard.targets else targets
+            targets = self._finish.soft(self._task.shares(targets), mix) if shard.targets else targets
             inputs = self._finish.mixed(inputs, mix) if shard.inputs else inputs
         return Batch(inputs, targets, len(index))
 

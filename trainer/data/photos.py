@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,10 +82,10 @@ class Reader:
         seed: int,
         skip: bool,
     ) -> None:
-        """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows) int64 are the buffers."""
+        """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows, ...) are the buffers."""
         self.source, self.images, self.labels = source, images, labels
         self.augment, self.seed, self.skip = augment, seed, skip
-        self.size, self.channels = images.shape[2], images.shape[4]
+        self.size, self.channels = images.shape[2], images.shape[-1]
 
     def __len__(self) -> int:
         return len(self.source)
@@ -97,7 +99,7 @@ class Reader:
         return self._training(images, labels, epoch, index)
 
     def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Failure], bool]:
-        draws = PhotoDraws(self.augment, self.seed, epoch, index)
+        prepare = self._for_training(epoch, index)
         failures: list[Failure] = []
         with private_random_state():
             for row, sample in enumerate(index.tolist()):
@@ -105,8 +107,7 @@ class Reader:
                 failures += failed
                 if image is None:
                     return 0, failures, True
-                image = draws.apply(row, image, self.size)
-                images[row] = image.permute(1, 2, 0)
+                images[row] = prepare(row, image)
                 labels[row] = label
         return len(index), failures, False
 
@@ -120,14 +121,22 @@ class Reader:
                 if not self.skip:
                     return 0, failures, True
                 continue
-            images[row] = for_evaluation(image, self.size).permute(1, 2, 0)
+            images[row] = self._for_evaluation(image)
             labels[row] = label
             row += 1
         images[row:] = images[row - 1] if row else 0
         labels[row:] = labels[row - 1] if row else 0
         return row, failures, False
 
-    def _readable(self, sample: int) -> tuple[Tensor | None, int, list[Failure]]:
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Tensor], Tensor]:
+        """From (row, image) to what lies in the buffer."""
+        draws = PhotoDraws(self.augment, self.seed, epoch, index)
+        return lambda row, image: draws.apply(row, image, self.size).permute(1, 2, 0)
+
+    def _for_evaluation(self, image: Tensor) -> Tensor:
+        return for_evaluation(image, self.size).permute(1, 2, 0)
+
+    def _readable(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Failure]]:
         """The sample or, where skipping is allowed, the next one that can be read."""
         image, label, failures = self._try(sample)
         for step in range(1, NEIGHBOURS):
@@ -136,9 +145,19 @@ class Reader:
             image, label, _ = self._try((sample + step) % len(self.source))
         return image, label, failures
 
-    def _try(self, sample: int) -> tuple[Tensor | None, int, list[Failure]]:
+    def _try(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Failure]]:
         try:
             image, label = self.source.read(sample, self.channels)
             return image, label, []
         except Exception as error:  # decoders and users' data sets raise anything at all
             return None, 0, [(self.source.where(sample), reason(error))]
+
+
+class PlainReader(Reader):
+    """For inputs that are no images: they lie in the buffer as the data set gives them."""
+
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Tensor], Tensor]:
+        return lambda row, inputs: inputs
+
+    def _for_evaluation(self, image: Tensor) -> Tensor:
+        return image

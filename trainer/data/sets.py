@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 
@@ -16,16 +18,73 @@ class Batch:
     """A micro-batch on the device.
 
     Attributes:
-        inputs: (N, C, H, W) float32, normalised; channels_last in memory where the recipe asks for it. Empty on a shard
-            that needs no images.
-        targets: (N,) int64 labels, or (N, K) float32 soft labels under mixup and cutmix. Empty on a shard that needs no
-            labels.
+        inputs: (N, ...). Images are (N, C, H, W) float32, normalised; channels_last in memory where the recipe asks for
+            it. Empty on a shard that needs no inputs.
+        targets: (N, ...) as the task wants them: class indices (N,) int64, for one; float32 shares under mixup and
+            cutmix. Empty on a shard that needs no targets.
         count: rows from `count` on are padding (evaluation only).
     """
 
     inputs: Tensor
     targets: Tensor
     count: int
+
+
+class TensorSpec(NamedTuple):
+    """Shape and type of one sample's tensor, without the batch dimension."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, rows: Tensor) -> TensorSpec:
+        """Of a row of `rows`."""
+        return cls(tuple(rows.shape[1:]), rows.dtype)
+
+
+CLASS = TensorSpec((), torch.int64)  # one class index
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a micro-batch looks like, for those who have to know before the first one comes.
+
+    Attributes:
+        rows: samples of a full one.
+        inputs, targets: of a sample, as `Batch` has them on the device.
+    """
+
+    rows: int
+    inputs: TensorSpec
+    targets: TensorSpec = CLASS
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a full micro-batch's inputs."""
+        return (self.rows, *self.inputs.shape)
+
+    def zeros(self, device: torch.device, rows: int | None = None) -> Batch:
+        """A micro-batch of nothing, of `rows` samples or a full one."""
+        count = self.rows if rows is None else rows
+        inputs, targets = (
+            torch.zeros(count, *part.shape, dtype=part.dtype, device=device) for part in (self.inputs, self.targets)
+        )
+        return Batch(inputs, targets, count)
+
+    def random(self, device: torch.device, rows: int, channels_last: bool) -> Tensor:
+        """Inputs to measure with, the same ones every time: normal where they are real numbers, else zeros."""
+        if not self.inputs.dtype.is_floating_point:
+            return self.zeros(device, rows).inputs
+        inputs = torch.randn(rows, *self.inputs.shape, generator=torch.Generator().manual_seed(0)).to(device)
+        images = channels_last and inputs.dim() == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if images else inputs
 
 
 @dataclass(frozen=True)
@@ -53,7 +112,7 @@ class ImageSet:
 
     Attributes:
         images: (rows, C, H, W) uint8, H = W.
-        labels: (rows,) int64.
+        labels: (rows, ...) as the task wants them: class indices (rows,) int64, for one.
         length: samples; None is one a row.
         failures: (path, reason) of the files that could not be read and were left out or replaced.
     """
@@ -67,10 +126,26 @@ class ImageSet:
         return len(self.labels) if self.length is None else self.length
 
 
+@dataclass(frozen=True)
+class TensorSet:
+    """Inputs in memory that are no images, and reach the model as they are: measurements, sequences, tokens, volumes.
+
+    Attributes:
+        inputs: (rows, ...) of any type.
+        labels: (rows, ...) as the task wants them.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
 class PhotoSource(Sized, Protocol):
     """Images read one by one, in loader workers: it must be picklable, and small when pickled."""
 
-    def read(self, index: int, channels: int) -> tuple[Tensor, int]:
+    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         """Sample `index` as (channels, height, width) uint8 of any size, and its label; raises whatever goes wrong."""
 
     def where(self, index: int) -> str:
@@ -81,7 +156,19 @@ class PhotoSource(Sized, Protocol):
 class LabelledSource(PhotoSource, Protocol):
     """A source that knows its labels without reading an image: ranks that need labels only then read none."""
 
-    labels: npt.NDArray[np.int64]  # one a sample
+    labels: npt.NDArray[Any]  # (samples, ...)
+
+
+Part = TypeVar("Part", ImageSet, TensorSet, LabelledSource)
+
+
+def with_labels(part: Part, labels: Tensor) -> Part:
+    """The same samples with other targets."""
+    if isinstance(part, ImageSet | TensorSet):
+        return replace(part, labels=labels)
+    part = copy.copy(part)
+    part.labels = labels.numpy()
+    return part
 
 
 @dataclass(frozen=True)
@@ -89,13 +176,24 @@ class Datasets:
     """A training and a held-out set, and what a model and its inputs need to know of them."""
 
     name: str
-    train: ImageSet | PhotoSource
-    val: ImageSet | PhotoSource
-    classes: tuple[str, ...]
-    channels: int
+    train: ImageSet | TensorSet | PhotoSource
+    val: ImageSet | TensorSet | PhotoSource
+    classes: tuple[str, ...]  # or the names of a regression's values
+    channels: int  # of inputs that are no images the first size of a sample, and the last in place of image_size
     image_size: int
     mean: tuple[float, ...]  # a channel each, of pixels in [0, 1]
     std: tuple[float, ...]
     synthetic: bool
     split: str  # what is held out, in words
     notes: Mapping[str, str] = field(default_factory=dict)  # what a run's banner should say of them, by title
+    targets: TensorSpec = CLASS  # of a sample
+    plain: TensorSpec | None = None  # of a sample's inputs where they are no images
+
+    @property
+    def inputs(self) -> TensorSpec:
+        """Of a sample, as the model has it."""
+        return self.plain or TensorSpec((self.channels, self.image_size, self.image_size), torch.float32)
+
+    def example(self, rows: int) -> Example:
+        """What a micro-batch of so many samples looks like."""
+        return Example(rows, self.inputs, self.targets)

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from trainer.data.copies import Copies
 from trainer.data.folders import unreadable
 from trainer.data.order import Array
-from trainer.data.photos import Failure, Key, Reader
-from trainer.data.sets import PhotoSource
+from trainer.data.photos import Failure, Key, PlainReader, Reader
+from trainer.data.sets import Datasets, PhotoSource, TensorSpec
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
 from trainer.recipe import Recipe
@@ -56,6 +56,12 @@ def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
         )
 
 
+def buffered(datasets: Datasets) -> TensorSpec:
+    """A sample's inputs as workers hand them over."""
+    size = datasets.image_size
+    return datasets.plain or TensorSpec((size, size, datasets.channels), torch.uint8)
+
+
 class PhotoFeed:
     """Reads batches of one split of photos, in workers or (workers=0) in this process.
 
@@ -67,8 +73,7 @@ class PhotoFeed:
     def __init__(
         self,
         source: PhotoSource,
-        size: int,
-        channels: int,
+        datasets: Datasets,
         rows: int,
         recipe: Recipe,
         workers: int,
@@ -76,13 +81,15 @@ class PhotoFeed:
     ) -> None:
         self.source, self.rows, self.workers, self.device = source, rows, workers, device
         self.skip, self.patience = recipe.data.on_error == "skip", recipe.timeout
-        self.images = torch.empty(slots(workers), rows, size, size, channels, dtype=torch.uint8)
-        self.labels = torch.zeros(slots(workers), rows, dtype=torch.int64)
+        inputs, targets = buffered(datasets), datasets.targets
+        self.images = torch.empty(slots(workers), rows, *inputs.shape, dtype=inputs.dtype)
+        self.labels = torch.zeros(slots(workers), rows, *targets.shape, dtype=targets.dtype)
         if workers:
             for buffer in (self.images, self.labels):
                 buffer.share_memory_()  # type: ignore[no-untyped-call]
         self.failures: list[Failure] = []
-        self._reader = Reader(source, self.images, self.labels, recipe.augment, recipe.seed, self.skip)
+        prepare = PlainReader if datasets.plain else Reader
+        self._reader = prepare(source, self.images, self.labels, recipe.augment, recipe.seed, self.skip)
         self._keys: list[Key] = []
         self._loader: Any = None
         self._batches: Any = None
@@ -91,7 +98,7 @@ class PhotoFeed:
         self._copies = Copies(device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A batch for each array of at most `rows` sample indices: images (n, H, W, C) uint8 and labels (n,)."""
+        """A batch for each array of at most `rows` sample indices: images (n, H, W, C) uint8 and labels (n, ...)."""
         for images, labels, _ in self._read([(n % len(self.images), epoch, index) for n, index in enumerate(batches)]):
             yield images, labels
 

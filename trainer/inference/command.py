@@ -44,7 +44,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.words import split
 from trainer.saving.checkpoint import read_weights
 from trainer.saving.run_folder import write_atomically
-from trainer.training.evaluation import recipe_of
+from trainer.training.trained import recipe_of
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
 DECODERS = 32  # threads that decode for one GPU, at most

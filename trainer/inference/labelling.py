@@ -74,7 +74,7 @@ class Labeller:
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device
         self.model = self.model.to(device, memory_format=layout).eval()  # type: ignore[call-overload]
-        self._finish = Finish(how.mean, how.std, how.image_size, 1, recipe.channels_last, device)
+        self._finish = Finish(how.mean, how.std, how.image_size, recipe.channels_last, device)
         self._decoders: ThreadPoolExecutor | None = None
         # Items of a user's own data set are read one after the other: nothing says that they may be read in threads.
         if self.threads > 1 and (self.source is None or isinstance(self.source, PhotoFolder)):

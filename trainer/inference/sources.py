@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data import Datasets, ImageSet, PhotoSource
+from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
 from trainer.data.folders import is_folder, is_junk, readable_suffixes
 from trainer.data.order import own_span
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
@@ -88,6 +88,8 @@ def split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
     part = data.train if name == "train" else data.val
     start, stop = own_span(len(part), rank, size)
     title = f"{data.name}/{name}"
+    if data.plain or isinstance(part, TensorSet):
+        raise RecipeError(f"data.name={data.name} holds no images, and predict labels images")
     if isinstance(part, ImageSet):
         rows, images, labels = len(part.labels), part.images, part.labels.tolist()
         items = (Item(f"{title}/{n}", images[n % rows], labels[n % rows]) for n in range(start, stop))

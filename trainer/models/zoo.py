@@ -135,10 +135,21 @@ def _resnet20(num_classes: int, channels: int, image_size: int) -> nn.Module:
     return SmallResNet(3, num_classes, channels)
 
 
-def build(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool = True) -> nn.Module:
+def build(
+    recipe: ModelRecipe,
+    num_classes: int,
+    channels: int,
+    image_size: int,
+    starting: bool = True,
+    inputs: Tensor | None = None,
+    any_output: bool = False,
+) -> nn.Module:
     """The recipe's model on the CPU, with `num_classes` outputs, and tried on a shape.
 
-    `starting` loads the weights it starts from; without, it is the model that those would have been loaded into.
+    Args:
+        starting: load the weights it starts from; without, it is the model that those would have been loaded into.
+        inputs: two samples (2, ...) to try it on, where they are no images.
+        any_output: whether other outputs than (N, num_classes) are right.
 
     Raises:
         RecipeError: an unknown name, or a model that cannot read such images.
@@ -156,17 +167,23 @@ def build(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int,
         )
     try:
         model = _made(recipe, num_classes, channels, image_size, starting)
-        out = _tried(model, channels, image_size)
+        out = _tried(model, channels, image_size, inputs)
     except (_Unreadable, AssertionError) as error:
         reason = " ".join(str(error).split())[:160]
+        if inputs is not None:
+            raise RecipeError(
+                f"model.name={recipe.name} cannot read inputs of {tuple(inputs.shape[1:])} ({reason})"
+            ) from None
         works = _working_size(recipe, num_classes, channels, image_size)
         hint = f"try data.image_size={works}" if works else "see its documentation"
         raise RecipeError(
             f"model.name={recipe.name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {hint}"
         ) from None
-    if out is not None and (not isinstance(out, Tensor) or out.shape != (2, num_classes)):
+    fits = isinstance(out, Tensor) and (out.shape == (2, num_classes) or (any_output and out.shape[:1] == (2,)))
+    if out is not None and not fits:
         found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise RecipeError(f"model.name={recipe.name} gives {found} for 2 images; a classifier gives (2, {num_classes})")
+        wanted = "this task wants a tensor (2, ...)" if any_output else f"a classifier gives (2, {num_classes})"
+        raise RecipeError(f"model.name={recipe.name} gives {found} for 2 images; {wanted}")
     if starting and recipe.init_from is not None:
         initialise(model, read_weights_from(recipe.init_from), f"init_from={recipe.init_from}")
     return model
@@ -308,8 +325,8 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
     model.load_state_dict(fitting, strict=False)
 
 
-def _tried(model: nn.Module, channels: int, image_size: int) -> Any:
-    """What a model gives for two images of shapes alone; None where shapes alone do not tell.
+def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | None = None) -> Any:
+    """What a model gives for two images, or other `inputs`, of shapes alone; None where shapes alone do not tell.
 
     Raises:
         _Unreadable: it cannot read such images.
@@ -317,7 +334,9 @@ def _tried(model: nn.Module, channels: int, image_size: int) -> Any:
     try:
         probe = copy.deepcopy(model).to("meta").eval()
         with torch.no_grad():
-            return probe(torch.empty(2, channels, image_size, image_size, device="meta"))
+            if inputs is None:
+                inputs = torch.empty(2, channels, image_size, image_size)
+            return probe(inputs.to("meta"))
     except NotImplementedError:
         return None  # an operator that cannot run on shapes alone; training will tell
     except (RuntimeError, ValueError, AssertionError) as error:

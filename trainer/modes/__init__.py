@@ -1,12 +1,13 @@
 """One file a mode: how it does forward, loss and backward, and what ranks exchange. `base` is the contract.
 
 The loop that drives them is in `training`.
-Imports: errors, recipe, processes, saving, data, models, telemetry.
+Imports: errors, recipe, processes, saving, tasks, data, models, telemetry.
 """
 
 from __future__ import annotations
 
-from trainer.modes.base import Strategy
+from trainer.data import Shard
+from trainer.modes.base import Context, Strategy
 from trainer.modes.ddp import DistributedDataParallel
 from trainer.modes.dp import DataParallel
 from trainer.modes.hogwild import Hogwild
@@ -28,11 +29,19 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-def create(recipe: Recipe, world: World) -> Strategy:
+def kind(recipe: Recipe, world: World) -> type[Strategy]:
+    """The class of the recipe's mode."""
+    return ProcessPipeline if recipe.mode == "pipeline" and world.size > 1 else STRATEGIES[recipe.mode]
+
+
+def share(recipe: Recipe, world: World) -> Shard:
+    """Which part of every global batch this rank reads."""
+    return kind(recipe, world).share(recipe, world)
+
+
+def create(context: Context) -> Strategy:
     """The recipe's mode, on this rank."""
-    if recipe.mode == "pipeline" and world.size > 1:
-        return ProcessPipeline(recipe, world)
-    return STRATEGIES[recipe.mode](recipe, world)
+    return kind(context.recipe, context.world)(context)
 
 
-__all__ = ["STRATEGIES", "Strategy", "create"]
+__all__ = ["STRATEGIES", "Context", "Strategy", "create", "share"]

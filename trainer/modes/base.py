@@ -6,17 +6,19 @@ only what is here. A mode overrides what differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from trainer.data import Batch, Shard
+from trainer.data import Batch, Example, Shard
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
+from trainer.tasks import Task
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,34 +30,54 @@ class Communication(NamedTuple):
     at_most: bool = False
 
 
+def _silent(text: str) -> None:
+    """A voice that nobody hears."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a mode is given, once.
+
+    Attributes:
+        recipe, world: of this rank.
+        task: whose loss is made small.
+        example: a micro-batch on this rank.
+        samples: of an epoch, over all ranks.
+        scale: fp16's, of a loss before its backward pass.
+        known: what was measured before to choose how to run, as `Strategy.known` tells it.
+        say: rank 0's voice.
+    """
+
+    recipe: Recipe
+    world: World
+    task: Task
+    example: Example
+    samples: int = 0
+    scale: Callable[[Tensor], Tensor] | None = None
+    known: Mapping[str, Any] = field(default_factory=dict)
+    say: Callable[[str], None] = _silent
+
+
 class Strategy:
     """One model on one device (mode `single`)."""
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
-        self.recipe = recipe
-        self.world = world
-        self.device = world.device
-        self._autocast = AUTOCAST.get(recipe.precision)
-        self._smoothing = recipe.loss.label_smoothing
-        self.scale: Callable[[Tensor], Tensor] | None = None  # the fp16 scaler's, set by the loop
-        self.batch_norm = False  # whether the model has such layers, set by the loop
-        self.samples = 0  # training images of an epoch, set by the loop
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.recipe, self.world, self.task = context.recipe, context.world, context.task
+        self.device = self.world.device
+        self.shard = self.share(self.recipe, self.world)
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
-        self.known: dict[str, Any] = {}
-        self.say: Callable[[str], None] = lambda text: None  # rank 0's voice, set by the loop
+        self.known = dict(context.known)
+        self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
 
-    def shard(self) -> Shard:
+    @classmethod
+    def share(cls, recipe: Recipe, world: World) -> Shard:
         """Which part of every global batch this rank reads."""
         return Shard()
 
-    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
-        """Take the model, with its starting weights loaded, to where it trains.
-
-        Args:
-            model: on the CPU.
-            shape: (N, C, H, W) of a micro-batch's inputs on this rank.
-        """
+    def setup(self, model: nn.Module) -> None:
+        """Take the model, on the CPU and with its starting weights loaded, to where it trains."""
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
         if self.recipe.compile:
@@ -93,7 +115,7 @@ class Strategy:
         return loss.detach()
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Logits (N, classes) in the recipe's precision."""
+        """The model's outputs (N, ...) in the recipe's precision."""
         return self.in_precision(self.module, inputs)
 
     def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
@@ -106,11 +128,12 @@ class Strategy:
         return out
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in fp32, for class indices (N,) or soft labels (N, classes)."""
-        return cross_entropy(outputs.float(), targets, label_smoothing=self._smoothing)
+        """The task's, computed in fp32: the mean over the rows, 0-dim."""
+        return self.task.loss(outputs.float(), targets)
 
     def backward(self, loss: Tensor) -> None:
-        (self.scale(loss) if self.scale else loss).backward()  # type: ignore[no-untyped-call]
+        scale = self.context.scale
+        (scale(loss) if scale else loss).backward()  # type: ignore[no-untyped-call]
 
     def reduce_gradients(self) -> None:
         """Combine gradients over replicas where backward has not done so already."""
@@ -123,7 +146,7 @@ class Strategy:
         """Make an fp16 overflow seen by one part of the model known to all: the maximum of `flag`, in place."""
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        """Logits without gradients, or None on a rank that has none."""
+        """Outputs (N, ...) without gradients, or None on a rank that has none."""
         with torch.no_grad():
             return self.outputs(inputs)
 
@@ -135,6 +158,25 @@ class Strategy:
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Make the weights one over all ranks before evaluating or saving, and with them their moving `averages`."""
+
+    @contextmanager
+    def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
+        """The model computes with its moving `averages` inside this block, which are plain names of its weights.
+
+        Storages are swapped, not copied. Without averages it computes with its own weights.
+        """
+        live = {**self.named_parameters(), **self.named_buffers()}
+        floats = [(live[name], average) for name, average in averages.items() if average.is_floating_point()]
+
+        def swap() -> None:
+            for own, average in floats:
+                own.data, average.data = average.data, own.data
+
+        swap()
+        try:
+            yield
+        finally:
+            swap()
 
     def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole model's tensors on rank 0, from each rank's part under plain names."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
@@ -19,7 +19,8 @@ from trainer.errors import RecipeError
 from trainer.models.balance import undisturbed
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.sync_batchnorm import convert_sync_batchnorm
-from trainer.processes.world import lost_peers
+from trainer.processes.world import World, lost_peers
+from trainer.recipe import Recipe
 from trainer.telemetry.metrics import synchronise
 
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
@@ -40,18 +41,18 @@ def read_in_training(model: nn.Module) -> bool:
 class DistributedDataParallel(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, with bucket views and `no_sync` while accumulating."""
 
-    def shard(self) -> Shard:
-        return Shard(self.world.rank, self.world.size)
+    @classmethod
+    def share(cls, recipe: Recipe, world: World) -> Shard:
+        return Shard(world.rank, world.size)
 
-    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+    def setup(self, model: nn.Module) -> None:
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
-        self.shape = tuple(shape)
         if self.world.size == 1:
-            super().setup(model, shape)
+            super().setup(model)
             return
         if self.recipe.sync_bn:
             model = convert_sync_batchnorm(model, self.device)
-        super().setup(model, shape)
+        super().setup(model)
         with lost_peers():
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.module,
@@ -61,9 +62,9 @@ class DistributedDataParallel(Strategy):
                 # Under accumulation a static graph fails inside the reducer.
                 static_graph=self.recipe.accumulate == 1,
             )
-            self._rebuild_buckets(shape)
+            self._rebuild_buckets()
 
-    def _rebuild_buckets(self, shape: Sequence[int]) -> None:
+    def _rebuild_buckets(self) -> None:
         """Two backward passes on nothing, so that every start has the buckets that DDP ends up with.
 
         DDP orders its buckets anew after its first backward pass, and from three ranks on the order of a sum in gloo
@@ -71,9 +72,9 @@ class DistributedDataParallel(Strategy):
         """
         before = [buffer.clone() for buffer in self.module.buffers()]
         self.train()
-        rows = shape[0] if self.recipe.compile else 2  # another shape would be compiled a second time
+        rows = None if self.recipe.compile else 2  # another shape would be compiled a second time
         for _ in range(2):
-            self.outputs(torch.zeros(rows, *shape[1:], device=self.device)).sum().backward()  # type: ignore[no-untyped-call]
+            self.outputs(self.context.example.zeros(self.device, rows).inputs).sum().backward()  # type: ignore[no-untyped-call]
         for buffer, value in zip(self.module.buffers(), before, strict=True):
             buffer.copy_(value)
         self.module.zero_grad()
@@ -122,10 +123,7 @@ class DistributedDataParallel(Strategy):
         return found
 
     def _exposed(self, pairs: int) -> Communication:
-        rows = self.shape[0]
-        batch = Batch(
-            torch.zeros(self.shape, device=self.device), torch.zeros(rows, dtype=torch.int64, device=self.device), rows
-        )
+        batch = self.context.example.zeros(self.device)
         self.train()
         wrapped, times = self.wrapped, {True: [0.0], False: [0.0]}
         synchronise([self.device])

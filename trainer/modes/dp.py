@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,21 +31,22 @@ class Replica(nn.Module):
 class DataParallel(Strategy):
     """`nn.DataParallel` over the process's devices. Without CUDA torch passes everything through to the module."""
 
-    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
-        super().setup(model, shape)
-        self.rows = shape[0]
+    def setup(self, model: nn.Module) -> None:
+        super().setup(model)
+        self.rows = self.context.example.rows
         self.passes_through = self.device.type != "cuda"
         self.wrapped: nn.Module = Replica(self.module, self.in_precision)
         if not self.passes_through:  # on the CPU torch ignores the devices, unless a GPU is there that nobody asked for
             self.wrapped = nn.DataParallel(self.wrapped, [d.index for d in self.world.drives])
-        self.shapes = self._probe(shape)
+        self.shapes = self._probe()
 
     def outputs(self, inputs: Tensor) -> Tensor:
         out: Tensor = self.wrapped(inputs)
         return out
 
-    def _probe(self, shape: Sequence[int]) -> str:
+    def _probe(self) -> str:
         """The shapes outside and inside of one pass, as (N, C, H, W) in and (N, classes) out."""
+        shape = self.context.example.shape
         inside: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
         def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -53,11 +54,11 @@ class DataParallel(Strategy):
 
         hook = self.module.register_forward_hook(note)
         self.train(False)
-        outputs = self.forward(torch.zeros(*shape, device=self.device))
+        outputs = self.forward(self.context.example.zeros(self.device).inputs)
         hook.remove()
         assert outputs is not None
         ins, outs = (", ".join(str(pair[side]) for pair in sorted(inside, reverse=True)) for side in (0, 1))
-        return f"in {tuple(shape)} outside, {ins} inside; out {outs} inside, {tuple(outputs.shape)} outside"
+        return f"in {shape} outside, {ins} inside; out {outs} inside, {tuple(outputs.shape)} outside"
 
     def notes(self) -> dict[str, str]:
         how = f"nn.DataParallel over {len(self.world.drives)} devices is for comparison; mode=ddp is faster"

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from trainer.data import Batch, Shard
 from trainer.errors import SetupError
 from trainer.modes.base import Strategy
-from trainer.processes.world import lost_peers
+from trainer.processes.world import World, lost_peers
+from trainer.recipe import Recipe
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 
@@ -26,16 +27,17 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 class Hogwild(Strategy):
     """One set of weights and buffers for all ranks; gradients, optimizer and moving average are each rank's own."""
 
-    def shard(self) -> Shard:
-        return Shard(self.world.rank, self.world.size, every_sample=True)
+    @classmethod
+    def share(cls, recipe: Recipe, world: World) -> Shard:
+        return Shard(world.rank, world.size, every_sample=True)
 
-    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+    def setup(self, model: nn.Module) -> None:
         """Put the weights where all ranks see them.
 
         Raises:
             SetupError: this system has no anonymous memory files, or does not let one rank open another's.
         """
-        super().setup(model, shape)
+        super().setup(model)
         tensors = [*self.module.parameters(), *self.module.buffers()]
         file = self.world.share(MemoryFile.create(byte_offsets(tensors)[-1]) if self.world.is_main else None)
         move(tensors, file.map(), fill=self.world.is_main)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.data import Batch, Shard
 from trainer.data.order import own_span
-from trainer.modes.base import Communication, Strategy
+from trainer.modes.base import Communication, Context, Strategy
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.telemetry.metrics import Stopwatch
@@ -28,12 +28,13 @@ class LocalSGD(Strategy):
     (BatchNorm's counters) become rank 0's. Optimizer states are never averaged.
     """
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
-        super().__init__(recipe, world)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
         self.averaging = Stopwatch(self.device)
 
-    def shard(self) -> Shard:
-        return Shard(self.world.rank, self.world.size, every_sample=True)
+    @classmethod
+    def share(cls, recipe: Recipe, world: World) -> Shard:
+        return Shard(world.rank, world.size, every_sample=True)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
@@ -74,8 +75,9 @@ class LocalSGD(Strategy):
 
         With `exact`, sums are in float64, and the average of what is equal on all ranks is that, to the last bit.
         """
-        start, stop = own_span(self.samples, self.world.rank, self.world.size)
-        share = (stop - start) / self.samples
+        samples = self.context.samples
+        start, stop = own_span(samples, self.world.rank, self.world.size)
+        share = (stop - start) / samples
         with torch.no_grad():
             for bucket in buckets(sources):
                 sent = torch.cat([sources[i].reshape(-1) for i in bucket])

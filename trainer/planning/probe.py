@@ -13,20 +13,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainer import modes, recipe
-from trainer.data import Batch
+from trainer import modes, recipe, tasks
+from trainer.data import Example, TensorSpec
 from trainer.devices.precision import set_precision
 from trainer.errors import PeerError, SetupError
 from trainer.launch import launching
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.models.zoo import build
+from trainer.modes import Context
 from trainer.planning import schedules
 from trainer.planning.images import Images
 from trainer.planning.layout import Layout
@@ -34,7 +36,7 @@ from trainer.planning.measured import Timings, ring
 from trainer.processes import world
 from trainer.processes.world import Place, World
 from trainer.telemetry.metrics import synchronise
-from trainer.training.optimization import Updater, build_optimizer
+from trainer.training.wiring import wire
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
@@ -159,14 +161,17 @@ def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     peers = World(place, device, chosen.threads or 1, (str(device),))
     classes, channels, size = task["images"]
     model = build(chosen.model, classes, channels, size, starting=False)
-    answer = _whole(chosen, peers, model, task["rows"], (channels, size, size))
-    strategy = modes.Strategy(chosen, peers)
+    example = Example(min(task["rows"], 4), TensorSpec((channels, size, size), torch.float32))
+    context = Context(chosen, peers, tasks.create(chosen, tuple(map(str, range(classes)))), example)
+    answer = _whole(context, model, task["rows"])
+    strategy = modes.create(context)
     if task["microbatches"]:
         traced = trace(model, chosen.model.name)
         for rows in task["microbatches"]:
             few = min(rows, answer["affordable"])
             peers.barrier()
-            costs = block_costs(traced, _images(chosen, device, few, (channels, size, size)), strategy.in_precision, 3)
+            inputs = example.random(device, few, chosen.channels_last)
+            costs = block_costs(traced, inputs, strategy.in_precision, 3)
             scale = rows / few
             listed = [(c.forward * scale, c.backward * scale, round(c.bytes * scale)) for c in costs]
             answer["blocks"][rows] = listed
@@ -174,17 +179,11 @@ def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     return answer
 
 
-def _whole(
-    chosen: recipe.Recipe, peers: World, model: torch.nn.Module, rows: int, shape: tuple[int, int, int]
-) -> dict[str, Any]:
+def _whole(context: Context, model: torch.nn.Module, rows: int) -> dict[str, Any]:
     """Seconds of the whole model's pass, of as many images as take about PASS seconds, and of the optimizer's part."""
-    strategy = modes.Strategy(chosen, peers)
-    device = peers.device
-    pilot = min(rows, 4)
-    strategy.setup(model, (pilot, *shape))
-    optimizer = build_optimizer(strategy.named_parameters(), chosen.optimizer)
-    updater = Updater(optimizer, chosen, device)
-    strategy.scale = updater.scaler.scale if updater.scaler is not None else None
+    peers, example = context.world, context.example
+    device, pilot = peers.device, example.rows
+    strategy, optimizer, updater = wire(context, model)
     strategy.train()
 
     def timed(work: Callable[[], Any]) -> float:
@@ -196,9 +195,8 @@ def _whole(
         return time.perf_counter() - begun
 
     def passes(images: int, least: int, seconds: float) -> tuple[float, float]:
-        batch = Batch(
-            _images(chosen, device, images, shape), torch.zeros(images, dtype=torch.int64, device=device), images
-        )
+        inputs = example.random(device, images, context.recipe.channels_last)
+        batch = replace(example.zeros(device, images), inputs=inputs)
         times: list[tuple[float, float]] = []
         spent = 0.0
         while len(times) <= least or spent < seconds:
@@ -216,11 +214,6 @@ def _whole(
     images = min(rows, affordable)
     seconds, update = passes(images, 2, 1.0)
     return {"seconds": seconds, "rows": images, "optimizer": update, "affordable": affordable, "blocks": {}}
-
-
-def _images(chosen: recipe.Recipe, device: torch.device, rows: int, shape: Sequence[int]) -> torch.Tensor:
-    images = torch.randn(rows, *shape, generator=torch.Generator().manual_seed(0)).to(device)
-    return images.contiguous(memory_format=torch.channels_last) if chosen.channels_last else images
 
 
 def _exchange(peers: World, device: torch.device, reduce: bool) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
 """Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`.
 
-Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (the caller poisons its images), `oom` and `full` (raise what
+Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (a step's inputs), `oom` and `full` (raise what
 torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`. Beside steps
 there is `trial-4`, a pipeline's measurement of 4 micro-batches.
 A job that torchrun has restarted is left alone, so that its recovery can be watched.
@@ -10,11 +10,22 @@ Unset, `active` is False and every call site is a single falsy test.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 active = bool(os.environ.get("TRAINER_FAULT")) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+def spoil(inputs: Tensor, step: int) -> None:
+    """Before training step `step` of this rank: do what is asked for, to these inputs or to all."""
+    if fault(os.environ.get("RANK", "0"), step):
+        inputs.fill_(math.nan)
 
 
 def fault(place: object, moment: object) -> bool:

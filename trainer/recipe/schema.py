@@ -70,6 +70,7 @@ class ModelRecipe(_Section):
 class DataRecipe(_Section):
     name: str = "digits"
     root: str | None = None
+    labels: str | None = None  # a CSV that tells each image's labels; null: the folder that it lies in
     image_size: Positive | None = None  # null: the data set's own, 224 for photos
     channels: Literal[1, 3] | None = None  # null: the data set's own
     workers: Annotated[int, Field(ge=0, le=256)] | None = None  # null: chosen from cores and ranks
@@ -116,8 +117,13 @@ class ScheduleRecipe(_Section):
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1  # step: lr is multiplied by this
 
 
+class TaskRecipe(_Section):
+    name: str = "classification"  # or multilabel, regression, or one that a plugin registers
+
+
 class LossRecipe(_Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    class_weights: Literal["balanced"] | list[Amount] | None = None  # what a sample of each class counts
 
 
 class PipelineRecipe(_Section):
@@ -163,6 +169,7 @@ class Recipe(_Section):
     """Everything a run depends on. `batch_size` is global: over all devices, per optimizer step."""
 
     mode: Mode = "ddp"
+    task: TaskRecipe = TaskRecipe()
     model: ModelRecipe = ModelRecipe()
     data: DataRecipe = DataRecipe()
     augment: AugmentRecipe = AugmentRecipe()

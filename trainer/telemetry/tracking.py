@@ -46,8 +46,8 @@ class NullTracker:
     def say(self, text: str) -> None:
         """Print a line."""
 
-    def start(self, position: Position, total_steps: int) -> None:
-        """Training begins here, and goes on to so many steps."""
+    def start(self, position: Position, total_steps: int, metric: str) -> None:
+        """Training begins here, and goes on to so many steps; `metric` tells which epoch is best."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """TensorBoard values; tags as in the design, x is the optimizer step."""
@@ -106,21 +106,21 @@ class Tracker(NullTracker):
         with suppress(BrokenPipeError):  # `| head` has read enough; the run goes on
             print(text, flush=True)
 
-    def start(self, position: Position, total_steps: int) -> None:
+    def start(self, position: Position, total_steps: int, metric: str) -> None:
         self._total = total_steps
         self._begun, self._first = time.perf_counter(), position.step
         with writing(self.path):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
             if self.recipe.logging.tensorboard:
-                self._open_events(position)
+                self._open_events(position, metric)
         if self._interactive:
             self._bar = tqdm(
                 total=total_steps, initial=position.step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
                 bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             )  # fmt: skip
 
-    def _open_events(self, position: Position) -> None:
+    def _open_events(self, position: Position, metric: str) -> None:
         from torch.utils.tensorboard.summary import custom_scalars, hparams
 
         kept = trim_events(self.path, position, self.say)
@@ -130,7 +130,7 @@ class Tracker(NullTracker):
             pipeline = PIPELINE_CHARTS if self.recipe.traits.micro_batches else {}
             self._events.add(custom_scalars({**SPEED_CHARTS, **pipeline}), 0)  # type: ignore[no-untyped-call]
             plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
-            for summary in hparams(plain, {"val/top1": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]
+            for summary in hparams(plain, {f"val/{metric}": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]
                 self._events.add(summary, 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

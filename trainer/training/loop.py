@@ -1,38 +1,27 @@
-"""Wiring, then THE loop, read from top to bottom."""
+"""THE loop, read from top to bottom. What it drives is put together in `wiring`."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer import modes
-from trainer.data import Datasets, Loader, Shard, open_datasets, steps_per_epoch
-from trainer.devices.precision import set_precision
 from trainer.errors import DiskFullError, Interrupted, Preempted, RecipeError, SetupError, explain
 from trainer.launch import launching
-from trainer.models.zoo import build, initialise
 from trainer.modes.pipeline import timeline
-from trainer.processes import faults
 from trainer.processes.interrupts import Interrupts
-from trainer.processes.world import World, keep_freed_memory, locate
 from trainer.recipe import Recipe
-from trainer.saving.checkpoint import Position, State
-from trainer.saving.run_folder import RunFolder, as_before
-from trainer.telemetry.metrics import StepTimer, forward_flops, peak_flops, peak_memory
-from trainer.telemetry.tracking import NullTracker, Tracker
+from trainer.saving.checkpoint import Position
+from trainer.telemetry.metrics import peak_memory
 from trainer.training import diagnosis, reporting, resuming
-from trainer.training.evaluation import evaluate
+from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
-from trainer.training.optimization import MovingAverage, Updater, build_optimizer, learning_rate, total_steps
-from trainer.training.randomness import seed_everything, seed_ranks
+from trainer.training.optimization import learning_rate
 from trainer.training.run import Run
-from trainer.training.speed_test import speed_recipe
+from trainer.training.wiring import prepare
 
 
 def train(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
@@ -71,102 +60,6 @@ def run(recipe: Recipe, own_process: bool = False) -> dict[str, Any]:
             raise
 
 
-# ---------------------------------------------------------------------------------------------------- wiring
-
-
-def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
-    """Everything before the first step, in the order in which it can fail: what needs no peers comes first."""
-    begun = time.perf_counter()
-    keep_freed_memory()
-    seed_everything(recipe.seed, recipe.deterministic)
-    set_precision(recipe.precision)
-    recipe = as_before(recipe)
-    data = open_datasets(recipe)
-    if "images" in data.notes:  # a look at them chose: from here on the recipe says so
-        recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
-    world = locate(recipe)
-    steps = steps_per_epoch(len(data.train), recipe, modes.create(recipe, world).shard())
-    tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
-    closing.callback(tracker.close)
-    world.connect(recipe.timeout)
-    state = resuming.newest(tracker, world)
-    model = build_model(recipe, data, state)
-    speed_only = data.synthetic and recipe.data.name != "synthetic"
-    if speed_only:
-        recipe = speed_recipe(recipe, model, data, world, tracker.say)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    peak, flops = utilisation_base(model, data, world, recipe.precision)
-
-    strategy = modes.create(recipe, world)
-    shard = strategy.shard()
-    rows = recipe.batch_size // (shard.count * recipe.accumulate)
-    strategy.say, strategy.samples = tracker.say, len(data.train)
-    strategy.batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
-    strategy.known = world.share(tracker.known())
-    strategy.setup(model, (rows, data.channels, data.image_size, data.image_size))
-    tracker.remember(strategy.known)
-    optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer)
-    updater = Updater(optimizer, recipe, world.device)
-    strategy.scale = updater.scaler.scale if updater.scaler is not None else None
-    this = Run(
-        recipe=recipe,
-        interrupts=interrupts,
-        datasets=data,
-        world=world,
-        tracker=tracker,
-        strategy=strategy,
-        loader=Loader(data, recipe, shard, world.device, local_readers(world, shard)),
-        optimizer=optimizer,
-        updater=updater,
-        average=None,
-        timer=StepTimer(world.drives, recipe.logging.warmup_steps),
-        total_steps=total_steps(recipe, steps),
-        steps_per_epoch=steps,
-        num_classes=recipe.model.num_classes or len(data.classes),
-        model_size=size,
-        speed_only=speed_only,
-        begun=begun,
-        flops_per_sample=flops,
-        peak_flops=peak,
-    )
-    this.average = MovingAverage(this.weights(), recipe.ema) if recipe.ema is not None else None
-    seed_ranks(recipe.seed, world.rank)
-    this.tracker.say(reporting.banner(this))
-    if state is not None:
-        resuming.restore(this, state)
-    this.tracker.start(this.position, this.total_steps)
-    if this.position.step == 0:
-        this.tracker.text("mode", reporting.mode_lines(this), 0)
-    return this
-
-
-def local_readers(world: World, shard: Shard) -> int:
-    """Ranks of this machine that read images: of a pipeline's, one a replica."""
-    return max(1, world.place.local_size * shard.count // world.size)
-
-
-def build_model(recipe: Recipe, data: Datasets, state: State | None) -> nn.Module:
-    """The model with its starting weights: a checkpoint's, where there is one."""
-    model = build(recipe.model, len(data.classes), data.channels, data.image_size, starting=state is None)
-    if state is not None:
-        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
-    return model
-
-
-def utilisation_base(model: nn.Module, data: Datasets, world: World, precision: str) -> tuple[float | None, int]:
-    """The device's peak FLOP/s in this precision and one image's forward FLOPs, where both can be known."""
-    peak = peak_flops(world.device, precision)
-    if peak is None:
-        return None, 0
-    try:
-        return peak, forward_flops(model, (1, data.channels, data.image_size, data.image_size))
-    except (NotImplementedError, RuntimeError):  # an operator, or a look at values, that shapes alone do not have
-        return None, 0
-
-
-# ------------------------------------------------------------------------------------------------------ loop
-
-
 def loop(run: Run) -> None:
     """Train epoch by epoch until the steps are done."""
     run.ledger.add("start-up", time.perf_counter() - run.begun)
@@ -179,7 +72,7 @@ def loop(run: Run) -> None:
 
 def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
-    recipe, strategy, groups = run.recipe, run.strategy, run.optimizer.param_groups
+    recipe, strategy, groups, history = run.recipe, run.strategy, run.optimizer.param_groups, run.history
     rate = learning_rate(recipe, run.steps_per_epoch)
     weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = run.position.step_in_epoch
@@ -201,8 +94,6 @@ def train_epoch(run: Run, epoch: int) -> None:
             run.timer.ask()
             batch = next(batches)
             waited += run.timer.arrive()
-            if faults.active and faults.fault(run.world.rank, step):
-                batch.inputs.fill_(torch.nan)
             part = strategy.forward_backward(batch, weight, sync=micro == recipe.accumulate - 1)
             loss = part if loss is None else loss + part
         assert loss is not None
@@ -218,9 +109,21 @@ def train_epoch(run: Run, epoch: int) -> None:
         run.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
         save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
-        if (log or save or step >= meeting.next) and meeting.hold(log, lr, norm):
-            run.total_steps = step
-            return
+        if log or save or step >= meeting.next:
+            agreed = meeting.hold(log)
+            agreed.check(run)
+            with run.ledger.span("logging"):
+                if log:
+                    history.epoch_loss += agreed.loss
+                    history.epoch_steps += len(unlogged)
+                    reporting.log_step(run, agreed.loss / len(unlogged), lr, norm, agreed.window)
+                    unlogged.clear()
+                run.tracker.progress(step, epoch)
+            if agreed.stop is not None:
+                leave(run, agreed.stop)
+            if agreed.late:
+                run.total_steps = step
+                return
         if save:
             with run.ledger.span("saving"):
                 resuming.save(run)
@@ -247,10 +150,10 @@ def end_epoch(run: Run, epoch: int) -> None:
     with run.ledger.span("evaluation"):
         history.validation = measure(run)
     note_skipped(run)
-    improved = history.best_top1 is None or history.validation["val_top1"] > history.best_top1
+    improved = run.task.improves(history.validation[f"val_{run.task.metric}"], history.best)
     if improved:
-        history.best_top1, history.best_epoch = history.validation["val_top1"], epoch
-    tracker.scalars({f"val/{key}": history.validation[f"val_{key}"] for key in ("loss", "top1", "top5")}, step)
+        history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
+    tracker.scalars({f"val/{name}": value for name, value in metrics_of(history.validation).items()}, step)
     tracker.say(reporting.epoch_line(run, epoch))
     run.position = Position(step, epoch + 1, 0)
     save = run.recipe.save
@@ -263,22 +166,23 @@ def end_epoch(run: Run, epoch: int) -> None:
     tracker.result(reporting.result(run, "running"))
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, float]:
     """Evaluate under the averaged weights where there are any. Signals are heard between batches."""
     run.interrupts.beat()
-    run.strategy.settle(run.average.tensors() if run.average is not None else {})
+    averages = run.average.tensors() if run.average is not None else {}
+    run.strategy.settle(averages)
     meeting, begun, total = Meeting(run, 0), time.perf_counter(), run.loader.evaluation_batches
 
     def boundary(done: int) -> None:
         run.interrupts.beat()
         run.tracker.evaluating(done, total)
         if meeting.next <= done < total:
-            _, _, stop, _ = meeting.exchange(done, (time.perf_counter() - begun) / done)
-            if stop is not None:
-                raise stop()
+            agreed = meeting.exchange(done, (time.perf_counter() - begun) / done)
+            if agreed.stop is not None:
+                raise agreed.stop()
 
     try:
-        with run.average.in_place() if run.average is not None else nullcontext():
+        with run.strategy.weights(averages):
             return evaluate(run.strategy, run.loader.evaluation(), run.world, boundary)
     except (Interrupted, Preempted) as error:
         leave(run, type(error))

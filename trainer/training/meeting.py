@@ -4,99 +4,98 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
-from trainer.training import reporting, resuming
+from trainer.training import resuming
 from trainer.training.run import Run
 from trainer.training.speed_test import SECONDS
 
 
-class Meeting:
-    """What all ranks must know at the same step, in one small all-reduce about once a second.
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know at the same step.
 
-    Whether a gradient was not finite, a signal came, time is up; and at a logged step the loss.
+    Attributes:
+        loss: summed over the ranks and over the steps since the last logged one; 0 where the step is not logged.
+        finite: whether all losses and gradients were.
+        stop: the signal to stop at, if one came.
+        late: whether a mere measurement of speed has used up its time.
+        window: this rank's steps, seconds, and seconds of waiting for data since the last logged step, without warm-up.
     """
+
+    loss: float
+    finite: bool
+    stop: type[TrainerError] | None
+    late: bool
+    window: tuple[int, float, float] = (0, 0.0, 0.0)
+
+    def check(self, run: Run) -> None:
+        """
+        Raises:
+            NotFiniteError: on every rank, if on any.
+        """
+        if not self.finite:
+            raise NotFiniteError(
+                f"a loss or gradient was not finite at step {run.position.step} or shortly before; nothing was saved "
+                f"over. Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"
+            )
+
+
+class Meeting:
+    """What all ranks must know at the same step, in one small all-reduce about once a second."""
 
     def __init__(self, run: Run, done: int | None = None) -> None:
         self.run = run
         self.next = (run.position.step if done is None else done) + 1
-        self.timed = (0, 0.0, 0.0)  # steps, seconds, seconds of waiting since the last logged step, without warm-up
+        self._window = (0, 0.0, 0.0)
 
-    def hold(self, log: bool, lr: float, norm: Tensor | None) -> bool:
-        """Meet after a training step.
-
-        Returns:
-            Whether a mere measurement of speed has used up its time.
-
-        Raises:
-            NotFiniteError: on every rank, if on any.
-            Interrupted, Preempted: on every rank, with this step saved.
-        """
+    def hold(self, log: bool) -> Agreed:
+        """Meet after a training step, with the losses since the last logged one where this one is logged."""
         run, step = self.run, self.run.position.step
         run.world.heartbeat()
         loss = math.fsum(torch.stack(run.unlogged).tolist()) if log else 0.0
-        bad = float(run.updater.is_bad())
+        bad = run.updater.is_bad()
         steps, seconds, waited = run.timer.stop()
-        begun = time.perf_counter()
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
-            self.timed = (self.timed[0] + steps, self.timed[1] + seconds, self.timed[2] + waited)
-        loss, bad, stop, late = self.exchange(step, seconds / max(1, steps), loss, bad)
-        if bad or not math.isfinite(loss):
-            raise NotFiniteError(
-                f"a loss or gradient was not finite at step {step} or shortly before; nothing was saved over. "
-                f"Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"
-            )
+            before = self._window
+            self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
+        with run.ledger.span("logging"):
+            agreed = self.exchange(step, seconds / max(1, steps), loss, bad)
         if log:
-            self._log(loss, lr, norm)
-        run.tracker.progress(step, run.position.epoch)
-        run.ledger.add("logging", time.perf_counter() - begun)
-        if stop is not None:
-            leave(run, stop)
-        return late
+            self._window = (0, 0.0, 0.0)
+        return agreed
 
-    def exchange(
-        self, done: int, pace: float, loss: float = 0.0, bad: float = 0.0
-    ) -> tuple[float, float, type[TrainerError] | None, bool]:
-        """Sum over ranks: loss, bad, the signal to stop at if any, whether time is up. Sets when to meet next."""
-        run = self.run
+    def exchange(self, done: int, pace: float, loss: float = 0.0, bad: bool = False) -> Agreed:
+        """Tell all ranks what this one knows, and set when to meet next.
+
+        Args:
+            done: steps, or batches of an evaluation.
+            pace: seconds of one, lately.
+        """
+        run, window = self.run, self._window
         received = run.interrupts.received
         late = run.speed_only and run.world.is_main and done >= 2 and time.perf_counter() - run.begun > SECONDS
-        flags = (received is not None and received.name == "SIGINT", received is not None, late)
-        mine = torch.tensor([loss, bad, pace, *flags], dtype=torch.float64)
-        loss, bad, pace, interrupted, stopped, over = run.world.sum_(mine).tolist()
+        flags = (bad, received is not None and received.name == "SIGINT", received is not None, late)
+        mine = torch.tensor([loss, pace, *flags], dtype=torch.float64)
+        loss, pace, wrong, interrupted, stopped, over = run.world.sum_(mine).tolist()
         pace /= run.world.size
         self.next = done + max(1, min(1000, int(1 / max(pace, 1e-6))))
         run.interrupts.beat()
         if slow := run.interrupts.too_slow(pace):
             run.tracker.say(slow)
-        return loss, bad, (Interrupted if interrupted else Preempted if stopped else None), over > 0
-
-    def _log(self, loss: float, lr: float, norm: Tensor | None) -> None:
-        run, count, (steps, seconds, _) = self.run, len(self.run.unlogged), self.timed
-        run.history.epoch_loss += loss
-        run.history.epoch_steps += count
-        values = reporting.step_values(run, loss / count, lr, norm.item() if norm is not None else None, self.timed)
-        values |= run.strategy.figures()
-        run.tracker.scalars(values, run.position.step)
-        run.tracker.step(
-            {
-                "step": run.position.step,
-                "epoch": run.position.epoch,
-                "seconds": round(run.seconds(), 3),
-                "train_loss": loss / count,
-                "lr": lr,
-                "samples_per_sec": float(f"{steps * run.loader.samples_per_step / seconds:.6g}") if seconds else "",
-            }
-        )
-        run.unlogged.clear()
-        self.timed = (0, 0.0, 0.0)
+        stop = Interrupted if interrupted else Preempted if stopped else None
+        return Agreed(loss, not wrong and math.isfinite(loss), stop, over > 0, window)
 
 
 def leave(run: Run, stop: type[TrainerError]) -> None:
-    """A signal that all ranks have agreed on: save and go."""
+    """A signal that all ranks have agreed on: save and go.
+
+    Raises:
+        TrainerError: `stop`, on every rank.
+    """
     resuming.save(run)
     folder = run.world.share(str(run.tracker.path))
     saved = f"; saved step {run.position.step}: continue with output={folder} resume=auto" if not run.speed_only else ""

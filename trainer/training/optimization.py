@@ -6,8 +6,7 @@ Apart from `training`, which calls these in order, because each is a small thing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +115,11 @@ def learning_rate(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float
     return rate
 
 
+def loss_scaler(recipe: Recipe, device: torch.device) -> torch.amp.GradScaler | None:
+    """What keeps fp16's small gradients above zero; None in other precisions."""
+    return torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+
+
 class Updater:
     """Applies gradients: finite guard or fp16 scaler, clipping, optimizer step. Nothing here waits for the device.
 
@@ -124,7 +128,14 @@ class Updater:
     skips that one step); bad is a loss that is not finite, or a scale that has sunk to nothing.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """`scaler` is the one that scales losses; see `loss_scaler`."""
         self.optimizer = optimizer
         self.limit = recipe.clip_grad_norm
         self.bad = torch.zeros((), device=device)
@@ -138,7 +149,7 @@ class Updater:
             )
             for where in dict.fromkeys(p.device for p in self.parameters)
         ]
-        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+        self.scaler = scaler
         if self.scaler is not None:
             self.scaler.scale(self.bad)  # its state exists from here on, on ranks without a loss too
 
@@ -233,17 +244,3 @@ class MovingAverage:
         """Continue a saved average, matched by name."""
         for name, tensor in self.average.items():
             tensor.copy_(saved[name])
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside this block; storages are swapped, not copied."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        for name in self._floats:
-            live = self.live[name]
-            live.data, self.average[name].data = self.average[name].data, live.data

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torchvision
+from torch import Tensor
 
 import trainer
 from trainer.devices.precision import computed_in
 from trainer.devices.precision import described as described_precision
 from trainer.telemetry.metrics import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
-from trainer.training.evaluation import described
+from trainer.training.evaluation import metrics_of
 from trainer.training.run import Run
 
 SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
@@ -32,7 +33,7 @@ def banner(run: Run) -> str:
     size = world.size
     names = world.devices
     devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
-    parts = run.strategy.shard().count
+    parts = run.strategy.shard.count
     part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
@@ -46,7 +47,7 @@ def banner(run: Run) -> str:
         **run.strategy.notes(),
         "model": f"{recipe.model.name}, {run.model_size:,} parameters ({', '.join(options)})",
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
-        f"{len(data.classes)} classes, {data.channels} x {data.image_size} x {data.image_size}",
+        f"{_named(run)}, {' x '.join(map(str, data.inputs.shape))}",
         **data.notes,
         "batch": batch,
         "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
@@ -64,10 +65,16 @@ def banner(run: Run) -> str:
     )
 
 
+def _named(run: Run) -> str:
+    names, kind = run.datasets.classes, "value" if run.task.reads == "values" else "class"
+    several = {"value": "values", "class": "classes"}[kind]
+    return f"{len(names)} {several if len(names) != 1 else kind}"
+
+
 def few_for_batch_norm(run: Run) -> str | None:
     """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
     recipe, strategy = run.recipe, run.strategy
-    parts = strategy.shard().count
+    parts = strategy.shard.count
     rows = recipe.batch_size // (parts * recipe.accumulate)
     instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.accumulate > 1)
     if recipe.sync_bn:
@@ -81,7 +88,7 @@ def few_for_batch_norm(run: Run) -> str | None:
         whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
         if whole >= 2 * FEW:
             instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")
-    if not strategy.batch_norm or rows >= FEW or rows == recipe.batch_size:
+    if not run.batch_norm or rows >= FEW or rows == recipe.batch_size:
         return None
     return (
         f"mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} they are too rough: "
@@ -93,6 +100,27 @@ def few_for_batch_norm(run: Run) -> str | None:
 def mode_lines(run: Run) -> str:
     """How the mode runs, for TensorBoard's text tab."""
     return "\n".join(f"- {title}: {text}" for title, text in {"mode": run.recipe.mode, **run.strategy.notes()}.items())
+
+
+def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
+    """A logged step's values for TensorBoard and its row for steps.csv. Collective.
+
+    Args:
+        loss, window: see `step_values`.
+    """
+    steps, seconds, _ = window
+    values = step_values(run, loss, lr, norm.item() if norm is not None else None, window)
+    run.tracker.scalars(values | run.strategy.figures(), run.position.step)
+    run.tracker.step(
+        {
+            "step": run.position.step,
+            "epoch": run.position.epoch,
+            "seconds": round(run.seconds(), 3),
+            "train_loss": loss,
+            "lr": lr,
+            "samples_per_sec": float(f"{steps * run.loader.samples_per_step / seconds:.6g}") if seconds else "",
+        }
+    )
 
 
 def step_values(
@@ -132,7 +160,7 @@ def epoch_line(run: Run, epoch: int) -> str:
     """One line an epoch."""
     return (
         f"epoch {epoch + 1}/{run.recipe.epochs}  train loss {run.history.losses[-1]:.4f}  "
-        f"{described(run.history.validation)}  {run.seconds():.0f} s"
+        f"val {run.task.told(metrics_of(run.history.validation))}  {run.seconds():.0f} s"
     )
 
 
@@ -153,7 +181,9 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
         memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in run.memory.items())
         text = f"measured on synthetic images: {rate}; peak memory {memory}"
         return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
-    held_out = f"top-1 {result['val_top1']:.2%} on {result['data']['val_samples']:,} held-out images"
+    metric = run.task.metric
+    held_out = run.task.told({metric: result[f"val_{metric}"]})
+    held_out += f" on {result['data']['val_samples']:,} held-out images"
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
@@ -211,8 +241,10 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
                 "skipped": history.skipped,
             },
             "train_loss": history.losses[-1] if history.losses else None,
-            **{key: history.validation.get(key) for key in ("val_loss", "val_top1", "val_top5")},
-            "best_top1": history.best_top1,
+            "task": recipe.task.name,
+            **{f"val_{name}": None for name in ("loss", run.task.metric)},
+            **{key: value for key, value in history.validation.items() if key != "val_samples"},
+            f"best_{run.task.metric}": history.best,
             "best_epoch": history.best_epoch,
             **{key: speed[key] for key in SPEED_KEYS},
             "peak_memory_bytes": run.memory,

@@ -104,7 +104,9 @@ def _restore(run: Run, state: checkpoint.State) -> None:
             raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
         run.average.load(state.tensors["ema"])
     _take_position(run, state)
-    run.history = _HISTORY.validate_python(state.facts["history"])
+    history = state.facts["history"]
+    # Before there were tasks, the best was a top-1 accuracy by name.
+    run.history = _HISTORY.validate_python({**history, "best": history.get("best", history.get("best_top1"))})
     run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
     was, now = state.facts["topology"], bound_to(run.recipe, run.world)
     if was != now:

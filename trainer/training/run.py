@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
+from trainer.tasks import Task
 from trainer.telemetry.metrics import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.optimization import MovingAverage, Updater
@@ -25,8 +25,8 @@ class History:
     """What a run remembers across restarts; JSON in every checkpoint."""
 
     losses: list[float] = field(default_factory=list)  # mean training loss of each epoch
-    validation: dict[str, Any] = field(default_factory=dict)  # of the last evaluated epoch
-    best_top1: float | None = None
+    validation: dict[str, float] = field(default_factory=dict)  # of the last evaluated epoch
+    best: float | None = None  # of the task's metric
     best_epoch: int | None = None
     epoch_loss: float = 0.0  # sum of the present epoch's logged step losses
     epoch_steps: int = 0
@@ -41,6 +41,7 @@ class Run:
     recipe: Recipe
     interrupts: Interrupts
     datasets: Datasets
+    task: Task
     world: World
     tracker: NullTracker
     strategy: Strategy
@@ -53,6 +54,7 @@ class Run:
     steps_per_epoch: int
     num_classes: int
     model_size: int  # parameters of the whole model
+    batch_norm: bool  # whether the model has such layers
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
     begun: float  # time.perf_counter() at the process's start of work
     flops_per_sample: int = 0  # forward; 0 where the device's peak is not known

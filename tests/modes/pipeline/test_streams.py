@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
+from tests.contexts import mode_of
 from trainer.data import Batch
 from trainer.models.zoo import build
-from trainer.modes import create
 from trainer.modes.pipeline import streams
 from trainer.processes.world import Place, World
 from trainer.recipe import ModelRecipe, load
@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 ROWS = 10
 
 
-def staged(model, drives, words, shape=(ROWS, 1, 8, 8)):
+def staged(model, drives, words, shape=(ROWS, 1, 8, 8), **more):
     """A copy of the model under a mode, on devices."""
     world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
     defaults = {"mode": "pipeline", "batch_size": shape[0], "channels_last": False}
-    strategy = create(load(defaults, *words.split()), world)
-    strategy.setup(copy.deepcopy(model), shape)
+    strategy = mode_of(load(defaults, *words.split()), world, shape, **more)
+    strategy.setup(copy.deepcopy(model))
     return strategy
 
 
@@ -107,8 +107,8 @@ def test_soft_targets(words):
 
 def test_bf16_and_a_scaled_loss():
     model = made("cnn_gn")
-    strategy = staged(model, (CPU, CPU), "precision=bf16 pipeline.microbatches=2")
-    strategy.scale = lambda loss: loss * 8
+    words = "precision=bf16 pipeline.microbatches=2"
+    strategy = staged(model, (CPU, CPU), words, scale=lambda loss: loss * 8)
     loss = strategy.forward_backward(digits(), 1 / ROWS)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = model(digits().inputs)
@@ -207,15 +207,14 @@ def test_automatic_micro_batches_are_found_once():
     model, said = made("cnn_gn"), []
     world = World(Place(), CPU, 1, ("cpu", "cpu"), (CPU, CPU))
     recipe = load(None, "mode=pipeline", "batch_size=32")
-    first, second = create(recipe, world), create(recipe, world)
-    first.say = second.say = said.append
+    first = mode_of(recipe, world, (32, 1, 8, 8), say=said.append)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    first.setup(copy.deepcopy(model), (32, 1, 8, 8))
+    first.setup(copy.deepcopy(model))
     assert len(said) == 1 and "measuring" in said[0] and first.known["trials"]
     torch.testing.assert_close({**first.named_parameters(), **first.named_buffers()}, before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in first.named_parameters().values())
-    second.known = first.known
-    second.setup(copy.deepcopy(model), (32, 1, 8, 8))
+    second = mode_of(recipe, world, (32, 1, 8, 8), say=said.append, known=first.known)
+    second.setup(copy.deepcopy(model))
     assert second.plan == first.plan and len(said) == 1
 
 

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainer.data import Batch, Shard
 from trainer.models.partition import Traced
-from trainer.modes.base import Communication
+from trainer.modes.base import Communication, Context
 from trainer.modes.pipeline import orders
 from trainer.modes.pipeline.orders import Task
 from trainer.modes.pipeline.stages import Staged
@@ -49,6 +49,12 @@ def ranks_of_stages(schedule: str, ranks: int, virtual: int) -> list[int]:
     if schedule in V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return list(range(ranks)) * virtual
+
+
+def holders(recipe: Recipe, processes: int) -> list[int]:
+    """The same for a recipe in so many processes."""
+    schedule = schedule_of(recipe, processes)
+    return ranks_of_stages(schedule, ranks_per_pipeline(recipe, processes), virtual_stages(recipe, schedule))
 
 
 def _tasks(actions: Sequence[Any]) -> Iterator[Task]:
@@ -106,24 +112,27 @@ class Wire(nn.Module):
 class ProcessPipeline(Staged):
     """This rank's stages of one replica."""
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
-        super().__init__(recipe, world)
-        self.schedule_name = schedule_of(recipe, world.size)
-        self.ranks = ranks_per_pipeline(recipe, world.size)
-        self.replicas = world.size // self.ranks
-        self.replica, self.place = divmod(world.rank, self.ranks)
-        self.virtual = virtual_stages(recipe, self.schedule_name)
-        self.holders = ranks_of_stages(self.schedule_name, self.ranks, self.virtual)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        recipe, size = self.recipe, self.world.size
+        self.schedule_name = schedule_of(recipe, size)
+        self.ranks = ranks_per_pipeline(recipe, size)
+        self.replicas = size // self.ranks
+        self.replica, self.place = divmod(self.world.rank, self.ranks)
+        self.holders = holders(recipe, size)
         self.own = [stage for stage, rank in enumerate(self.holders) if rank == self.place]
         self.last = len(self.holders) - 1
         self.averaging = Stopwatch(self.device)
         self._weight = 1.0
         self._losses: list[Tensor] = []
 
-    def shard(self) -> Shard:
-        return Shard(self.replica, self.replicas, inputs=0 in self.own, targets=self.last in self.own)
+    @classmethod
+    def share(cls, recipe: Recipe, world: World) -> Shard:
+        ranks, stages = ranks_per_pipeline(recipe, world.size), holders(recipe, world.size)
+        replica, place = divmod(world.rank, ranks)
+        return Shard(replica, world.size // ranks, inputs=stages[0] == place, targets=stages[-1] == place)
 
-    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+    def setup(self, model: nn.Module) -> None:
         with lost_peers():
             # Every rank makes every group, in one order.
             every, size = range(self.world.size), self.ranks
@@ -131,7 +140,7 @@ class ProcessPipeline(Staged):
             pipes: Any = [dist.new_group([n for n in every if n // size == r], limit) for r in range(self.replicas)]
             copies: Any = [dist.new_group([n for n in every if n % size == p], limit) for p in range(size)]
             self.pipe_group, self.copies_group = pipes[self.replica], copies[self.place]
-            super().setup(model, shape)
+            super().setup(model)
         self._predict()
 
     def _predict(self) -> None:
@@ -234,7 +243,8 @@ class ProcessPipeline(Staged):
     def _loss_of_microbatch(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.weighted_loss(outputs, targets, self._weight)
         self._losses.append(loss.detach())
-        return self.scale(loss) if self.scale else loss
+        scale = self.context.scale
+        return scale(loss) if scale else loss
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         self._weight = weight

@@ -7,25 +7,23 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.data import Batch
 from trainer.errors import is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs, undisturbed
 from trainer.models.partition import Traced, trace
-from trainer.modes.base import Strategy
+from trainer.modes.base import Context, Strategy
 from trainer.modes.deferred_batchnorm import DeferredBatchNorm, convert_deferred_batchnorm, recomputing
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Span
 from trainer.modes.pipeline.spans import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
-from trainer.processes.world import World
-from trainer.recipe import Recipe
 from trainer.telemetry.metrics import forget_memory, free_memory
 
 TRIAL_STEPS, TRIAL_SECONDS = (3, 50), 0.5  # at least and at most, the first to warm up; enough once so long
@@ -34,10 +32,10 @@ TRIAL_STEPS, TRIAL_SECONDS = (3, 50), 0.5  # at least and at most, the first to 
 class Staged(Strategy):
     """A model in stages, some or all of them on this rank."""
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
-        super().__init__(recipe, world)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
         self.stages: dict[int, nn.Module] = {}  # this rank's, by their place in the model
-        self.recorder = Recorder(world.drives)
+        self.recorder = Recorder(self.world.drives)
         self.plan: Plan
         self.pipe: Pipe
         self._norms: list[DeferredBatchNorm] = []
@@ -46,14 +44,13 @@ class Staged(Strategy):
         self._busy: list[float] = []
         self._ran: int | None = None  # micro-batches of the last trial that memory sufficed for
 
-    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+    def setup(self, model: nn.Module) -> None:
         self._names = [name for name, _ in model.named_parameters()]
         self._saved = set(model.state_dict())
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.model = model.to(memory_format=layout)
-        self.shape = tuple(shape)
         traced = trace(self.model, self.recipe.model.name)
-        self.pipe = self.describe_pipe(shape[0])
+        self.pipe = self.describe_pipe(self.context.example.rows)
         plan = tuning.recall(self.known, tuning.key_of(traced, self.recipe, self.pipe), traced, self.pipe)
         if plan is None:
             plan, self.known = tuning.find_plan(
@@ -62,7 +59,7 @@ class Staged(Strategy):
                 self.pipe,
                 lambda rows: self.probe(traced, rows),
                 lambda plan: self.trial(traced, plan),
-                self.say,
+                self.context.say,
                 self.room(),
             )
         self.plan = plan
@@ -134,7 +131,7 @@ class Staged(Strategy):
         self.build(traced, plan)
         self.train()
         rows = self.pipe.rows
-        batch = Batch(self.sample(rows), torch.zeros(rows, dtype=torch.int64, device=self.device), rows)
+        batch = replace(self.context.example.zeros(self.device, rows), inputs=self.sample(rows))
         times: list[float] = []
         with undisturbed(list(self.stages.values()), self.device):
             while len(times) < TRIAL_STEPS[0] or (sum(times) < TRIAL_SECONDS and len(times) < TRIAL_STEPS[1]):
@@ -162,14 +159,12 @@ class Staged(Strategy):
         seconds = torch.zeros(self.pipe.stages, dtype=torch.float64)
         for span in spans:
             seconds[span.task.stage] += span.end - span.begin
-        found: list[float] = (self.world.sum_(seconds) / self.shard().count).tolist()
+        found: list[float] = (self.world.sum_(seconds) / self.shard.count).tolist()
         return found
 
     def sample(self, rows: int) -> Tensor:
-        """Random images of the recipe's shape on the device."""
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn(rows, *self.shape[1:], generator=generator).to(self.device)
-        return images.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else images
+        """Inputs of the recipe's shape on the device, to measure with."""
+        return self.context.example.random(self.device, rows, self.recipe.channels_last)
 
     def prepare_stage(self, stage: nn.Module, device: torch.device, deferred: bool) -> nn.Module:
         """A stage as it trains: on its device, its BatchNorm deferred where micro-batches would show in it.
@@ -238,7 +233,7 @@ class Staged(Strategy):
 
     def timeline(self) -> list[list[Span]]:
         """The first replica's; ranks of one machine share a clock."""
-        gathered = self.world.gather(self._recent if self.shard().index == 0 else None)
+        gathered = self.world.gather(self._recent if self.shard.index == 0 else None)
         ranks = [steps for steps in gathered if steps is not None]
         return [[span for spans in step for span in spans] for step in zip(*ranks, strict=True)]
 
@@ -259,7 +254,7 @@ class Staged(Strategy):
             "pipeline": {
                 "stages": self.pipe.stages,
                 "ranks": self.pipe.workers,
-                "replicas": self.shard().count,
+                "replicas": self.shard.count,
                 "schedule": self.plan.schedule,
                 "cuts": list(self.plan.cuts),
                 "microbatches": self.plan.microbatches,

@@ -87,13 +87,13 @@ class StreamPipeline(Staged):
         workers = len(self.world.drives)
         return Pipe(workers, workers, ("streams",), rows, tuple(microbatch_counts(self.recipe, 1)))
 
-    def setup(self, model: nn.Module, shape: Sequence[int]) -> None:
+    def setup(self, model: nn.Module) -> None:
         # Once for all plans that are tried: the allocator keeps memory for each stream there ever was.
         self.lanes = [StageStream(device) for device in self.world.drives]
         pairs = [(a, b) for a in range(len(self.lanes)) for b in (a - 1, a + 1) if 0 <= b < len(self.lanes)]
         self.edges = {(a, b): Edge(self.lanes[a], self.lanes[b]) for a, b in pairs}
         self.order = cache(lambda microbatches: issue_order(len(self.lanes), microbatches))
-        super().setup(model, shape)
+        super().setup(model)
 
     def build(self, traced: Traced, plan: Plan) -> None:
         self._norms.clear()

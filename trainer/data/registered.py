@@ -1,0 +1,204 @@
+"""Data sets of the user's own: functions that a plugin registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trainer import tasks
+from trainer.data.folders import IMAGENET, Shape, image_shape, shape_of, statistics
+from trainer.data.images import from_item
+from trainer.data.memory import in_memory
+from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
+from trainer.errors import RecipeError
+from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe.checks import DATASETS
+from trainer.tasks import Task
+
+ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size; each is made in full
+
+Maker = Callable[[DataRecipe], Any]
+registered: dict[str, Maker] = {}
+
+
+def register_dataset(name: str) -> Callable[[Maker], Maker]:
+    """Make a data set known as `data.name=name`.
+
+    The decorated function takes the recipe's `data` section and returns (train, val, names) or a `Datasets`; the names
+    are those of the classes, or of a regression's values. train and val each are a pair of tensors (inputs, targets),
+    which is kept in memory, or any map-style torch data set of items (input, target), which loader workers read: they
+    import the module that defines it.
+
+    Images are uint8 tensors (N, C, H, W), C = 1 or 3; an item is one of them, of any size, or a Pillow image. Inputs of
+    another type reach the model as they are, and all have one shape. Targets are what the recipe's task wants: for
+    classification (N,) class indices, an int an item.
+
+    Raises:
+        RecipeError: the name is taken.
+    """
+    if name in registered or name in DATASETS:
+        raise RecipeError(f"register_dataset('{name}'): the name is taken; choose another")
+
+    def keep(maker: Maker) -> Maker:
+        registered[name] = maker
+        return maker
+
+    return keep
+
+
+def open_registered(recipe: Recipe) -> Datasets:
+    """What the function of `data.name` gives, as far as it does not depend on the task.
+
+    Raises:
+        RecipeError: it gives something else than `register_dataset` tells.
+    """
+    data = recipe.data
+    made = registered[data.name](data)
+    if isinstance(made, Datasets):
+        return made
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise RecipeError(
+            f"data.name={data.name}: its function must return (train, val, class names), not {type(made).__name__}"
+        )
+    *parts, found = made
+    names = tuple(str(name) for name in found)
+    pairs = [
+        isinstance(part, (tuple, list)) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)
+        for part in parts
+    ]
+    if any(pairs) and not all(pairs):
+        raise RecipeError(f"data.name={data.name}: train and val must both be pairs of tensors, or neither")
+    return _from_tensors(data, parts, names) if all(pairs) else _from_items(recipe, parts, names)
+
+
+SPLIT = "the held-out part that its function returns"
+
+
+def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tuple[str, ...]) -> Datasets:
+    for inputs, targets in parts:
+        if not len(inputs) or len(inputs) != (len(targets) if targets.dim() else -1):
+            raise RecipeError(
+                f"data.name={data.name}: inputs and targets must be as many, and at least 1, found "
+                f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+            )
+    train, val = parts
+    if train[0].dtype != torch.uint8:
+        sets = [TensorSet(plain(inputs), targets) for inputs, targets in parts]
+        specs = [TensorSpec.of(part.inputs) for part in sets]
+        if specs[0] != specs[1]:
+            raise RecipeError(f"data.name={data.name}: training inputs are {specs[0]}, held-out ones {specs[1]}")
+        return _plain(data, sets[0], sets[1], names, specs[0])
+    for images, _ in parts:
+        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3):
+            raise RecipeError(
+                f"data.name={data.name}: images must be uint8 (N, 1 or 3, H, W), and other inputs of another type, "
+                f"found {images.dtype} {tuple(images.shape)}"
+            )
+    return in_memory(data, train, val, names, measured(train[0]), SPLIT)
+
+
+def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) -> Datasets:
+    data = recipe.data
+    for part, role in zip(parts, ROLES, strict=True):
+        if not hasattr(part, "__getitem__") or not hasattr(part, "__len__") or not len(part):
+            raise RecipeError(
+                f"data.name={data.name}: its {role} must have items and a length above 0, found {type(part).__name__}"
+            )
+    kind = tasks.kind(recipe)
+    shapes, spec, target = _look(parts[0], kind, names)
+    train, val = (
+        UserItems(part, f"{data.name}, {role}", kind, names, spec) for part, role in zip(parts, ROLES, strict=True)
+    )
+    if spec is not None:
+        return _plain(data, train, val, names, spec, target)
+    channels, size, notes = image_shape(recipe, shapes)
+    mean, std = statistics(*IMAGENET, channels)
+    return Datasets(data.name, train, val, names, channels, size, mean, std, False, SPLIT, notes, target)
+
+
+ROLES = ("training set", "held-out set")
+
+
+class UserItems:
+    """A user's map-style data set as a source of photos, or of other inputs, which are as `spec` says."""
+
+    def __init__(
+        self, items: Any, name: str, kind: type[Task], names: tuple[str, ...], spec: TensorSpec | None
+    ) -> None:
+        self.items, self.name, self.kind, self.names, self.spec = items, name, kind, names, spec
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def where(self, index: int) -> str:
+        return f"{self.name}: item {index}"
+
+    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
+        found, target = self.items[index]
+        target = target_of(target, self.kind, self.names)
+        if self.spec is None:
+            return from_item(found, channels), target
+        inputs = plain(torch.as_tensor(found))
+        if (own := TensorSpec(tuple(inputs.shape), inputs.dtype)) != self.spec:
+            raise ValueError(f"its input is {own}, and that of others {self.spec}")
+        return inputs, target
+
+
+def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
+    """An item's target as the task wants it."""
+    try:
+        return kind.checked(torch.as_tensor(target)[None], names)[0]
+    except (TypeError, ValueError, RuntimeError) as error:
+        told = f"its label is {target}, and " if isinstance(target, int) else ""
+        raise ValueError(f"{told}{error}") from None
+
+
+def plain(inputs: Tensor) -> Tensor:
+    """Real numbers as float32, which models compute in; whole numbers stay what they are."""
+    return inputs.float() if inputs.is_floating_point() else inputs
+
+
+def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shape], TensorSpec | None, TensorSpec]:
+    """Of some of a user's items: images' (channels, height, width), else the inputs; and the target.
+
+    What is wrong with an item is said where it is read.
+    """
+    shapes: list[Shape] = []
+    spec: TensorSpec | None = None
+    target: TensorSpec | None = None
+    for index in range(0, len(items), max(1, len(items) // ITEMS_LOOKED_AT)):
+        with suppress(Exception):
+            found, label = items[index]
+            if isinstance(found, Image.Image):
+                shapes.append(shape_of(found))
+            else:
+                found = torch.as_tensor(found)
+                if found.dtype == torch.uint8:
+                    channels, height, width = found.shape
+                    shapes.append((channels, height, width))
+                else:
+                    spec = spec or TensorSpec.of(plain(found)[None])
+            target = target or TensorSpec.of(target_of(label, kind, names)[None])
+    return shapes, None if shapes else spec, target or CLASS
+
+
+def _plain(
+    data: DataRecipe, train: Any, val: Any, names: tuple[str, ...], spec: TensorSpec, target: TensorSpec | None = None
+) -> Datasets:
+    """Inputs that are no images."""
+    first, last = (spec.shape[0], spec.shape[-1]) if spec.shape else (1, 1)
+    return Datasets(
+        data.name, train, val, names, first, last, (), (), False, SPLIT, targets=target or CLASS, plain=spec
+    )
+
+
+def measured(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, over at most 10,000 images."""
+    pixels = images[:: max(1, len(images) // 10_000)].double() / 255
+    mean, std = pixels.mean((0, 2, 3)), pixels.std((0, 2, 3)).clamp_min(1e-3)
+    return tuple(mean.tolist()), tuple(std.tolist())

@@ -1,0 +1,12 @@
+"""What a model is trained for: a loss, sums over evaluated samples, the metrics made of them, and which one is best.
+
+No model, no devices, no mode: a task sees outputs and targets, wherever they are.
+Imports: errors, recipe.
+"""
+
+from trainer.tasks.base import Task, create, kind, register_task
+from trainer.tasks.classification import Classification
+from trainer.tasks.multilabel import Multilabel
+from trainer.tasks.regression import Regression
+
+__all__ = ["Classification", "Multilabel", "Regression", "Task", "create", "kind", "register_task"]

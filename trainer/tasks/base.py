@@ -1,0 +1,169 @@
+"""The contract of a task, and tasks by name: the ones that come with the package, and the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe, nearest
+
+Reads = Literal["class", "classes", "values"]
+
+
+class Task:
+    """What a model is trained for. A task of your own is a subclass with a `loss`; everything else has a default.
+
+    Attributes:
+        reads: what a table of labels says of an image: its class, its classes, or numbers.
+        metric: the one of `metrics` by which the best epoch is chosen.
+        larger_is_better: whether the best is the largest.
+        mixes: whether targets can be mixed as mixup and cutmix mix images: see `shares`.
+        recipe: the whole recipe.
+        names: of the classes, or of the values to be told.
+    """
+
+    reads: ClassVar[Reads] = "class"
+    metric: ClassVar[str] = "loss"
+    larger_is_better: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
+
+    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
+        """`targets` are the training set's, (N, ...), where they are known without reading its inputs.
+
+        Raises:
+            RecipeError: the recipe asks for what this task does not have.
+        """
+        self.recipe, self.names = recipe, tuple(names)
+
+    @classmethod
+    def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
+        """A data set's targets (N, ...), as `loss` wants them. They come from a user: hold them against the names.
+
+        Raises:
+            ValueError: they are no targets of this task; it says what they must be.
+        """
+        return targets
+
+    def outputs(self) -> int | None:
+        """How many numbers the model gives for a sample; None where other shapes are right too."""
+        return None
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What training makes small: the mean over the rows of each row's own loss, 0-dim.
+
+        So the loss of a batch is the same however it is cut into micro-batches and shards.
+
+        Args:
+            outputs: (N, ...) of the model, in float32.
+            targets: (N, ...) as the data set gives them, or as `shares` under mixup and cutmix.
+        """
+        raise NotImplementedError
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """What `metrics` is made of, added up over the rows: tensors of a fixed shape, under names of their own.
+
+        They are added over batches and ranks in float64, and divided once.
+        """
+        return {"loss": self.loss(outputs, targets) * len(targets)}
+
+    def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
+        """The metrics of `count` samples, at least one, from the sums over all of them (float64, on the CPU).
+
+        `loss` is the first of them.
+        """
+        return {"loss": sums["loss"].item() / count}
+
+    def shares(self, targets: Tensor) -> Tensor:
+        """Targets (N, ...) as float32 of which a weighted mean makes sense; only where `mixes`."""
+        raise NotImplementedError
+
+    def improves(self, value: float, best: float | None) -> bool:
+        """Whether `metric` is better than it ever was; NaN is worse than anything."""
+        if best is None or math.isnan(best):
+            return True
+        return value > best if self.larger_is_better else value < best
+
+    def told(self, metrics: Mapping[str, float | None]) -> str:
+        """The metrics in words, for people; `loss` comes first."""
+        return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
+
+
+Kind = TypeVar("Kind", bound=type[Task])
+_registered: dict[str, type[Task]] = {}
+
+
+def register_task(name: str) -> Callable[[Kind], Kind]:
+    """Make a subclass of `Task` known as `task.name=name`: a decorator.
+
+    Raises:
+        RecipeError: the name is taken.
+    """
+    if name in _registered:
+        raise RecipeError(f"register_task('{name}'): the name is taken; choose another")
+
+    def keep(kind: Kind) -> Kind:
+        _registered[name] = kind
+        return kind
+
+    return keep
+
+
+def kind(recipe: Recipe) -> type[Task]:
+    """The class of the recipe's task.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
+    name = recipe.task.name
+    if name not in _registered:
+        guess = nearest(name, [*_registered])
+        hint = f"did you mean task.name={guess}? " if guess else ""
+        raise RecipeError(f"task.name={name} is not a task; {hint}known: {', '.join(_registered)}")
+    return _registered[name]
+
+
+def create(recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> Task:
+    """The recipe's task, for a data set's names and, where they are known, its training targets.
+
+    Raises:
+        RecipeError: there is none of that name, or the recipe asks for what it does not have.
+    """
+    task = kind(recipe)(recipe, names, targets)
+    on = [key for key in ("mixup", "cutmix") if getattr(recipe.augment, key)]
+    if on and not task.mixes:
+        raise RecipeError(
+            f"augment.{on[0]}={getattr(recipe.augment, on[0]):g} mixes the targets of images, and those of "
+            f"task.name={recipe.task.name} do not mix: set {' '.join(f'augment.{key}=0' for key in on)}"
+        )
+    return task
+
+
+class OnDevices:
+    """A constant of the loss, copied once to each device that asks for it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._copies = {value.device: value}
+        self._value = value
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = self._value.to(device)  # waits, once: the copy may be used in any stream
+        return self._copies[device]
+
+
+def refuse(recipe: Recipe, *options: str) -> None:
+    """Refuse keys of `loss` that a task does not have.
+
+    Raises:
+        RecipeError: one of them is set.
+    """
+    for option in options:
+        if getattr(recipe.loss, option):
+            raise RecipeError(
+                f"loss.{option} is not for task.name={recipe.task.name}: leave it out, or use task.name=classification"
+            )

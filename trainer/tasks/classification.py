@@ -1,0 +1,136 @@
+"""`task.name=classification`: one class an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.tasks.base import OnDevices, Task, register_task
+
+
+@register_task("classification")
+class Classification(Task):
+    """Cross-entropy, with label smoothing and class weights where the recipe has them; top-1 and top-5 accuracy."""
+
+    metric: ClassVar[str] = "top1"
+    larger_is_better: ClassVar[bool] = True
+    mixes: ClassVar[bool] = True
+
+    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
+        super().__init__(recipe, names, targets)
+        weights = class_weights(recipe, self.names, self.outputs(), targets)
+        self.weights = None if weights is None else OnDevices(weights)
+
+    @classmethod
+    def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
+        if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
+            raise ValueError(f"labels must be whole numbers, one for each sample, found {described(targets)}")
+        check_range(targets, names)
+        if len(names) < 2:
+            raise ValueError(f"{len(names)} class names are given, and a classifier tells at least 2 apart")
+        return targets.to(torch.int64)
+
+    def outputs(self) -> int:
+        return self.recipe.model.num_classes or len(self.names)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Of logits (N, classes) and class indices (N,) or shares (N, classes).
+
+        Class weights are not divided by their sum over the batch, as torch does it: that sum differs from part to part
+        of a batch.
+        """
+        smoothing = self.recipe.loss.label_smoothing
+        if self.weights is None:
+            return cross_entropy(outputs, targets, label_smoothing=smoothing)
+        weights = self.weights.on(outputs.device)
+        return cross_entropy(outputs, targets, weights, label_smoothing=smoothing, reduction="sum") / len(outputs)
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The plain cross-entropy, without smoothing and weights, and how many of the best 1 and 5 are right."""
+        best = outputs.topk(min(5, outputs.shape[1])).indices
+        hits = best == targets[:, None]
+        return {
+            "loss": cross_entropy(outputs, targets, reduction="sum"),
+            "correct1": hits[:, 0].sum(),
+            "correct5": hits.sum(),
+        }
+
+    def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
+        loss, correct1, correct5 = (sums[name].item() / count for name in ("loss", "correct1", "correct5"))
+        return {"loss": loss, "top1": correct1, "top5": correct5}
+
+    def shares(self, targets: Tensor) -> Tensor:
+        return one_hot(targets, self.outputs()).float()
+
+    def told(self, metrics: Mapping[str, float | None]) -> str:
+        names = {"top1": "top-1", "top5": "top-5"}
+        return "  ".join(
+            f"{names[name]} {value:.2%}" if name in names else f"{name} {value:.4f}"
+            for name, value in metrics.items()
+            if value is not None
+        )
+
+
+def class_weights(recipe: Recipe, names: Sequence[str], outputs: int, targets: Tensor | None) -> Tensor | None:
+    """(outputs,) float32: what a sample of each class counts. `balanced` makes all classes count alike, and a sample 1
+    on average: N / (classes x samples of the class), as scikit-learn does it."""
+    weights = given_weights(recipe, names)
+    if weights is None and recipe.loss.class_weights is None:
+        return None
+    if weights is None:
+        counts = torch.bincount(known(recipe, targets), minlength=len(names)).double()
+        weights = (counts.sum() / (len(names) * counts.clamp_min(1))).float()
+    return torch.cat([weights, torch.ones(outputs - len(weights))])
+
+
+def given_weights(recipe: Recipe, names: Sequence[str]) -> Tensor | None:
+    """A recipe's own weights, (names,) float32; None where it has none, or has them computed.
+
+    Raises:
+        RecipeError: not one for each name.
+    """
+    given = recipe.loss.class_weights
+    if given is None or given == "balanced":
+        return None
+    if len(given) != len(names):
+        raise RecipeError(
+            f"loss.class_weights has {len(given)} numbers, and the data {len(names)} classes "
+            f"({', '.join(names[:6])}{', ...' * (len(names) > 6)}): give one for each, or loss.class_weights=balanced"
+        )
+    return torch.tensor(given, dtype=torch.float32)
+
+
+def known(recipe: Recipe, targets: Tensor | None) -> Tensor:
+    """The training targets that a weight is to be computed from.
+
+    Raises:
+        RecipeError: they are not known before the images are read.
+    """
+    if targets is None:
+        raise RecipeError(
+            f"loss.class_weights=balanced counts labels before the first step, and those of data.name="
+            f"{recipe.data.name} are known only with its items: give the weights, loss.class_weights=[1,2,...]"
+        )
+    return targets
+
+
+def check_range(labels: Tensor, names: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: labels (N,) that are not the place of a name.
+    """
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(names):
+        raise ValueError(
+            f"labels must be 0 to {len(names) - 1}, one for each of the {len(names)} class names, "
+            f"found {int(labels.min())} to {int(labels.max())}"
+        )
+
+
+def described(targets: Tensor) -> str:
+    return f"{targets.dtype} {tuple(targets.shape)}".removeprefix("torch.")

@@ -1,0 +1,89 @@
+"""A trained run, evaluated again: from its files alone, on other data or other devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer import modes
+from trainer import recipe as recipes
+from trainer.data import Loader, open_datasets
+from trainer.errors import CheckpointError
+from trainer.models.zoo import initialise
+from trainer.modes import Context
+from trainer.processes.world import locate
+from trainer.recipe import Recipe
+from trainer.recipe.checks import check_processes
+from trainer.saving.checkpoint import read_weights
+from trainer.training.evaluation import evaluate, metrics_of
+from trainer.training.wiring import model_of, start_process, task_of
+
+
+def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
+    """Evaluate a trained run again, in this process or as one of torchrun's ranks.
+
+    Args:
+        checkpoint: a run folder (its last weights), one of its checkpoints, or a .safetensors file of it.
+        words: `key=value` on top of the run's own recipe: where the data is, another batch size, devices.
+
+    Returns:
+        What `evaluate` returns, on every rank.
+
+    Raises:
+        CheckpointError: no such checkpoint, or no recipe with it.
+    """
+    path = Path(checkpoint).expanduser()
+    weights, metadata = read_weights(path)
+    recipe = recipe_of(path, metadata, words)
+    start_process(recipe)
+    world = locate(recipe)
+    rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
+    recipe = recipe.replace(
+        mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment={}
+    )
+    check_processes(recipe, world.size)
+    data = open_datasets(recipe)
+    try:
+        known = tuple(map(str, json.loads(metadata.get("classes", "null")) or data.classes))
+    except (ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: what it tells of its classes makes no sense") from None
+    if known != data.classes:
+        raise CheckpointError(f"{path} was trained on {_listed(known)}, and {data.split} holds {_listed(data.classes)}")
+    task = task_of(recipe, data)
+    model = model_of(recipe, task, data, starting=False)
+    initialise(model, weights, str(path), whole=True)
+    world.connect(recipe.timeout)
+    strategy = modes.create(Context(recipe, world, task, data.example(rows)))
+    strategy.setup(model)
+    loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
+    found = evaluate(strategy, loader.evaluation(), world)
+    loader.close()
+    if world.is_main:
+        told = task.told(metrics_of(found))
+        print(f"{path}: val {told} on {found['val_samples']:,} held-out images of {data.name}", flush=True)
+    world.barrier()
+    world.close()
+    return found
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    return f"{len(classes)} classes ({', '.join(classes[:8])}{', ...' * (len(classes) > 8)})"
+
+
+def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -> Recipe:
+    """The recipe that weights were trained with: from their file, else from the run folder they lie in.
+
+    Its devices were those of the training; evaluation takes what is here, or what the words say.
+    """
+    anywhere = {"devices": "auto", "mode": "ddp"}
+    if "recipe" in metadata:
+        try:
+            written = recipes.load(dict(json.loads(metadata["recipe"])))
+        except (ValueError, TypeError, RecursionError) as error:  # a RecipeError too
+            raise CheckpointError(f"{path} holds a recipe that cannot be used ({error})") from None
+        return recipes.load({**written.to_dict(), **anywhere}, *words)
+    for folder in (path, *path.absolute().parents[:3]):
+        if (folder / "recipe.yaml").is_file():
+            return recipes.load({**recipes.load(str(folder / "recipe.yaml")).to_dict(), **anywhere}, *words)
+    raise CheckpointError(f"{path} has no recipe with it; give a run folder, as in checkpoint=runs/x")

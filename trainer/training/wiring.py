@@ -1,0 +1,156 @@
+"""Putting a run together: data -> model -> mode -> optimizer, for training, evaluating and measuring alike."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer import modes, tasks
+from trainer.data import Datasets, Loader, Shard, open_datasets, steps_per_epoch
+from trainer.data.feeds import labels_at_hand
+from trainer.devices.precision import set_precision
+from trainer.models.zoo import build, initialise
+from trainer.modes import Context, Strategy
+from trainer.processes.interrupts import Interrupts
+from trainer.processes.world import World, keep_freed_memory, locate
+from trainer.recipe import Recipe
+from trainer.saving.run_folder import RunFolder, as_before
+from trainer.tasks import Task
+from trainer.telemetry.metrics import StepTimer, forward_flops, peak_flops
+from trainer.telemetry.tracking import NullTracker, Tracker
+from trainer.training import reporting, resuming
+from trainer.training.optimization import MovingAverage, Updater, build_optimizer, loss_scaler, total_steps
+from trainer.training.randomness import seed_everything, seed_ranks
+from trainer.training.run import Run
+from trainer.training.speed_test import speed_recipe
+
+
+def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
+    """Everything before the first step, in the order in which it can fail: what needs no peers comes first."""
+    begun = time.perf_counter()
+    start_process(recipe)
+    recipe = as_before(recipe)
+    data = open_datasets(recipe)
+    if "images" in data.notes:  # a look at them chose: from here on the recipe says so
+        recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
+    task = task_of(recipe, data)
+    world = locate(recipe)
+    shard = modes.share(recipe, world)
+    steps = steps_per_epoch(len(data.train), recipe, shard)
+    tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
+    closing.callback(tracker.close)
+    world.connect(recipe.timeout)
+    state = resuming.newest(tracker, world)
+    model = model_of(recipe, task, data, starting=state is None)
+    if state is not None:
+        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
+    speed_only = data.synthetic and recipe.data.name != "synthetic"
+    if speed_only:
+        recipe = speed_recipe(recipe, model, data, world, tracker.say)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    peak, flops = utilisation_base(model, data, world, recipe.precision)
+    context = Context(
+        recipe=recipe,
+        world=world,
+        task=task,
+        example=data.example(recipe.batch_size // (shard.count * recipe.accumulate)),
+        samples=len(data.train),
+        known=world.share(tracker.known()),
+        say=tracker.say,
+    )
+    strategy, optimizer, updater = wire(context, model)
+    tracker.remember(strategy.known)
+    run = Run(
+        recipe=recipe,
+        interrupts=interrupts,
+        datasets=data,
+        task=task,
+        world=world,
+        tracker=tracker,
+        strategy=strategy,
+        loader=Loader(data, recipe, task, shard, world.device, local_readers(world, shard)),
+        optimizer=optimizer,
+        updater=updater,
+        average=None,
+        timer=StepTimer(world.drives, recipe.logging.warmup_steps),
+        total_steps=total_steps(recipe, steps),
+        steps_per_epoch=steps,
+        num_classes=recipe.model.num_classes or len(data.classes),
+        model_size=size,
+        batch_norm=batch_norm,
+        speed_only=speed_only,
+        begun=begun,
+        flops_per_sample=flops,
+        peak_flops=peak,
+    )
+    run.average = MovingAverage(run.weights(), recipe.ema) if recipe.ema is not None else None
+    seed_ranks(recipe.seed, world.rank)
+    tracker.say(reporting.banner(run))
+    if state is not None:
+        resuming.restore(run, state)
+    tracker.start(run.position, run.total_steps, task.metric)
+    if run.position.step == 0:
+        tracker.text("mode", reporting.mode_lines(run), 0)
+    return run
+
+
+def start_process(recipe: Recipe) -> None:
+    """What a process does before anything that computes."""
+    keep_freed_memory()
+    seed_everything(recipe.seed, recipe.deterministic)
+    set_precision(recipe.precision)
+
+
+def task_of(recipe: Recipe, data: Datasets) -> Task:
+    """The recipe's task for a data set."""
+    return tasks.create(recipe, data.classes, labels_at_hand(data.train, skip=False))
+
+
+def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:
+    """The recipe's model for a data set, on the CPU; `starting` gives it the weights that the recipe starts from."""
+    few = data.example(2).zeros(torch.device("cpu")).inputs if data.plain else None
+    outputs = len(data.classes) if task.outputs() is None else max(1, len(data.classes))
+    return build(
+        recipe.model, outputs, data.channels, data.image_size, starting, few, any_output=task.outputs() is None
+    )
+
+
+class Wired(NamedTuple):
+    """A mode that holds its model, and what updates it."""
+
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+
+
+def wire(context: Context, model: nn.Module) -> Wired:
+    """Give a model to the context's mode, and an optimizer to what this rank has of it."""
+    recipe, device = context.recipe, context.world.device
+    scaler = loss_scaler(recipe, device)
+    strategy = modes.create(replace(context, scale=scaler.scale if scaler is not None else None))
+    strategy.setup(model)
+    optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer)
+    return Wired(strategy, optimizer, Updater(optimizer, recipe, device, scaler))
+
+
+def local_readers(world: World, shard: Shard) -> int:
+    """Ranks of this machine that read images: of a pipeline's, one a replica."""
+    return max(1, world.place.local_size * shard.count // world.size)
+
+
+def utilisation_base(model: nn.Module, data: Datasets, world: World, precision: str) -> tuple[float | None, int]:
+    """The device's peak FLOP/s in this precision and one image's forward FLOPs, where both can be known."""
+    peak = peak_flops(world.device, precision)
+    if peak is None:
+        return None, 0
+    try:
+        return peak, forward_flops(model, data.example(1).shape)
+    except (NotImplementedError, RuntimeError):  # an operator, or a look at values, that shapes alone do not have
+        return None, 0

@@ -1,0 +1,126 @@
+"""Labels from a CSV: the ways people write one, what is wrong with others, and a run from the command line."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.commands import QUIET, ok, result
+from trainer.data import open_datasets
+from trainer.errors import RecipeError, SetupError
+from trainer.recipe import load
+
+NAMES = [f"{part}/{n}.png" for part in ("train", "val") for n in range(4)]
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for number, name in enumerate(NAMES):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (number * 20,) * 3).save(tmp_path / name)
+    return tmp_path
+
+
+def opened(folder, text, *words):
+    (folder / "labels.csv").write_text(text, encoding="utf-8-sig")
+    return open_datasets(load(None, "data.name=imagefolder", f"data.root={folder}", "data.labels=labels.csv", *words))
+
+
+def table(header, cells, names=NAMES):
+    return "\n".join([header, *(f"{name},{cell}" for name, cell in zip(names, cells, strict=True))]) + "\n"
+
+
+def test_one_class_an_image(photos):
+    found = opened(photos, table("file,label", ["cat", "dog", "cat", "dog"] * 2))
+    assert found.classes == ("cat", "dog") and found.train.labels.tolist() == [0, 1, 0, 1]
+    assert found.val.labels.tolist() == [0, 1, 0, 1] and found.targets.shape == ()
+    assert found.train.images[:, 0, 0, 0].tolist() == [0, 20, 40, 60] and len(found.val) == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        table("file,labels", ["cat;dog", "", "dog", "cat ; bird"] * 2),
+        table("file,bird,cat,dog", ["0,1,1", "0,0,0", "0,0,1", "1,1,0"] * 2),
+        table("file,bird,cat,dog", ["0.0,1.0,1.0", " 0,0,0", "0,0,1 ", "1,1,0"] * 2) + "\n\n",
+    ],
+)
+def test_several_classes_an_image(photos, text):
+    found = opened(photos, text, "task.name=multilabel")
+    assert found.classes == ("bird", "cat", "dog") and found.targets.shape == (3,)
+    assert found.train.labels.tolist() == [[0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 1, 0]]
+
+
+def test_numbers(photos):
+    found = opened(photos, table("file,age,height", [f"{n},{n / 2}" for n in range(8)]), "task.name=regression")
+    assert found.classes == ("age", "height") and found.val.labels.tolist() == [[4, 2], [5, 2.5], [6, 3], [7, 3.5]]
+
+
+def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other") / "mine.csv"
+    cells = [f"{part},{n % 2}" for n, part in enumerate(["train", "TRAIN", "Validation", "test", "val", "train"])]
+    other.write_text(table("path,Split,kind", cells, NAMES[:6]))
+    found = open_datasets(load(None, "data.name=imagefolder", f"data.root={photos}", f"data.labels={other}"))
+    assert (len(found.train), len(found.val)) == (3, 3) and found.classes == ("0", "1")
+    assert str(other) in found.split
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "says"),
+    [
+        ("", [], "needs a header and rows, such as file,label"),
+        ("file\ntrain/0.png\n", [], "needs a header and rows"),
+        (table("file,label", ["cat", "dog", "cat", "dog,x"] * 2), [], "line 5: 3 cells, and the header has 2"),
+        (
+            table("file,label", ["cat", "dog", "cat", "dog"] * 2).replace("val/2", "2"),
+            [],
+            "line 8: nothing says whether",
+        ),
+        (table("file,label", ["cat", "dog"] * 2, NAMES[:4]), [], "no row of split val"),
+        (table("file,label", ["cat"] * 4 + ["cow"] * 4), [], "line 6: no training image has the class 'cow'"),
+        (table("file,label", ["cat", "dog"] * 4).replace("0.png", "9.png"), [], "line 2: .*train/9.png is not there"),
+        (table("file,a,b", ["1,0"] * 8), [], "a column with each image's class; beside the first its columns are a, b"),
+        (table("file,age", ["young"] * 8), ["task.name=regression"], "line 2: young are not all numbers"),
+        (table("file,a,b", ["1,2"] * 8), ["task.name=multilabel"], "labels must be 0 or 1, found 1 to 2"),
+        (table("file,age", ["nan"] * 8), ["task.name=regression"], "finite numbers"),
+        (table("file,label", ["cat"] * 8), [], "1 class names are given, and a classifier tells at least 2 apart"),
+    ],
+)
+def test_what_is_no_table(photos, text, words, says):
+    with pytest.raises((SetupError, RecipeError), match=says):
+        opened(photos, text, *words)
+
+
+def test_tables_that_cannot_be_read(photos):
+    words = ["data.name=imagefolder", f"data.root={photos}"]
+    with pytest.raises(SetupError, match=r"nowhere.csv cannot be read \(No such file"):
+        open_datasets(load(None, *words, "data.labels=nowhere.csv"))
+    (photos / "odd.csv").write_bytes(np.arange(128, 256, dtype=np.uint8).tobytes())
+    with pytest.raises(SetupError, match=r"odd.csv cannot be read"):
+        open_datasets(load(None, *words, "data.labels=odd.csv"))
+    with pytest.raises(SetupError, match=r"type data.root=FOLDER"):
+        open_datasets(load(None, "data.name=imagefolder", "data.labels=odd.csv"))
+    with pytest.raises(RecipeError, match=r"use data.name=imagefolder"):
+        open_datasets(load(None, "data.name=digits", "data.labels=odd.csv"))
+
+
+@pytest.mark.parametrize("mode", [["mode=ddp", "nproc=2"], ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"]])
+def test_large_photos_of_a_table_are_learned_by_workers(mode, tmp_path):
+    """Photos with up to two labels, read as they are needed, on ranks that read images and ranks that do not."""
+    rows = []
+    for part, count in (("train", 24), ("val", 9)):
+        (tmp_path / "photos" / part).mkdir(parents=True)
+        for n in range(count):
+            pixels = np.zeros((80, 100, 3), np.uint8)
+            pixels[..., 0] = 255 * (n % 2)
+            pixels[..., 2] = 255 * (n % 3 == 0)
+            Image.fromarray(pixels).save(tmp_path / "photos" / part / f"{n}.jpg")
+            rows.append(f"{part}/{n}.jpg," + ";".join(["red"] * (n % 2) + ["blue"] * (n % 3 == 0)))
+    (tmp_path / "photos" / "labels.csv").write_text("\n".join(["file,labels", *rows]))
+    words = ["data.name=imagefolder", f"data.root={tmp_path / 'photos'}", "data.labels=labels.csv", "data.workers=1"]
+    words += ["task.name=multilabel", "model.name=cnn_gn", "data.image_size=72", "batch_size=8", "epochs=8"]
+    words += ["optimizer.name=adamw", "optimizer.lr=0.01", *mode, *QUIET, "save.every_epochs=8"]
+    ok(*words, f"output={tmp_path / 'run'}")
+    found = result(tmp_path / "run")
+    assert found["best_f1"] > 0.9 and found["data"]["val_samples"] == 9 and "val_top1" not in found
+    told = ok("evaluate", f"checkpoint={tmp_path / 'run'}").stdout
+    assert "F1 " in told and "on 9 held-out images" in told

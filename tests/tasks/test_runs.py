@@ -1,0 +1,204 @@
+"""Each kind of task through the real command line, in every mode: the numbers of `single`."""
+
+from functools import cache
+
+import pytest
+
+from tests.commands import QUIET, losses, ok, result, steps, trainer
+
+PLUGIN = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainer import Task, register_dataset, register_model, register_task
+
+def images(count, seed):
+    return torch.randint(256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+@register_dataset("bright")  # which pixels are bright, in images and as dense targets
+def bright(data):
+    def part(count, seed):
+        found = images(count, seed)
+        return found, (found[:, 0] > 127).long()
+    return part(96, 0), part(37, 1), ["dark", "bright"]
+
+@register_dataset("levels")  # the mean of each image, as a value
+def levels(data):
+    def part(count, seed):
+        found = images(count, seed)
+        return found, found.float().mean((1, 2, 3)) / 255
+    return part(96, 0), part(37, 1), ["level"]
+
+@register_dataset("corners")  # which corners of each image are bright: several labels
+def corners(data):
+    def part(count, seed):
+        found = images(count, seed)
+        return found, found[:, 0, ::7, ::7].flatten(1) > 127
+    return part(96, 0), part(37, 1), ["top left", "top right", "bottom left", "bottom right"]
+
+@register_dataset("measured")  # inputs that are no images
+def measured(data):
+    def part(count, seed):
+        x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return x, x @ torch.arange(10.0, dtype=torch.float64).view(5, 2)
+    return part(96, 0), part(37, 1), ["one", "two"]
+
+class Words(torch.utils.data.Dataset):  # whole numbers, item by item, read by workers
+    def __init__(self, count, seed):
+        self.tokens = torch.randint(20, (count, 6), generator=torch.Generator().manual_seed(seed))
+    def __len__(self):
+        return len(self.tokens)
+    def __getitem__(self, index):
+        return self.tokens[index], int(self.tokens[index].sum() > 57)
+
+@register_dataset("words")
+def words(data):
+    return Words(96, 0), Words(37, 1), ["few", "many"]
+
+@register_model("pixels")
+def pixels(num_classes, channels, image_size):
+    wide = lambda a, b: [nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.ReLU()]
+    return nn.Sequential(*wide(channels, 8), *wide(8, 8), *wide(8, 8), nn.Conv2d(8, num_classes, 1))
+
+@register_model("dense")
+def dense(num_classes, channels, image_size):
+    return nn.Sequential(nn.Linear(channels, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, num_classes))
+
+@register_model("tokens")
+def tokens(num_classes, channels, image_size):
+    return nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, num_classes))
+
+@register_task("segmentation")
+class Segmentation(Task):
+    metric, larger_is_better = "iou", True
+
+    def loss(self, outputs, targets):
+        return cross_entropy(outputs, targets)
+
+    def sums(self, outputs, targets):
+        found, real = outputs.argmax(1) == 1, targets == 1
+        return {**super().sums(outputs, targets), "both": (found & real).sum(), "either": (found | real).sum()}
+
+    def metrics(self, sums, count):
+        return {**super().metrics(sums, count), "iou": (sums["both"] / sums["either"]).item()}
+"""
+KINDS = {
+    "multilabel": ["task.name=multilabel", "data.name=corners", "model.name=cnn_gn", "loss.class_weights=balanced"],
+    "multilabel mixed": ["task.name=multilabel", "data.name=corners", "model.name=cnn_gn", "augment.mixup=0.4"],
+    "regression": ["task.name=regression", "data.name=levels", "model.name=cnn_gn"],
+    "segmentation": ["task.name=segmentation", "data.name=bright", "model.name=pixels"],
+    "measurements": ["task.name=regression", "data.name=measured", "model.name=dense"],
+    "tokens": ["data.name=words", "model.name=tokens", "data.workers=1"],
+    "weighted": ["recipe=digits", "model.name=cnn_gn", "loss.class_weights=balanced", "augment.cutmix=1"],
+}
+METRICS = {"multilabel": "f1", "regression": "r2", "segmentation": "iou", "classification": "top1"}
+MODES = {
+    "ddp": ["mode=ddp", "nproc=2"],
+    "dp": ["mode=dp", "devices=[cpu,cpu]"],
+    "split": ["mode=split", "devices=[cpu,cpu]"],
+    "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4"],
+    "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4"],
+    "zbv 2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.microbatches=4"],
+    "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "hogwild": ["mode=hogwild", "nproc=2"],
+}
+APART = ("local_sgd", "hogwild")  # other maths
+DIAGONAL = {
+    ("multilabel mixed", "1f1b"),
+    ("regression", "split"),
+    ("segmentation", "ddp"),
+    ("segmentation", "split"),
+    ("segmentation", "1f1b"),
+    ("measurements", "streams"),
+    ("tokens", "ddp"),
+    ("tokens", "1f1b"),
+    ("weighted", "hogwild"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "own_tasks.py").write_text(PLUGIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(home):
+    """mode=single's folder for a kind of task, trained when it is first asked for."""
+
+    @cache
+    def folder(kind):
+        ok(*words(kind), "mode=single", f"output={home / kind.replace(' ', '-')}", cwd=home)
+        return home / kind.replace(" ", "-")
+
+    return folder
+
+
+def words(kind):
+    own = KINDS[kind] if "recipe=digits" not in KINDS[kind] else [*KINDS[kind], "max_steps=6"]
+    same = ["batch_size=16", "epochs=2", "optimizer.lr=0.01", "augment.crop=none", "save.every_steps=3", "ema=0.5"]
+    return ["plugin=own_tasks", *same, *own, *QUIET]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
+    if (kind, mode) not in DIAGONAL and not full:
+        pytest.skip("a sample; --all takes every one")
+    ok(*words(kind), *MODES[mode], f"output={tmp_path / 'run'}", cwd=home)
+    ours, reference = result(tmp_path / "run"), result(single(kind))
+    metric = METRICS[ours["task"]]
+    assert ours[f"val_{metric}"] is not None and ours[f"best_{reference_metric(ours)}"] is not None
+    assert ours["data"]["val_samples"] == reference["data"]["val_samples"]
+    if mode in APART:
+        return
+    assert losses(tmp_path / "run") == pytest.approx(losses(single(kind)), rel=1e-4)
+    for key in ("val_loss", f"val_{metric}"):
+        assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-4)
+
+
+def reference_metric(found):
+    """By which the best epoch is chosen."""
+    (key,) = (key for key in found if key.startswith("best_") and key != "best_epoch")
+    return key.removeprefix("best_")
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "tokens", pytest.param("multilabel", marks=pytest.mark.full)])
+def test_a_task_is_resumed_and_evaluated(kind, single, home, tmp_path):
+    folder = tmp_path / "run"
+    killed = trainer(
+        *words(kind), "mode=ddp", "nproc=2", f"output={folder}", cwd=home, env={"TRAINER_FAULT": "kill@1:5"}
+    )
+    assert killed.returncode != 0 and [row["step"] for row in steps(folder)][-1] in ("3", "4")
+    ok(*words(kind), *MODES["split"], f"output={folder}", "resume=auto", cwd=home)
+    assert losses(folder) == pytest.approx(losses(single(kind)), rel=1e-4)
+    told = ok("evaluate", f"checkpoint={folder}", "plugin=own_tasks", cwd=home).stdout
+    assert f"val loss {result(folder)['val_loss']:.4f}" in told and "on 37 held-out" in told
+    metric = METRICS[result(folder)["task"]]
+    assert f"{result(folder)[f'val_{metric}']:.4f}" in told or f"{result(folder)[f'val_{metric}']:.2%}" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "says"),
+    [
+        ("segmentation", ["augment.hflip=0.5"], "augment.hflip=0.5 moves pixels, and the targets of data.name=bright"),
+        ("segmentation", ["data.image_size=16"], "its images are 8 x 8 and would become 16 x 16"),
+        ("segmentation", ["augment.mixup=0.2"], "do not mix: set augment.mixup=0"),
+        ("segmentation", ["task.name=classification"], r"labels must be whole numbers, one for each sample"),
+        (
+            "measurements",
+            ["augment.hflip=0.5"],
+            "augment.hflip=0.5 is for images, and the inputs of data.name=measured",
+        ),
+        ("measurements", ["model.name=cnn"], "model.name=cnn cannot read inputs of (5,)"),
+        ("measurements", ["augment.erase=0.5"], "set augment.erase=0.0"),
+        ("regression", ["task.name=classification"], "labels must be whole numbers"),
+        ("weighted", ["task.name=regression", "loss.class_weights=null", "augment.cutmix=0"], "these are classes"),
+        ("tokens", ["loss.class_weights=balanced"], "known only with its items: give the weights"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(kind, more, says, home, tmp_path):
+    changed = {word.partition("=")[0]: word for word in (*words(kind), *more)}.values()
+    done = trainer(*changed, "mode=single", f"output={tmp_path / 'run'}", cwd=home)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr

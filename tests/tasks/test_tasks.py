@@ -1,0 +1,203 @@
+"""Losses, sums and metrics of the shipped tasks, held against other ways of computing them."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score, mean_absolute_error, mean_squared_error, r2_score
+from sklearn.utils.class_weight import compute_class_weight
+from torch.nn.functional import cross_entropy
+
+from trainer import tasks
+from trainer.errors import RecipeError
+from trainer.recipe import load
+from trainer.tasks import Classification, Multilabel, Regression, Task, register_task
+
+NAMES = ("a", "b", "c")
+
+
+def task(*words, targets=None, names=NAMES):
+    return tasks.create(load(None, *words), names, targets)
+
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
+
+
+def of_parts(made, outputs, targets):
+    """Metrics from the sums of uneven parts."""
+    sums = {}
+    for rows in (slice(0, 3), slice(3, 4), slice(4, None)):
+        for name, part in made.sums(outputs[rows], targets[rows]).items():
+            sums[name] = sums.get(name, 0) + part.double()
+    return made.metrics(sums, len(outputs))
+
+
+def labels(rows=40):
+    return (numbers(rows, 3) > 0.4).float()
+
+
+# Classification.
+
+
+def test_the_loss_is_torchs_cross_entropy():
+    outputs, targets = numbers(12, 3), torch.arange(12) % 3
+    assert task().loss(outputs, targets).equal(cross_entropy(outputs, targets))
+    smoothed = task("loss.label_smoothing=0.1").loss(outputs, targets)
+    assert smoothed.equal(cross_entropy(outputs, targets, label_smoothing=0.1))
+    soft = outputs.softmax(1)
+    assert task().loss(outputs, soft).equal(cross_entropy(outputs, soft))
+    assert task("loss.label_smoothing=0.1").sums(outputs, targets)["loss"] == pytest.approx(
+        cross_entropy(outputs, targets, reduction="sum").item()
+    ), "what is told of held-out images is not smoothed"
+
+
+@pytest.mark.parametrize("given", ["balanced", "[0.5,2,1]"])
+def test_weighted_losses_of_parts_add_up_to_that_of_the_whole(given):
+    """torch's own, the mean over the weights, does not: a part's weights are not those of another."""
+    outputs, targets = numbers(12, 3), torch.tensor([0] * 7 + [1] * 4 + [2])
+    made = task(f"loss.class_weights={given}", targets=targets)
+    weights = [0.5, 2.0, 1.0]
+    if given == "balanced":
+        weights = compute_class_weight("balanced", classes=np.arange(3), y=targets.numpy()).tolist()
+    each = cross_entropy(outputs, targets, reduction="none")
+    expected = (each * torch.tensor(weights)[targets].float()).mean()
+    assert made.loss(outputs, targets).item() == pytest.approx(expected.item())
+    parts = [(outputs[rows], targets[rows]) for rows in (slice(0, 6), slice(6, 8), slice(8, 12))]
+    assert sum(made.loss(*part) * len(part[0]) for part in parts) / 12 == pytest.approx(expected.item())
+    soft = torch.nn.functional.one_hot(targets, 3).float()
+    assert made.loss(outputs, soft).item() == pytest.approx(expected.item()), "as shares under mixup"
+    assert made.sums(outputs, targets)["loss"].item() == pytest.approx(each.sum().item(), rel=1e-5)
+
+
+def test_more_outputs_than_classes_weigh_one():
+    targets = torch.tensor([0, 0, 0, 1, 1, 2])
+    made = task("loss.class_weights=balanced", "model.num_classes=5", targets=targets)
+    assert made.weights.on(torch.device("cpu")).tolist() == pytest.approx([2 / 3, 1, 2, 1, 1])
+    assert made.shares(targets).shape == (6, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "targets", "says"),
+    [
+        (["loss.class_weights=[1,2]"], None, r"class_weights has 2 numbers, and the data 3 classes \(a, b, c\)"),
+        (["loss.class_weights=balanced"], None, "known only with its items: give the weights"),
+        (["task.name=multilabel", "loss.label_smoothing=0.1"], None, "label_smoothing is not for task.name=multilabel"),
+        (["task.name=regression", "loss.class_weights=[1,2,3]"], None, "class_weights is not for task.name=regression"),
+        (["task.name=regression", "augment.mixup=0.2"], None, "do not mix: set augment.mixup=0"),
+        (["task.name=regression", "augment.mixup=1", "augment.cutmix=1"], None, "augment.mixup=0 augment.cutmix=0"),
+        (["task.name=regression", "model.num_classes=5"], None, "there are 3 values to tell: leave it out"),
+        (["task.name=clasification"], None, "did you mean task.name=classification"),
+        (["task.name=x"], None, "known: classification, multilabel, regression"),
+    ],
+)
+def test_what_a_task_does_not_have(words, targets, says):
+    with pytest.raises(RecipeError, match=says):
+        task(*words, targets=targets)
+
+
+@pytest.mark.parametrize("words", ["loss.class_weights=-1", "loss.class_weights=[-1,2]", "loss.class_weights=even"])
+def test_weights_that_are_none(words):
+    with pytest.raises(RecipeError, match="class_weights"):
+        load(None, words)
+
+
+# Multilabel.
+
+
+def test_multilabel_metrics_are_scikit_learns():
+    outputs, targets = numbers(40, 3), labels()
+    made = task("task.name=multilabel")
+    found = of_parts(made, outputs, targets)
+    predicted = outputs > 0
+    assert found["f1"] == pytest.approx(f1_score(targets, predicted, average="micro"))
+    assert found["f1_macro"] == pytest.approx(f1_score(targets, predicted, average="macro", zero_division=0))
+    assert found["loss"] == pytest.approx(made.loss(outputs, targets).item(), rel=1e-6)
+    assert "F1 " in made.told(found) and made.told(found).startswith("loss ")
+
+
+def test_a_class_that_nobody_has_and_nobody_sees_has_no_f1():
+    outputs = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
+    made = task("task.name=multilabel", names=("a", "b"))
+    assert made.metrics(made.sums(outputs, torch.tensor([[1.0, 0.0], [0.0, 0.0]])), 2)["f1_macro"] == pytest.approx(
+        1 / 3
+    )
+
+
+def test_balanced_labels_count_as_much_as_their_absence():
+    targets = torch.tensor([[1.0, 0, 0]] * 1 + [[0.0, 1, 0]] * 3)
+    made = task("task.name=multilabel", "loss.class_weights=balanced", targets=targets)
+    assert made.weights.on(torch.device("cpu")).tolist() == pytest.approx([3, 1 / 3, 4])
+
+
+# Regression.
+
+
+def test_regression_metrics_are_scikit_learns():
+    outputs, targets = numbers(40, 3), numbers(41, 3)[:40] + 1000
+    made = task("task.name=regression")
+    found = of_parts(made, outputs, targets)
+    assert found["loss"] == pytest.approx(mean_squared_error(targets, outputs), rel=1e-6)
+    assert found["mae"] == pytest.approx(mean_absolute_error(targets, outputs), rel=1e-6)
+    assert found["r2"] == pytest.approx(r2_score(targets, outputs), rel=1e-6)
+    assert made.loss(outputs, targets).item() == pytest.approx(found["loss"], rel=1e-6)
+    assert made.improves(1.0, 2.0) and not made.improves(2.0, 1.0), "the smallest loss is the best"
+
+
+def test_values_that_are_all_the_same_have_nothing_to_explain():
+    made = task("task.name=regression", names=("x",))
+    targets = torch.full((4, 1), 3.0)
+    assert np.isnan(made.metrics(made.sums(targets + 1, targets), 4)["r2"])
+
+
+# Targets.
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "says"),
+    [
+        (
+            Classification,
+            torch.tensor([0, 3]),
+            r"labels must be 0 to 2, one for each of the 3 class names, found 0 to 3",
+        ),
+        (Classification, torch.tensor([0.5]), r"whole numbers, one for each sample, found float32 \(1,\)"),
+        (Classification, torch.zeros(2, 3).long(), r"found int64 \(2, 3\)"),
+        (Multilabel, torch.tensor([0, 3]), "labels must be 0 to 2"),
+        (Multilabel, torch.zeros(2, 4), r"each of the 3 class names, found float32 \(2, 4\)"),
+        (Multilabel, torch.full((2, 3), 0.5), "labels must be 0 or 1, found 0.5 to 0.5"),
+        (Regression, torch.arange(4), "these are classes, and a regression wants numbers"),
+        (Regression, torch.zeros(4, 2), r"each of the 3 names of values, found float32 \(4, 2\)"),
+        (Regression, torch.tensor([[1.0, 2.0, torch.nan]]), "finite"),
+    ],
+)
+def test_targets_that_are_none(kind, targets, says):
+    with pytest.raises(ValueError, match=says):
+        kind.checked(targets, NAMES)
+
+
+def test_targets_become_what_the_loss_wants():
+    assert Classification.checked(torch.tensor([0, 2], dtype=torch.uint8), NAMES).dtype == torch.int64
+    assert Multilabel.checked(torch.tensor([1, 0]), NAMES).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert Multilabel.checked(torch.tensor([[True, False, True]]), NAMES).tolist() == [[1, 0, 1]]
+    assert Regression.checked(torch.tensor([1, 2]), ("x",)).tolist() == [[1.0], [2.0]]
+    for kind in (Classification, Multilabel):
+        twice = kind.checked(torch.tensor([0, 2]), NAMES)
+        assert kind.checked(twice, NAMES).equal(twice)
+
+
+def test_a_task_of_ones_own_needs_a_loss_only(monkeypatch):
+    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+
+    @register_task("absolute")
+    class Absolute(Task):
+        def loss(self, outputs, targets):
+            return (outputs - targets).abs().mean()
+
+    made = task("task.name=absolute")
+    outputs, targets = numbers(8, 2, 2), numbers(9, 2, 2)[:8]
+    found = of_parts(made, outputs, targets)
+    assert found == {"loss": pytest.approx((outputs - targets).abs().mean().item())}
+    assert made.metric == "loss" and made.improves(1.0, 2.0) and made.outputs() is None
+    assert made.told(found) == f"loss {found['loss']:.4f}"
+    with pytest.raises(RecipeError, match=r"'absolute'.*taken"):
+        register_task("absolute")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -20,11 +20,12 @@ from trainer.training import diagnosis, reporting, resuming
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
 from trainer.training.optimization import learning_rate
+from trainer.training.results import Result
 from trainer.training.run import Run
 from trainer.training.wiring import prepare
 
 
-def train(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
+def train(recipe: Recipe, plugin: str | None = None) -> Result:
     """Train as the recipe says and return what `result.json` holds.
 
     A many-process mode starts torchrun and waits for it; everything else runs in this process.
@@ -35,12 +36,12 @@ def train(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RecipeError('a child of this script trains again: put train(...) under if __name__ == "__main__":')
     if launching.wants_children(recipe):
-        return launching.train_in_children(recipe, plugin)
+        return cast(Result, launching.train_in_children(recipe, plugin))
     launching.load_plugin(plugin)
     return run(recipe)
 
 
-def run(recipe: Recipe, own_process: bool = False) -> dict[str, Any]:
+def run(recipe: Recipe, own_process: bool = False) -> Result:
     """Train in this process, as the rank that the environment says; returns rank 0's result on every rank.
 
     `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot.
@@ -203,22 +204,23 @@ def note_memory(run: Run) -> None:
     run.memory = {name: size for part in gathered for name, size in part.items()}
 
 
-def finish(run: Run) -> dict[str, Any]:
+def finish(run: Run) -> Result:
     """A run that ended well: the last result, the last line, the group dissolved."""
     note_memory(run)
     found = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
-    result: dict[str, Any] = reporting.result(run, "completed") | {"verdict": found.to_dict() if found else None}
+    result = reporting.result(run, "completed")
+    result["verdict"] = found.to_dict() if found else None
     if run.timer.seen == 0:  # continued with no step left to train: what was measured stands
         previous = run.tracker.previous_result()
-        result |= {key: previous[key] for key in reporting.KEPT_KEYS if key in previous}
-    result = run.world.share(result)
-    run.tracker.result(result)
+        result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
+    shared: Result = run.world.share(result)
+    run.tracker.result(shared)
     if found is not None:
         run.tracker.text("verdict", found.to_markdown(), run.position.step)
-    run.tracker.say(reporting.last_line(run, result))
+    run.tracker.say(reporting.last_line(run, shared))
     run.tracker.close()
     run.loader.close()
     run.strategy.close()
     run.world.barrier()
     run.world.close()
-    return result
+    return shared

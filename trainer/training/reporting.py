@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 import time
-from typing import Any
 
 import torch
 import torchvision
@@ -18,6 +17,7 @@ from trainer.devices.precision import described as described_precision
 from trainer.telemetry.metrics import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
 from trainer.training.evaluation import metrics_of
+from trainer.training.results import Result
 from trainer.training.run import Run
 
 SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
@@ -164,7 +164,7 @@ def epoch_line(run: Run, epoch: int) -> str:
     )
 
 
-def last_line(run: Run, result: dict[str, Any]) -> str:
+def last_line(run: Run, result: Result) -> str:
     """The result, and the command that shows it."""
     speed, folder = result["throughput"], run.tracker.path
     rate = "too few steps to measure speed"
@@ -182,7 +182,7 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
         text = f"measured on synthetic images: {rate}; peak memory {memory}"
         return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
     metric = run.task.metric
-    held_out = run.task.told({metric: result[f"val_{metric}"]})
+    held_out = run.task.told({metric: run.history.validation.get(f"val_{metric}")})
     held_out += f" on {result['data']['val_samples']:,} held-out images"
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
@@ -199,7 +199,7 @@ def last_line(run: Run, result: dict[str, Any]) -> str:
     return text
 
 
-def _verdict_line(result: dict[str, Any]) -> str:
+def _verdict_line(result: Result) -> str:
     return f"\n  verdict  {result['verdict']['sentence']}" if result["verdict"] else ""
 
 
@@ -210,7 +210,7 @@ def parts(run: Run) -> dict[str, float]:
     return {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
 
 
-def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> dict[str, Any]:
+def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> Result:
     """What result.json holds; its keys are stable. `exit_code` is null while running."""
     history, recipe, data = run.history, run.recipe, run.datasets
     speed = run.timer.summary(run.loader.samples_per_step)
@@ -219,7 +219,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
     if throughput is not None:
         mfu = _mfu(run, throughput["samples_per_sec"])
         throughput |= {"per_device": throughput["samples_per_sec"] / run.world.count(), "threads": run.world.threads}
-    plain: dict[str, Any] = without_nan(
+    plain: Result = without_nan(
         {
             "recipe": recipe.name,
             "mode": recipe.mode,

@@ -1,0 +1,42 @@
+"""result.json is what its type and the README say."""
+
+from typing import get_args, get_type_hints, is_typeddict
+
+from pydantic import TypeAdapter
+
+from tests.commands import PROJECT, QUIET, ok, result
+from trainer.training.results import Result, table
+
+OF_CLASSIFICATION = {"val_loss", "val_top1", "val_top5", "best_top1"}
+
+
+def test_the_readme_lists_the_keys():
+    assert table() in (PROJECT / "README.md").read_text()
+
+
+def test_a_runs_result_has_these_keys_and_types(tmp_path):
+    words = ["recipe=digits", "mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn", "max_steps=4", *QUIET]
+    ok(*words, f"output={tmp_path / 'run'}")
+    found = result(tmp_path / "run")
+    assert found.keys() == get_type_hints(Result).keys() | OF_CLASSIFICATION
+    assert found["pipeline"] and found["throughput"] and found["verdict"]
+    for key, hint in get_type_hints(Result).items():
+        fits(found[key], hint)
+
+
+def fits(value, hint):
+    """Hold a value of JSON against a type; dictionaries with known keys must have these."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if is_typeddict(kind)]
+    if kinds and value is not None:
+        assert value.keys() == get_type_hints(kinds[0]).keys()
+        for key, inner in get_type_hints(kinds[0]).items():
+            fits(value[key], inner)
+    elif not kinds:
+        TypeAdapter(hint).validate_python(value, strict=True)
+
+
+def test_another_tasks_metrics_take_the_place_of_accuracy(tmp_path):
+    ok("recipe=digits", "mode=single", "task.name=multilabel", "epochs=1", *QUIET, f"output={tmp_path / 'run'}")
+    found = result(tmp_path / "run")
+    metrics = {"val_loss", "val_f1", "val_f1_macro", "best_f1"}
+    assert found.keys() == get_type_hints(Result).keys() | metrics and found["task"] == "multilabel"

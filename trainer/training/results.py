@@ -1,0 +1,84 @@
+"""The shape of `result.json`, which people script on: keys are added, never renamed or taken away."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+
+class DataResult(TypedDict):
+    """`result.json`'s `data`."""
+
+    name: str
+    synthetic: bool
+    train_samples: int
+    val_samples: int
+    skipped: int
+
+
+class Throughput(TypedDict):
+    """`result.json`'s `throughput`: images a second over all devices, and what one of them has of it."""
+
+    samples_per_sec: float
+    std: float | None
+    per_device: float
+    threads: int
+
+
+class StepTime(TypedDict):
+    """`result.json`'s `step_time_s`."""
+
+    mean: float
+    std: float | None
+    p95: float
+
+
+class Result(TypedDict):
+    """`result.json`, apart from the task's metrics, `val_...` and `best_...`, and `data_parallel` under dp."""
+
+    recipe: Annotated[str, "its name"]
+    mode: Annotated[str, "as in the recipe"]
+    world_size: Annotated[int, "processes"]
+    devices: Annotated[list[str], "by name"]
+    batch_size: Annotated[int, "global"]
+    accumulate: Annotated[int, "pieces that a step is computed in"]
+    precision: Annotated[str, "as computed on these devices"]
+    epochs: Annotated[int, "done"]
+    steps: Annotated[int, "done"]
+    status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
+    error: Annotated[str | None, "one line, where it failed"]
+    exit_code: Annotated[int | None, "null while it runs"]
+    task: Annotated[str, "by its name"]
+    data: Annotated[
+        DataResult, "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, and how many were `skipped`"
+    ]
+    train_loss: Annotated[float | None, "mean of the last epoch"]
+    best_epoch: Annotated[int | None, "from 0"]
+    throughput: Annotated[
+        Throughput | None,
+        "images a second over all devices, `per_device`, their deviation `std` (null for one window), `threads`",
+    ]
+    step_time_s: Annotated[StepTime | None, "seconds of a step: `mean`, `std`, `p95`"]
+    data_wait_fraction: Annotated[float | None, "of a step's time"]
+    short: Annotated[
+        bool, "whether the run was too short for logging.warmup_steps, and all steps but the first are measured"
+    ]
+    peak_memory_bytes: Annotated[dict[str, int], "of each device"]
+    mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null where that is not known"]
+    pipeline: Annotated[
+        dict[str, Any] | None,
+        "`stages`, `cuts`, `microbatches`, the bubble and more; null where the model is in one piece",
+    ]
+    losses: Annotated[list[float], "mean training loss of each epoch"]
+    seconds: Annotated[float, "of all the run's parts"]
+    seconds_in: Annotated[dict[str, float], "of the last part: start-up, steps, evaluation, averaging, saving"]
+    verdict: Annotated[dict[str, Any] | None, "what bounds the step; null where nothing was measured"]
+    versions: Annotated[dict[str, str | None], "of what computed it: trainer, python, torch, torchvision, cuda"]
+    output: Annotated[str | None, "the run folder"]
+
+
+def table() -> str:
+    """README's table of keys."""
+    hints = get_type_hints(Result, include_extras=True)
+    lines = ["| key | meaning |", "| --- | --- |"]
+    lines += [f"| `{key}` | {hint.__metadata__[0]} |" for key, hint in hints.items()]
+    return "\n".join(lines)

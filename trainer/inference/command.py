@@ -42,8 +42,8 @@ from trainer.pool import DevicePool, ItemError
 from trainer.processes.world import Place, World, cores, cuda_for, place
 from trainer.recipe import Recipe
 from trainer.recipe.words import split
-from trainer.saving.checkpoint import read_weights
 from trainer.saving.run_folder import write_atomically
+from trainer.saving.weights import read_weights
 from trainer.training.evaluation import recipe_of
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others

@@ -19,7 +19,7 @@ from trainer.modes import Strategy
 from trainer.processes.world import World, keep_freed_memory, locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
-from trainer.saving.checkpoint import read_weights
+from trainer.saving.weights import read_weights
 from trainer.telemetry.metrics import Sums
 from trainer.training.randomness import seed_everything
 

@@ -20,7 +20,7 @@ from trainer.models.balance import undisturbed
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.sync_batchnorm import convert_sync_batchnorm
 from trainer.processes.world import lost_peers
-from trainer.telemetry.metrics import synchronise
+from trainer.telemetry.clocks import synchronise
 
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
 

@@ -33,7 +33,7 @@ from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
 from trainer.processes import world
 from trainer.processes.world import Place, World
-from trainer.telemetry.metrics import synchronise
+from trainer.telemetry.clocks import synchronise
 from trainer.training.optimization import Updater, build_optimizer
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about

@@ -1,0 +1,112 @@
+"""Windows and waits, held against hand-made figures."""
+
+import pytest
+import torch
+
+from trainer.telemetry import clocks
+from trainer.telemetry.clocks import StepTimer
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(clocks.time, "perf_counter", lambda: self.now)
+
+
+def drive(timer, clock, steps, per_window, seconds=0.5, waited=0.1):
+    for number in range(1, steps + 1):
+        clock.now += seconds
+        timer.step(waited)
+        if number % per_window == 0:
+            timer.stop()
+            clock.now += 50  # an evaluation, nobody's step
+            timer.start()
+
+
+def test_timer_leaves_out_warm_up_and_what_lies_between_windows(monkeypatch):
+    clock = Clock(monkeypatch)
+    timer = StepTimer([torch.device("cpu")], warmup=4)
+    drive(timer, clock, steps=12, per_window=4)
+    found = timer.summary(batch_size=8)
+    assert found["throughput"]["samples_per_sec"] == pytest.approx(16)
+    assert found["step_time_s"]["mean"] == pytest.approx(0.5)
+    assert found["data_wait_fraction"] == pytest.approx(0.2)
+    assert len(timer.steps) == 8 and not found["short"]
+
+
+def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
+    clock = Clock(monkeypatch)
+    timer = StepTimer([torch.device("cpu")], warmup=10)
+    clock.now += 30  # a slow first step
+    timer.step(0.0)
+    drive(timer, clock, steps=3, per_window=3)
+    found = timer.summary(batch_size=8)
+    assert found["short"] and found["throughput"]["samples_per_sec"] == pytest.approx(16)
+
+
+def test_one_step_measures_nothing(monkeypatch):
+    clock = Clock(monkeypatch)
+    timer = StepTimer([torch.device("cpu")], warmup=10)
+    drive(timer, clock, steps=1, per_window=1)
+    assert timer.summary(8)["throughput"] is None
+
+
+class Device:
+    """A stream whose work ends when it ends: an event on it is reached when all work before it is done."""
+
+    def __init__(self, clock, monkeypatch):
+        self.clock, self.free = clock, clock.now
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+
+            def record(self):
+                self.at = max(device.clock.now, device.free)
+
+            def elapsed_time(self, other):
+                return 1e3 * (other.at - self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(clocks, "synchronise", lambda devices: self.synchronise())
+
+    def work(self, seconds):
+        self.free = max(self.clock.now, self.free) + seconds
+
+    def synchronise(self):
+        self.clock.now = max(self.clock.now, self.free)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(("reading", "computing", "waited"), [(0.3, 0.4, 0.0), (0.6, 0.4, 0.2), (0.5, 0.0, 0.5)])
+def test_a_wait_that_the_device_computes_through_costs_nothing(monkeypatch, reading, computing, waited, pieces):
+    clock = Clock(monkeypatch)
+    device = Device(clock, monkeypatch)
+    timer = StepTimer([torch.device("cuda", 0)], warmup=1)
+    for _ in range(20):
+        seconds = 0.0
+        for _ in range(pieces):
+            timer.ask()
+            clock.now += reading / pieces  # the host stands in next(batches)
+            seconds += timer.arrive()
+            device.work(computing / pieces)
+        timer.step(seconds)
+    timer.stop()
+    expected = waited / max(reading, computing)
+    assert timer.summary(8)["data_wait_fraction"] == pytest.approx(expected, abs=0.02)
+
+
+def test_one_window_of_one_step_has_no_spread():
+    timer = StepTimer([torch.device("cpu")], 1)
+    for _ in range(2):
+        timer.start()
+        timer.step(0.0)
+        timer.stop()
+    found = timer.summary(8)
+    assert found["throughput"]["samples_per_sec"] > 0
+    assert found["throughput"]["std"] is None and found["step_time_s"]["std"] is None
+    timer.start()
+    timer.step(0.0)
+    timer.stop()
+    assert timer.summary(8)["throughput"]["std"] > 0 and timer.summary(8)["step_time_s"]["std"] > 0

@@ -1,0 +1,228 @@
+"""Times of steps and of a run's parts, throughput. Nothing here waits for a device in a step."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+def synchronise(devices: Sequence[torch.device]) -> None:
+    """Wait until the devices have done what they were given."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class StepTimer:
+    """Times of steps, and of waiting for data within them, cut into windows that end at synchronised moments.
+
+    On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock. Waiting for data
+    then is what both did: the host waits while the device still computes, and that costs nothing.
+    """
+
+    MARKED = 8  # on CUDA the optimizer's part is looked at in one step of so many: an event costs some microseconds
+
+    def __init__(self, devices: Sequence[torch.device], warmup: int) -> None:
+        """`devices` are those that this process drives; a window ends when all have done their work."""
+        self.devices, self.cuda = devices, devices[0].type == "cuda"
+        self.warmup = warmup
+        self.seen = 0
+        self.steps = array("d")  # seconds of each measured step
+        self.early = array("d")  # the same for warm-up steps after the first, used by runs with nothing else
+        self.waits = [0.0, 0.0]  # seconds waited for data in measured, and early, steps
+        self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
+        # Seconds of the optimizer's part where it was looked at, of measured, and early, steps.
+        self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
+        self._events: list[torch.cuda.Event] = []
+        self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
+        self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # the device's, by step
+        self._mark = self._asked = 0.0
+        # Of each step its end's time, the seconds it waited for data, and those of its optimizer's part.
+        self._pending: list[tuple[float, float, float]] = []
+        self.start()
+
+    def start(self) -> None:
+        """A window begins here: what lies before (evaluation, saving) is nobody's step."""
+        self._pending.clear()
+        if self.cuda:
+            self._marks.clear()
+            self._gaps.clear()
+            self._events = [self._event()]
+        self._begun = time.perf_counter()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def update(self) -> None:
+        """What the step does from here on is the optimizer's part."""
+        if not self.cuda:
+            self._mark = time.perf_counter()
+        elif len(self._pending) % self.MARKED == 0:
+            self._marks.append((len(self._pending), self._event()))
+
+    def ask(self) -> None:
+        """A micro-batch is asked for: what the device has been given so far is all it does until it comes."""
+        if self.cuda:
+            first = not self._gaps or self._gaps[-1][0] < len(self._pending)
+            self._before = self._events[-1] if first else self._event()
+        self._asked = time.perf_counter()
+
+    def arrive(self) -> float:
+        """It is here; seconds that the host waited."""
+        waited = time.perf_counter() - self._asked
+        if self.cuda:
+            self._gaps.append((len(self._pending), self._before, self._event()))
+        return waited
+
+    def step(self, waited: float) -> None:
+        """A step has been issued, after waiting so long for its data."""
+        if self.cuda:
+            self._events.append(self._event())
+        now = time.perf_counter()
+        self._pending.append((now, waited, now - self._mark))
+
+    def stop(self) -> tuple[int, float, float]:
+        """Close the window after a synchronisation: its steps, its seconds, its seconds waiting for data."""
+        if not self._pending:
+            self.start()
+            return 0, 0.0, 0.0
+        if self.cuda:
+            synchronise(self.devices)
+            durations = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
+        else:
+            ends = [self._begun, *(end for end, _, _ in self._pending)]
+            durations = [b - a for a, b in pairwise(ends)]
+        seconds = time.perf_counter() - self._begun
+        waits = [wait for _, wait, _ in self._pending]
+        if self._gaps:
+            idle = [0.0] * len(waits)
+            for step, before, after in self._gaps:
+                idle[step] += before.elapsed_time(after) / 1e3
+            waits = [min(pair) for pair in zip(waits, idle, strict=True)]
+        first = self.seen
+        self._note_updates()
+        self.seen += len(durations)
+        for number, (duration, wait) in enumerate(zip(durations, waits, strict=True), first):
+            if number >= self.warmup:
+                self.steps.append(duration)
+                self.waits[0] += wait
+            elif number > 0:
+                self.early.append(duration)
+                self.waits[1] += wait
+        if first >= self.warmup:
+            self.windows.append((len(durations), seconds))
+        self.start()
+        return len(durations), seconds, sum(waits)
+
+    def _note_updates(self) -> None:
+        if self.cuda:
+            found = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
+        else:
+            found = [(n, update) for n, (_, _, update) in enumerate(self._pending)]
+        for n, seconds in found:
+            number = self.seen + n
+            if number > 0:
+                self.updates[number < self.warmup].append(seconds)
+
+    def update_seconds(self) -> float:
+        """Mean seconds of the optimizer's part of the steps that `summary` tells of."""
+        found = self.updates[not self.steps]
+        return sum(found) / max(1, len(found))
+
+    def summary(self, batch_size: float) -> dict[str, Any]:
+        """Throughput and step times over all measured windows; a run too short for its warm-up uses its later steps."""
+        short = not self.steps
+        steps = self.early if short else self.steps
+        if not steps:
+            return {"throughput": None, "step_time_s": None, "data_wait_fraction": None, "short": True}
+        total, mean = sum(steps), sum(steps) / len(steps)
+        windows = self.windows if len(self.windows) > 1 else [(1, s) for s in steps]
+        counts, seconds = torch.tensor(windows, dtype=torch.float64).unbind(1)
+        rate = batch_size * counts.sum() / seconds.sum()
+        spread = ((batch_size * counts / seconds - rate).square() * seconds).sum() / seconds.sum()
+        several = len(windows) > 1  # one alone tells nothing of the spread
+        times = torch.tensor(steps, dtype=torch.float64)
+        return {
+            "throughput": {
+                "samples_per_sec": rate.item(),
+                "std": spread.sqrt().item() if several else None,  # over windows, each weighing as much as it lasted
+            },
+            "step_time_s": {
+                "mean": mean,
+                "std": times.std().item() if len(steps) > 1 else None,
+                "p95": times.quantile(0.95).item()
+                if len(steps) < 1_000_000
+                else times[-1_000_000:].quantile(0.95).item(),
+            },
+            "data_wait_fraction": self.waits[int(short)] / total,
+            "short": short,
+        }
+
+
+class Stopwatch:
+    """Seconds of all the blocks that it was held over; nothing waits for a device before `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._total = 0.0
+        self._begin: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self._begin = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        end = self._now()
+        if not self.cuda:
+            self._total += end - self._begin
+            return
+        self._spans.append((self._begin, end))
+        while len(self._spans) > 64 and self._spans[0][1].query():
+            self._fold()
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _fold(self) -> None:
+        begin, end = self._spans.pop(0)
+        self._total += begin.elapsed_time(end) / 1e3
+
+    def seconds(self) -> float:
+        while self._spans:
+            self._spans[0][1].synchronize()
+            self._fold()
+        return self._total
+
+
+class Ledger:
+    """Seconds of a run outside the parts that every step has, by name."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self.seconds: dict[str, float] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """What happens in this block, with the devices idle before and after it."""
+        synchronise(self.devices)
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            synchronise(self.devices)
+            self.add(name, time.perf_counter() - begun)

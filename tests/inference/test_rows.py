@@ -8,7 +8,7 @@ import pytest
 
 from trainer.inference import sources
 from trainer.inference.labelling import Labels
-from trainer.inference.rows import Rows, complete
+from trainer.inference.rows import PartFile, complete
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -17,13 +17,13 @@ from trainer.inference.rows import Rows, complete
 )
 def test_rows_after_a_damaged_one_are_written_again(tmp_path, kind, damage):
     items = [sources.Item(f"{number}.png", None, None) for number in range(4)]
-    rows = Rows(tmp_path, 0, kind, ("a", "b"), {})
+    rows = PartFile(tmp_path, 0, kind, ("a", "b"), {})
     for item in items:
         rows.write(item, Labels((1, 0), (0.75, 0.25)))
     rows.close()
     lines = rows.path.read_bytes().splitlines(keepends=True)
     rows.path.write_bytes(b"".join([*lines[:2], damage, lines[3]]))
-    again = Rows(tmp_path, 0, kind, ("a", "b"), {})
+    again = PartFile(tmp_path, 0, kind, ("a", "b"), {})
     assert again.done == 2 and [row["path"] for row in again.read()] == ["0.png", "1.png"]
     for item in items[2:]:
         again.write(item, Labels((1, 0), (0.75, 0.25)))
@@ -39,6 +39,6 @@ def test_damaged_notes_begin_anew(tmp_path, content):
     (tmp_path / "part-0000.json").write_text(content)
     (tmp_path / "part-0000").mkdir()
     if content != '{"settings": 1}' and content != '{"settings": {}}':
-        rows = Rows(tmp_path, 0, "csv", (), {"number": 3})
+        rows = PartFile(tmp_path, 0, "csv", (), {"number": 3})
         rows.close()
         assert rows.done == 0 and json.loads((tmp_path / "part-0000.json").read_text()) == {"number": 3}

@@ -19,7 +19,7 @@ from trainer.launch import launching
 from trainer.processes import world
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
-from trainer.recipe.words import split
+from trainer.recipe.words import split_words
 from trainer.saving.run_folder import write_atomically
 
 __all__ = ["command", "compare"]
@@ -27,7 +27,7 @@ __all__ = ["command", "compare"]
 
 def command(words: Sequence[str]) -> int:
     """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
-    own, rest = split(words, entries.OWN_WORDS)
+    own, rest = split_words(words, entries.OWN_WORDS)
     report = compare(
         own.get("recipe", ""),
         entries.parse_modes(own["modes"]) if "modes" in own else None,

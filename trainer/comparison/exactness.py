@@ -35,7 +35,7 @@ class Exactness:
     deviation: float | None = None
 
 
-def judge(
+def exactness_of(
     entry: Entry,
     losses: Sequence[float],
     reference: Entry | None,

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.comparison.entries import Entry, Sweep
-from trainer.comparison.report import as_markdown, columns
+from trainer.comparison.tables import as_markdown, columns
 from trainer.telemetry import plots
-from trainer.telemetry.events import Events
-from trainer.telemetry.events import read_events as read_file
+from trainer.telemetry.events import Events, read_events
 
 Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 SPEED = "images per second"
@@ -24,7 +23,7 @@ def draw(folder: Path, report: Mapping[str, Any], entries: Sequence[Entry], swee
     made = [_bars(folder / "compare.png", rows, title), _memory(folder / "memory.png", rows, title)]
     if sweep:
         made.append(_sweep(folder / "sweep.png", rows, entries, sweep, title))
-    learnt = {entry.name: read_events(folder / "tensorboard" / entry.slug) for entry in entries}
+    learnt = {entry.name: curves_of(folder / "tensorboard" / entry.slug) for entry in entries}
     made += _learning(folder, {name: curves for name, curves in learnt.items() if curves}, title)
     return [path for path in made if path.exists()]
 
@@ -105,12 +104,12 @@ def _falls_far(curves: Iterable[Curve]) -> bool:
     return 0 < min(values) < max(values) / 50
 
 
-def read_events(folder: Path) -> dict[str, Curve]:
+def curves_of(folder: Path) -> dict[str, Curve]:
     """A run's TensorBoard values by tag."""
     found: dict[str, Curve] = {}
     begun = None
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        for event in read_file(path):
+        for event in read_events(path):
             begun = begun or event.wall_time
             for value in event.summary.value:
                 if value.HasField("simple_value"):

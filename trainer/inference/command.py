@@ -24,7 +24,7 @@ from trainer.errors import (
 )
 from trainer.inference import rows, sources
 from trainer.inference.labelling import Labeller
-from trainer.inference.rows import Rows
+from trainer.inference.rows import PartFile
 from trainer.inference.sources import Inputs, Item
 from trainer.inference.trained import Trained, from_checkpoint, published
 from trainer.inference.watching import Watch
@@ -32,7 +32,7 @@ from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
 from trainer.processes.world import Place, World, cores, cuda_for, place
 from trainer.recipe import Recipe
-from trainer.recipe.words import split
+from trainer.recipe.words import split_words
 from trainer.saving.run_folder import write_atomically
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
@@ -41,7 +41,7 @@ DECODERS = 32  # threads that decode for one GPU, at most
 
 def command(words: Sequence[str]) -> int:
     """Label what the words name; 0, or an error's exit code by raising it."""
-    own, rest = split(words, ("checkpoint", "plugin", "recipe", "nproc"))
+    own, rest = split_words(words, ("checkpoint", "plugin", "recipe", "nproc"))
     for key, instead in (("recipe", "checkpoint=RUN has its own"), ("nproc", "start several ranks with torchrun")):
         if key in own:
             raise RecipeError(f"{key}= is not for predict: {instead}")
@@ -52,7 +52,7 @@ def command(words: Sequence[str]) -> int:
         published(rest) if "checkpoint" not in own else from_checkpoint(Path(own["checkpoint"]).expanduser(), rest)
     )
     folder = output_folder(trained.recipe, own.get("checkpoint"))
-    run(trained, folder, me)
+    label_part(trained, folder, me)
     return 0
 
 
@@ -64,7 +64,7 @@ def output_folder(recipe: Recipe, checkpoint: str | None) -> Path:
     return Path("runs") / f"predict-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def run(trained: Trained, folder: Path, me: Place) -> None:
+def label_part(trained: Trained, folder: Path, me: Place) -> None:
     """Label this rank's part; rank 0 puts all parts together."""
     recipe, inputs = trained.recipe, _inputs(trained, me)
     how = trained.preparation
@@ -92,7 +92,7 @@ def run(trained: Trained, folder: Path, me: Place) -> None:
         world.close()
         _complete(before, final, inputs)
         return
-    written = Rows(folder, me.rank, recipe.predict.format, trained.classes, settings)
+    written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
     beside = any(name != "cpu" for name in devices)  # CPU workers have a core each, for decoding and for the model
@@ -118,7 +118,7 @@ def run(trained: Trained, folder: Path, me: Place) -> None:
     finally:
         written.close()
         watch.close()
-    finish(world, folder, final, written, settings, time.perf_counter() - begun)
+    sum_up(world, folder, final, written, settings, time.perf_counter() - begun)
 
 
 def _complete(before: Mapping[str, Any], final: Path, inputs: Inputs) -> None:
@@ -149,12 +149,12 @@ def _terminated(*_: object) -> None:
 def _inputs(trained: Trained, me: Place) -> Inputs:
     recipe = trained.recipe
     if trained.data is not None:
-        return sources.split(trained.data, recipe.predict.split or "val", me.rank, me.size)
+        return sources.dataset_split(trained.data, recipe.predict.split or "val", me.rank, me.size)
     assert recipe.data.root is not None
-    return sources.files(recipe.data.root, trained.classes, me.rank, me.size)
+    return sources.image_files(recipe.data.root, trained.classes, me.rank, me.size)
 
 
-def label(pool: DevicePool, inputs: Inputs, written: Rows, watch: Watch) -> None:
+def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> None:
     """Every image through the pool, its row written, in order."""
     waiting: deque[Item] = deque()
 
@@ -171,7 +171,9 @@ def label(pool: DevicePool, inputs: Inputs, written: Rows, watch: Watch) -> None
         watch.note(pool)
 
 
-def finish(world: World, folder: Path, final: Path, written: Rows, settings: Mapping[str, Any], seconds: float) -> None:
+def sum_up(
+    world: World, folder: Path, final: Path, written: PartFile, settings: Mapping[str, Any], seconds: float
+) -> None:
     """Put the ranks' parts together, say what came of it.
 
     Raises:

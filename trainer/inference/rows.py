@@ -21,7 +21,7 @@ import torch
 
 from trainer.errors import FolderInUseError, SetupError
 from trainer.inference.labelling import Labels
-from trainer.inference.sources import Item, one_line
+from trainer.inference.sources import Item, without_line_ends
 from trainer.processes.world import World, lost_peers, place
 from trainer.saving.files import draft_of, put, read_json, remove, writing
 from trainer.saving.run_folder import write_atomically
@@ -34,7 +34,7 @@ BLOCK = 2**24  # bytes of a part that travel at once
 GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
 
 
-class Rows:
+class PartFile:
     """One rank's rows, and what they add up to.
 
     Attributes:
@@ -53,7 +53,7 @@ class Rows:
         note = folder / f"part-{rank:04}.json"
         with self._writing():
             try:
-                compare(folder, read_json(note), settings)
+                check_settings(folder, read_json(note), settings)
             except (OSError, ValueError):  # none, or damaged: rows of nobody knows what begin anew
                 remove(self.path)
                 write_atomically(note, json.dumps(dict(settings)) + "\n")
@@ -123,7 +123,7 @@ class Rows:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow(
             # A row is a line, whatever a path holds.
-            [one_line(value) if isinstance(value, str) else value for value in row.values()]
+            [without_line_ends(value) if isinstance(value, str) else value for value in row.values()]
         )
         return text.getvalue()
 
@@ -185,11 +185,11 @@ def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> dict[str
         return None
     if not isinstance(before.get("settings"), dict) or not all(isinstance(before.get(key), int) for key in COUNTS):
         return None
-    compare(folder, before["settings"], settings)
+    check_settings(folder, before["settings"], settings)
     return before if final.is_file() else None
 
 
-def compare(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_settings(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Hold settings against those of an earlier command in the folder.
 
     Raises:

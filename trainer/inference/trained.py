@@ -44,7 +44,7 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     if data is not None:
         classes, how = data.classes, Preparation.of(data)
     else:
-        classes, how = _prepared(path, described(path, facts), recipe.data.image_size)
+        classes, how = _prepared(path, facts_of(path, facts), recipe.data.image_size)
     model = build(recipe.model, len(classes), how.channels, how.image_size, starting=False)
     initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
@@ -81,7 +81,7 @@ class _Told(BaseModel):
         return self
 
 
-def described(path: Path, facts: dict[str, str]) -> dict[str, str]:
+def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
     """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in.
 
     Raises:

@@ -16,7 +16,7 @@ from trainer.launch import launching
 from trainer.planning import amounts
 from trainer.planning.layout import lay_out
 from trainer.recipe import Recipe, checks
-from trainer.recipe.words import split
+from trainer.recipe.words import split_words
 
 OWN = ("nproc", "memory", "measured", "bandwidth")
 JSON = "--json"
@@ -25,7 +25,7 @@ JSON = "--json"
 def command(words: Sequence[str]) -> int:
     """Print the plan that the words ask for; its exit code."""
     typed = [word for word in words if word != JSON]
-    own, rest = split(typed, ("recipe", "plugin", *OWN))
+    own, rest = split_words(typed, ("recipe", "plugin", *OWN))
     chosen = recipes.load(own.get("recipe"), *rest)
     if "plugin" not in own:
         checks.check_model_name(chosen.model.name)
@@ -37,9 +37,9 @@ def command(words: Sequence[str]) -> int:
     if JSON in words:
         print(json.dumps(found, indent=2))
     else:
-        from trainer.planning import report
+        from trainer.planning.page import page_of
 
-        print(report.text(found))
+        print(page_of(found))
     return 0
 
 
@@ -72,8 +72,8 @@ def plan(
         RecipeError: training would refuse it on a machine that has all the devices; or an amount makes no sense.
         SetupError: what is measured is not there, or training would miss it on every machine.
     """
-    room = amounts.memory(memory) if isinstance(memory, str) else memory
-    speed = amounts.bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
+    room = amounts.parse_memory(memory) if isinstance(memory, str) else memory
+    speed = amounts.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
     layout = lay_out(recipe, nproc)
     launching.load_plugin(plugin)
     from trainer.planning.summary import summarise

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.planning import schedules
-from trainer.planning.amounts import duration, shown
+from trainer.planning.amounts import as_size, duration
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
 from trainer.planning.schedules import Cut
@@ -52,7 +52,7 @@ def forecast(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float
     if bandwidth is not None:
         measured = replace(measured, bandwidth=bandwidth, exposed=None)
         measured = replace(
-            measured, assumptions=(*measured.assumptions, f"devices exchange {shown(bandwidth)}/s, as stated")
+            measured, assumptions=(*measured.assumptions, f"devices exchange {as_size(bandwidth)}/s, as stated")
         )
     return _of_stages(shadow, layout, measured) if layout.staged else _of_replicas(shadow, layout, measured)
 
@@ -94,7 +94,7 @@ def _all_reduce(shadow: Shadow, layout: Layout, measured: Timings) -> tuple[floa
     if measured.bandwidth is None:
         return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
     seconds = ring(count) * size / measured.bandwidth + 2 * (count - 1) * measured.latency
-    return seconds * share, f"a ring all-reduce of {shown(size)} among {count}"
+    return seconds * share, f"a ring all-reduce of {as_size(size)} among {count}"
 
 
 def _of_stages(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
@@ -165,7 +165,7 @@ def _step(
     transfer = 0.0
     if measured.bandwidth is not None:
         transfer = measured.latency + crossing / measured.bandwidth
-        notes.append(f"a micro-batch's {shown(crossing)} take {duration(transfer)} from stage to stage")
+        notes.append(f"a micro-batch's {as_size(crossing)} take {duration(transfer)} from stage to stage")
     elif layout.processes > 1:
         notes.append("transfers between stages are left out: state bandwidth=10GB/s")
     one_at_a_time = recipe.traits.one_stage_at_a_time or (layout.schedule == STREAMS and layout.kind == "cpu")
@@ -192,7 +192,9 @@ def _step(
     )
 
 
-def scaling(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None) -> list[dict[str, Any]]:
+def over_device_counts(
+    shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None
+) -> list[dict[str, Any]]:
     """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
     if layout.staged or layout.recipe.processes == "one":
         return []

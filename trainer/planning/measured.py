@@ -10,7 +10,7 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.errors import RecipeError, SetupError
 from trainer.models.balance import BlockCost
-from trainer.planning.images import Images, describe
+from trainer.planning.dataset_facts import DatasetFacts, dataset_facts
 from trainer.recipe import Recipe, checks
 from trainer.saving.files import read_json
 
@@ -47,7 +47,7 @@ class Timings:
     assumptions: tuple[str, ...] = ()
 
 
-def from_run(name: str, recipe: Recipe, images: Images) -> Timings:
+def from_run(name: str, recipe: Recipe, images: DatasetFacts) -> Timings:
     """What a run folder's result.json tells.
 
     Raises:
@@ -68,7 +68,9 @@ def from_run(name: str, recipe: Recipe, images: Images) -> Timings:
         raise SetupError(f"{key}: its result.json is damaged ({type(error).__name__}: {error})") from None
 
 
-def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: Images) -> Timings:
+def _of_run(
+    key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: DatasetFacts
+) -> Timings:
     if not result.get("step_time_s"):
         raise SetupError(f"{key} was too short to measure its speed: train 10 steps or more, or measured=here")
     _check_same(key, was, recipe, images)
@@ -110,10 +112,10 @@ def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe:
     )
 
 
-def _check_same(key: str, was: Recipe, recipe: Recipe, images: Images) -> None:
+def _check_same(key: str, was: Recipe, recipe: Recipe, images: DatasetFacts) -> None:
     old, new = recipes.flatten(was.to_dict()), recipes.flatten(recipe.to_dict())
     differ = [(name, old[name], new[name]) for name in SAME if old[name] != new[name]]
-    before = describe(was).size
+    before = dataset_facts(was).size
     differ += [("data.image_size", before, images.size)] if before != images.size else []
     if differ:
         name, there, here = differ[0]

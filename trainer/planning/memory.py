@@ -18,7 +18,7 @@ from trainer.planning import schedules
 from trainer.planning.layout import Layout, lay_out
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
-from trainer.telemetry.memory import free_memory
+from trainer.telemetry.device_memory import free_memory
 
 USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
 STAGES_TRIED = (2, 4, 8)

@@ -28,7 +28,7 @@ from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.planning import schedules
-from trainer.planning.images import Images
+from trainer.planning.dataset_facts import DatasetFacts
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
 from trainer.processes import world
@@ -40,7 +40,7 @@ PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
 
 
-def here(layout: Layout, images: Images, plugin: str | None = None) -> Timings:
+def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
     """Measure the layout's computing on this machine, in a few seconds.
 
     Raises:

@@ -10,8 +10,8 @@ from trainer.data import Shard, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
 from trainer.planning import forecast, memory, probe, schedules
+from trainer.planning.dataset_facts import DatasetFacts, dataset_facts
 from trainer.planning.forecast import Forecast
-from trainer.planning.images import Images, describe
 from trainer.planning.layout import Layout, every_mode
 from trainer.planning.measured import from_run, ring
 from trainer.planning.schedules import Cut
@@ -33,7 +33,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Everything that is known of the layout before it runs; see `trainer.planning.plan`."""
     recipe = layout.recipe
-    images = describe(recipe)
+    images = dataset_facts(recipe)
     shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
     steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
     shadow = Shadow(recipe, images, layout.kind)
@@ -85,7 +85,7 @@ def summarise(
         "communication": _communication(shadow, layout, cut, bandwidth),
         "disk": memory.disk(shadow, layout),
         "prediction": None if predicted is None else _prediction(recipe, predicted),
-        "scaling": [] if source is None else forecast.scaling(shadow, layout, source, bandwidth),
+        "scaling": [] if source is None else forecast.over_device_counts(shadow, layout, source, bandwidth),
         "predicted_samples_per_sec": None if predicted is None else recipe.batch_size / predicted.step,
         "commands": commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
@@ -207,7 +207,7 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
 
 
-def _assumptions(layout: Layout, images: Images) -> list[str]:
+def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
     """What the figures rest on."""
     recipe, notes = layout.recipe, []
     if layout.staged and recipe.pipeline.cuts == "auto":

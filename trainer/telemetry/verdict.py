@@ -26,7 +26,7 @@ PHRASES = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepParts:
     """What was measured of a step, in seconds, and of the stages there are.
 
     Attributes:
@@ -115,7 +115,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-def shares(measured: Measured) -> dict[str, float]:
+def shares(measured: StepParts) -> dict[str, float]:
     """The parts of a step, adding up to 1; computing is what the others leave."""
     left = step = measured.step
     parts: dict[str, float] = {}
@@ -135,7 +135,7 @@ def shares(measured: Measured) -> dict[str, float]:
 
 
 def judge(
-    measured: Measured, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0
+    measured: StepParts, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0
 ) -> Verdict:
     """What bounds the step.
 
@@ -170,7 +170,7 @@ def judge(
     return Verdict(bound, sentence, overrides, parts, run, measured.step, unmeasured, probe_seconds)
 
 
-def _unmeasured(measured: Measured) -> str:
+def _unmeasured(measured: StepParts) -> str:
     if measured.communication is None:
         return "communication was not measured: the run is too short for a probe of 1 % of it"
     if measured.at_most:
@@ -183,7 +183,7 @@ def _uneven(busy: Sequence[float]) -> bool:
     return len(busy) > 1 and max(busy) > UNEVEN * sum(busy) / len(busy)
 
 
-def _advice(bound: str, measured: Measured, recipe: Recipe, setting: Setting) -> list[str]:
+def _advice(bound: str, measured: StepParts, recipe: Recipe, setting: Setting) -> list[str]:
     """Words to try against a bound, the most promising first."""
     processes, workers, gpu = setting.processes, setting.workers, setting.gpu
     wider = wider_batch(recipe, processes, setting.images) if gpu else None

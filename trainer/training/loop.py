@@ -25,8 +25,8 @@ from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
 from trainer.saving.run_folder import RunFolder, as_before
 from trainer.telemetry.clocks import StepTimer
+from trainer.telemetry.device_memory import peak_memory
 from trainer.telemetry.flops import forward_flops, peak_flops
-from trainer.telemetry.memory import peak_memory
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import diagnosis, reporting, resuming
 from trainer.training.evaluation import evaluate

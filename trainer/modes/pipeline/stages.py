@@ -26,7 +26,7 @@ from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
 from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.telemetry.memory import forget_memory, free_memory
+from trainer.telemetry.device_memory import forget_memory, free_memory
 
 TRIAL_STEPS, TRIAL_SECONDS = (3, 50), 0.5  # at least and at most, the first to warm up; enough once so long
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.telemetry import memory
+from trainer.telemetry import device_memory
 
 
 def test_activation_bytes_against_what_autograd_keeps():
@@ -23,10 +23,10 @@ def test_activation_bytes_against_what_autograd_keeps():
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     real = sum(t.untyped_storage().nbytes() for ptr, t in kept.items() if ptr not in own)
     assert out.shape == (4, 10)
-    assert memory.activation_bytes(model, (4, 3, 8, 8)) == pytest.approx(real, rel=0.05)
+    assert device_memory.activation_bytes(model, (4, 3, 8, 8)) == pytest.approx(real, rel=0.05)
 
 
 def test_memory_figures_are_plausible():
     device = torch.device("cpu")
-    assert 2**20 < memory.peak_memory(device) < 2**40
-    assert 2**20 < memory.free_memory(device) < 2**50
+    assert 2**20 < device_memory.peak_memory(device) < 2**40
+    assert 2**20 < device_memory.free_memory(device) < 2**50

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.comparison.statistics import ERROR, LOOKS, MARGIN
+from trainer.comparison.significance import ERROR, LOOKS, MARGIN
 from trainer.saving.run_folder import write_atomically
 
 RED, PLAIN = "\033[31m", "\033[0m"
@@ -20,7 +20,7 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 
-def write(folder: Path, report: Mapping[str, Any]) -> None:
+def write_tables(folder: Path, report: Mapping[str, Any]) -> None:
     """compare.json, compare.csv and compare.md, each replaced at once."""
     from trainer.telemetry.tracking import without_nan  # with torch, which a wrong word need not wait for
 

@@ -7,14 +7,14 @@ from textwrap import wrap
 from typing import Any
 
 import trainer
-from trainer.planning.amounts import duration, operations, shown
+from trainer.planning.amounts import as_size, duration, operations
 from trainer.recipe import TRAITS
 
 WIDTH = 108
 PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
 
 
-def text(found: Mapping[str, Any]) -> str:
+def page_of(found: Mapping[str, Any]) -> str:
     """The page."""
     lines = [f"trainer {trainer.__version__}: plan of {found['recipe']}"]
     size, devices = found["world_size"], found["devices"]
@@ -102,7 +102,7 @@ def _steps(steps: Mapping[str, Any], rate: Mapping[str, Any]) -> str:
 
 
 def _disk(disk: Mapping[str, Any]) -> str:
-    return f"{shown(disk['checkpoint'])} a checkpoint, {shown(disk['folder'])} for the run folder at its fullest"
+    return f"{as_size(disk['checkpoint'])} a checkpoint, {as_size(disk['folder'])} for the run folder at its fullest"
 
 
 def _traffic(found: Mapping[str, Any]) -> str:
@@ -110,12 +110,14 @@ def _traffic(found: Mapping[str, Any]) -> str:
     parts = []
     if traffic["all_reduce_bytes_per_device"]:
         what = "weights" if exchanges == "weights" else "gradients"
-        parts.append(f"{shown(traffic['all_reduce_bytes_per_device'])} a step sent by each device to all-reduce {what}")
+        parts.append(
+            f"{as_size(traffic['all_reduce_bytes_per_device'])} a step sent by each device to all-reduce {what}"
+        )
     if traffic["epoch_bytes_per_device"]:
-        parts.append(f"{shown(traffic['epoch_bytes_per_device'])} an epoch sent by each device to average weights")
+        parts.append(f"{as_size(traffic['epoch_bytes_per_device'])} an epoch sent by each device to average weights")
     if traffic["crossing_bytes"]:
         what = "copies and gradients" if exchanges == "copies" else "activations and their gradients"
-        parts.append(f"{shown(traffic['crossing_bytes'])} a step of {what} from device to device")
+        parts.append(f"{as_size(traffic['crossing_bytes'])} a step of {what} from device to device")
     line = "; ".join(parts) or "none between devices"
     return line + (f"; {duration(traffic['seconds'])} if nothing hides it" if parts and traffic["seconds"] else "")
 
@@ -126,16 +128,16 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
         groups.setdefault(tuple(device[key] for key in PARTS), []).append(device["device"])
     used = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
     rows = [["memory", *(PARTS[n] for n in used)]]
-    rows += [[_devices(names), *(shown(sizes[n]) for n in used)] for sizes, names in groups.items()]
+    rows += [[_devices(names), *(as_size(sizes[n]) for n in used)] for sizes, names in groups.items()]
     lines = _table(rows)
     limit = found["memory_limit"]
     if limit is None:
         return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
-    share = f"{shown(found['peak'])} of {shown(limit['bytes'])} ({limit['source']})"
+    share = f"{as_size(found['peak'])} of {as_size(limit['bytes'])} ({limit['source']})"
     if found["fits"]:
         return [*lines, f"  fits: {share}"]
-    lines.append(f"  DOES NOT FIT: {share}, of which {shown(limit['usable'])} can be used")
-    lines += [f"    {one['words']:<28} {shown(one['peak']):>10}  {one['note']}" for one in found["advice"]]
+    lines.append(f"  DOES NOT FIT: {share}, of which {as_size(limit['usable'])} can be used")
+    lines += [f"    {one['words']:<28} {as_size(one['peak']):>10}  {one['note']}" for one in found["advice"]]
     return lines if found["advice"] else [*lines, "    more devices or a smaller model: no words of ours help"]
 
 
@@ -151,7 +153,7 @@ def _pipeline(pipe: Mapping[str, Any]) -> list[str]:
     rows = [["stage", "device", "cut after", "parameters", "forward", "share", "sends"]]
     for index, stage in enumerate(pipe["stages"]):
         cut = pipe["cuts"][index] if index < len(pipe["cuts"]) else ""
-        sent = f"{shown(stage['sent_bytes'])}" if cut else ""
+        sent = f"{as_size(stage['sent_bytes'])}" if cut else ""
         numbers = [f"{stage['parameters']:,}", operations(stage["forward_flops"]), f"{stage['flops_share']:.0%}", sent]
         rows.append([str(index), stage["device"], cut, *numbers])
     lines += _table(rows)
@@ -192,7 +194,7 @@ def _modes(modes: Sequence[Mapping[str, Any]]) -> list[str]:
             errors.append(f"    {row['mode']}: {row['error']}")
             continue
         fits = {True: "yes", False: "no", None: "?"}[row["fits"]]
-        sizes = [shown(row["activations"]), shown(row["peak"])]
+        sizes = [as_size(row["activations"]), as_size(row["peak"])]
         rows.append([row["mode"], str(row["world_size"]), str(row["devices"]), *sizes, fits])
     return [*_table(rows), *errors]
 

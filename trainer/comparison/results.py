@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.comparison import statistics
+from trainer.comparison import significance
 from trainer.comparison.entries import Entry
-from trainer.comparison.exactness import Exactness, judge
+from trainer.comparison.exactness import Exactness, exactness_of
 from trainer.comparison.running import Repeats
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
@@ -23,12 +23,12 @@ def reference_of(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     return next(iter(same or singles or entries), None)
 
 
-def rows(
+def tabulate(
     entries: Sequence[Entry],
     runs: Sequence[Repeats],
     parts: Mapping[str, Sequence[str]],
     predicted: Mapping[str, float],
-    error: float = statistics.ERROR,
+    error: float = significance.ERROR,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of the table, and the pairs that were compared.
 
@@ -40,7 +40,7 @@ def rows(
     found = {entry.name: (entry, row) for entry, row in zip(entries, runs, strict=True)}
     speeds = {name: row.speeds for name, (_, row) in found.items()}
     fair = {name: speed for name, speed in speeds.items() if speed and not _passes_through(found[name][1])}
-    pairs = statistics.differences(fair, error)
+    pairs = significance.differences(fair, error)
     against = {(pair.first, pair.second): pair for pair in pairs}
     table = []
     for name, (entry, row) in found.items():
@@ -88,7 +88,7 @@ def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
         return [*said, "nothing to compare: fewer than two rows with a speed"]
     if all(difference.low is None for difference in found):
         return [*said, f"{NO_DIFFERENCE}: that takes repeats=2 or more, better 5"]
-    best = statistics.fastest(names, found)
+    best = significance.fastest(names, found)
     if len(best) == len(names):
         few = min(difference.pairs for difference in found)
         hint = f"; {few} repeats show only the grossest, try repeats=5" if few < 4 else ""
@@ -97,24 +97,24 @@ def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
     return said
 
 
-def sound(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[statistics.Difference]:
+def sound(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[significance.Difference]:
     """The pairs of rows that did not fail and compute what they should."""
     good = {row["entry"] for row in table if not row["error"] and row["exactness"]["verdict"] != "disagrees"}
-    return [statistics.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]
+    return [significance.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]
 
 
 def _spread(speeds: Mapping[int, float]) -> dict[str, Any] | None:
     if not speeds:
         return None
-    mean, std = statistics.mean_and_std(list(speeds.values()))
+    mean, std = significance.mean_and_std(list(speeds.values()))
     return {"mean": mean, "std": std if len(speeds) > 1 else None, "runs": dict(speeds)}
 
 
 def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> dict[str, Any] | None:
-    paired = statistics.ratios(speeds, reference)
+    paired = significance.ratios(speeds, reference)
     if not paired:
         return None
-    median, low, high = statistics.middle(paired)
+    median, low, high = significance.middle(paired)
     return {"median": median, "low": low, "high": high, "runs": paired}
 
 
@@ -127,7 +127,7 @@ def _figures(row: Repeats) -> dict[str, Any]:
     return {
         "devices": last.get("devices"),
         "repeats": len(timed),
-        "step_time_s": statistics.mean_and_std(times)[0] if times else None,
+        "step_time_s": significance.mean_and_std(times)[0] if times else None,
         "peak_memory_bytes": {
             name: max(result["peak_memory_bytes"].get(name, 0) for result in timed) for name in sorted(devices)
         },
@@ -155,16 +155,16 @@ def _exactness(
 ) -> Exactness:
     single = reference if reference and reference.traits.reference else None
     expected = found[single.name][1].losses if single else []
-    return judge(entry, row.losses, single, expected, parts)
+    return exactness_of(entry, row.losses, single, expected, parts)
 
 
-def _turned(pair: statistics.Difference | None) -> statistics.Difference | None:
+def _turned(pair: significance.Difference | None) -> significance.Difference | None:
     """The same difference, seen from the other side."""
     if pair is None:
         return None
     low, high = (1 / pair.high, 1 / pair.low) if pair.low and pair.high else (None, None)
     other = {"faster": "slower", "slower": "faster"}.get(pair.verdict or "")
-    return statistics.Difference(pair.second, pair.first, pair.pairs, 1 / pair.ratio, low, high, pair.p, other)
+    return significance.Difference(pair.second, pair.first, pair.pairs, 1 / pair.ratio, low, high, pair.p, other)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from trainer.processes import world
 BUSY = 0.2  # cores: what others may use before it is worth a word
 
 
-def machine() -> dict[str, Any]:
+def this_machine() -> dict[str, Any]:
     """Processor, cores, memory, GPUs and system."""
     import torch
 

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_type_hints
 from zlib import crc32
 
 import pytest
 
 from tests.commands import environment, ok, trainer
 from tests.comparison.listing import SMALL
+from tests.typed import odd
 from trainer import comparison
 from trainer.comparison import comparing, entries, running
+from trainer.comparison.comparison_report import ComparisonReport, EntryFigures
 from trainer.comparison.entries import parse_sweep
 from trainer.comparison.tables import as_text, method
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
@@ -131,6 +134,16 @@ def machine(monkeypatch, tmp_path):
 def compared(*modes, **options):
     report = comparison.compare("digits", modes, words=SMALL, output="out", **{"repeats": 3, "steps": 40, **options})
     return report, {row["entry"]: row for row in report["entries"]}
+
+
+def test_a_comparison_is_what_its_type_tells(machine, tmp_path):
+    machine.faults["split", 1] = 5
+    report, table = compared("single", "ddp", "split", "hogwild sync_bn=true", sweep="seed:[1,2]")
+    assert odd(report, ComparisonReport) == []
+    assert table["ddp seed=1"]["compared"] and table["split seed=1"]["error"] and report["pairs"]
+    kept = json.loads((tmp_path / "out/compare.json").read_text())
+    assert kept.keys() == ComparisonReport.__annotations__.keys()
+    assert all(row.keys() == get_type_hints(EntryFigures).keys() for row in kept["entries"])
 
 
 def test_repeats_are_interleaved_after_a_check(machine):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from tests.commands import PROJECT
+from tests.typed import odd
 from trainer.recipe import load
 from trainer.telemetry import verdict
-from trainer.telemetry.verdict import Setting, StepParts, judge, shares
+from trainer.telemetry.verdict import PARTS, Setting, StepParts, VerdictFigures, judge, shares
 
 RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
 
@@ -124,10 +128,16 @@ def test_what_could_not_be_measured_is_said():
     assert most.step["communication"] == 0
 
 
+def test_the_readme_names_the_parts_of_a_step():
+    text = " ".join((PROJECT / "README.md").read_text().split())
+    listed = re.search(r"the step's shares of waiting for ([^;]*?), and the run's shares", text)[1]
+    named = {"compute": "computing", "communication": "communication that nothing hides"}
+    *most, last = (named.get(part, part) for part in PARTS)
+    assert listed == f"{', '.join(most)} and {last}"
+
+
 def test_written_forms():
     found = judge(StepParts(0.25, data=0.1), RUN, load(None), Setting(), probe_seconds=0.02)
-    assert set(found.to_dict()) == {
-        "bound", "sentence", "try", "step", "run", "step_seconds", "unmeasured", "probe_seconds",
-    }  # fmt: skip
+    assert odd(found.to_dict(), VerdictFigures) == [] and (*found.step,) == PARTS
     assert found.to_dict()["run"] == pytest.approx({"steps": 0.9, "start-up": 0.04, "evaluation": 0.06})
     assert "| part of a step (250 ms) | share |" in found.to_markdown() and "| data | 40.0% |" in found.to_markdown()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.comparison import entries
 from trainer.comparison.comparing import Comparison
+from trainer.comparison.comparison_report import Asked, ComparisonReport
 from trainer.comparison.folder import claim
 from trainer.errors import RecipeError
 from trainer.launch import launching
@@ -61,7 +61,7 @@ def compare(
     resume: str | None = None,
     steps: int | None = None,
     predicted: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
+) -> ComparisonReport:
     """Run every entry several times in fresh processes and return what compare.json holds.
 
     Args:
@@ -96,7 +96,7 @@ def compare(
     base = load_recipe(source, *words)
     name = recipe.name if isinstance(recipe, Recipe) else base.name
     launching.load_plugin(plugin)
-    asked = {
+    asked: Asked = {
         "recipe": recipe if isinstance(recipe, str) else base.to_dict(),
         "modes": list(modes) if modes is not None else None,
         "words": sorted(words),

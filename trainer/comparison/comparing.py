@@ -8,11 +8,11 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer.comparison import pictures, results, running, significance, tables
+from trainer.comparison.comparison_report import Asked, ComparisonReport
 from trainer.comparison.conditions import Others, this_machine
 from trainer.comparison.entries import Entry, Sweep
 from trainer.comparison.exactness import batch_dependent
@@ -35,7 +35,7 @@ class Comparison:
         base: Recipe,
         entries: list[Entry],
         sweep: Sweep | None,
-        asked: dict[str, Any],
+        asked: Asked,
         word: str,
         predicted: Mapping[str, float],
     ) -> None:
@@ -52,7 +52,7 @@ class Comparison:
         self.begun, self.others = time.perf_counter(), Others()
         self.able, self.done = sum(row.error is None for row in self.rows), 0  # entries, runs
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> ComparisonReport:
         """From the checks to the pictures."""
         status = "failed"
         try:
@@ -141,16 +141,16 @@ class Comparison:
             what = f"repeat {repeat}" if repeat else "check of the losses"
             _say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s")
 
-    def _write(self, status: str) -> dict[str, Any]:
+    def _write(self, status: str) -> ComparisonReport:
         """The tables, with what there is so far."""
         rows, pairs = results.tabulate(self.entries, self.rows, self.parts, self.predicted, self._error())
         runs = [result for row in self.rows for result in row.results.values()]
-        found = {
+        found: ComparisonReport = {
             "recipe": self.name,
             "status": status,
             "command": self._command(),
             "asked": self.asked,
-            "length": asdict(self.length) if self.length else None,
+            "length": self.length.to_dict() if self.length else None,
             "repeats": max((row["repeats"] for row in rows), default=0),
             "steps": self.length.steps if self.length else None,
             "warmup_steps": self.base.logging.warmup_steps,
@@ -168,7 +168,7 @@ class Comparison:
         tables.write_tables(self.folder, found)
         return found
 
-    def _draw(self, found: dict[str, Any]) -> list[Path]:
+    def _draw(self, found: ComparisonReport) -> list[Path]:
         """Pictures must not hide what came before them."""
         try:
             made = pictures.draw(self.folder, found, self.entries, self.sweep)
@@ -183,7 +183,8 @@ class Comparison:
         words = [self.runner.first[0]]
         if asked["modes"] is not None:
             words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
-        words += [f"{key}={asked[key]}" for key in ("sweep", "nproc", "plugin", "steps", "repeats") if asked[key]]
+        own = {"sweep": asked["sweep"], "nproc": asked["nproc"], "plugin": asked["plugin"], "steps": asked["steps"]}
+        words += [f"{key}={value}" for key, value in {**own, "repeats": asked["repeats"]}.items() if value]
         return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
 
 

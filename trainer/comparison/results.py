@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from trainer.comparison import significance
+from trainer.comparison.comparison_report import EntryFigures, PairFigures, RatioFigures, RunFigures, SpeedFigures
 from trainer.comparison.entries import Entry
 from trainer.comparison.exactness import Exactness, exactness_of
 from trainer.comparison.running import Repeats
@@ -29,7 +29,7 @@ def tabulate(
     parts: Mapping[str, Sequence[str]],
     predicted: Mapping[str, float],
     error: float = significance.ERROR,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[EntryFigures], list[PairFigures]]:
     """The rows of the table, and the pairs that were compared.
 
     Args:
@@ -42,7 +42,7 @@ def tabulate(
     fair = {name: speed for name, speed in speeds.items() if speed and not _passes_through(found[name][1])}
     pairs = significance.differences(fair, error)
     against = {(pair.first, pair.second): pair for pair in pairs}
-    table = []
+    table: list[EntryFigures] = []
     for name, (entry, row) in found.items():
         reference = reference_of(entry, entries)
         other = reference.name if reference else ""
@@ -63,17 +63,17 @@ def tabulate(
                 "compared": {"verdict": pair.verdict or NO_DIFFERENCE, "low": pair.low, "high": pair.high}
                 if pair
                 else None,
-                "exactness": asdict(exactness),
+                "exactness": exactness.to_dict(),
                 "label": _label(entry, row),
                 "error": row.error[0] if row.error else None,
                 "exit_code": row.error[1] if row.error else 0,
                 "predicted_samples_per_sec": predicted.get(name),
             }
         )
-    return table, [asdict(pair) for pair in pairs]
+    return table, [pair.to_dict() for pair in pairs]
 
 
-def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+def conclusion(table: Sequence[EntryFigures], pairs: Sequence[PairFigures]) -> list[str]:
     """What may be said, in sentences: who is shown to be the fastest, or between whom no difference is shown."""
     names = list(dict.fromkeys(name for pair in pairs for name in (pair["first"], pair["second"])))
     said = [
@@ -97,20 +97,20 @@ def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
     return said
 
 
-def sound(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[significance.Difference]:
+def sound(table: Sequence[EntryFigures], pairs: Sequence[PairFigures]) -> list[significance.Difference]:
     """The pairs of rows that did not fail and compute what they should."""
     good = {row["entry"] for row in table if not row["error"] and row["exactness"]["verdict"] != "disagrees"}
     return [significance.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]
 
 
-def _spread(speeds: Mapping[int, float]) -> dict[str, Any] | None:
+def _spread(speeds: Mapping[int, float]) -> SpeedFigures | None:
     if not speeds:
         return None
     mean, std = significance.mean_and_std(list(speeds.values()))
     return {"mean": mean, "std": std if len(speeds) > 1 else None, "runs": dict(speeds)}
 
 
-def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> dict[str, Any] | None:
+def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> RatioFigures | None:
     paired = significance.ratios(speeds, reference)
     if not paired:
         return None
@@ -118,7 +118,7 @@ def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> dict[
     return {"median": median, "low": low, "high": high, "runs": paired}
 
 
-def _figures(row: Repeats) -> dict[str, Any]:
+def _figures(row: Repeats) -> RunFigures:
     """Of the timed repeats: means, and of memory the most; of the learning what the last one came to."""
     timed = [result for repeat, result in row.results.items() if repeat > 0]
     last: Mapping[str, Any] = timed[-1] if timed else {}
@@ -131,7 +131,10 @@ def _figures(row: Repeats) -> dict[str, Any]:
         "peak_memory_bytes": {
             name: max(result["peak_memory_bytes"].get(name, 0) for result in timed) for name in sorted(devices)
         },
-        **{key: last.get(key) for key in ("train_loss", "val_loss", "val_top1", "data_wait_fraction")},
+        "train_loss": last.get("train_loss"),
+        "val_loss": last.get("val_loss"),
+        "val_top1": last.get("val_top1"),
+        "data_wait_fraction": last.get("data_wait_fraction"),
     }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainer.comparison.comparison_report import LengthFigures
 from trainer.comparison.entries import Entry
 from trainer.errors import SetupError, TrainerError
 from trainer.launch import launching
@@ -56,6 +57,9 @@ class Length:
     steps: int
     epochs: int
     every: int
+
+    def to_dict(self) -> LengthFigures:
+        return {"steps": self.steps, "epochs": self.epochs, "every": self.every}
 
     def words(self) -> dict[str, str]:
         return {"max_steps": str(self.steps), "epochs": str(self.epochs), "logging.every_steps": str(self.every)}

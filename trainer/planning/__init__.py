@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from trainer import recipe as recipes
 from trainer.launch import launching
 from trainer.planning import amounts
 from trainer.planning.layout import lay_out
+from trainer.planning.run_plan import RunPlan
 from trainer.recipe import Recipe, checks
 from trainer.recipe.words import split_words
 
@@ -30,7 +30,7 @@ def command(words: Sequence[str]) -> int:
     if "plugin" not in own:
         checks.check_model_name(chosen.model.name)
         checks.check_dataset_name(chosen.data.name)
-    options: dict[str, Any] = {key: own.get(key) for key in ("plugin", *OWN)}
+    options = {key: own.get(key) for key in ("plugin", *OWN)}
     again = [word for word in typed if word.partition("=")[0] not in OWN]
     every = not any(word.startswith("mode=") for word in rest)
     found = plan(chosen, **options, every=every, words=again)
@@ -52,7 +52,7 @@ def plan(
     plugin: str | None = None,
     every: bool = False,
     words: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> RunPlan:
     """What training the recipe would take.
 
     Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.planning import schedules
 from trainer.planning.amounts import as_size, duration
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
+from trainer.planning.run_plan import ScalingFigures
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import STREAMS
@@ -106,24 +106,24 @@ def _of_stages(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
 def _microbatches(layout: Layout, measured: Timings) -> list[int]:
     if measured.blocks:
         return schedules.candidates(layout)
-    if measured.plan and measured.plan["microbatches"] in layout.microbatches:
-        return [measured.plan["microbatches"]]
+    if measured.stages and measured.stages.microbatches in layout.microbatches:
+        return [measured.stages.microbatches]
     return [schedules.default_microbatches(layout)]
 
 
 def _of_cut(shadow: Shadow, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
     rows, count = -(-layout.rows // microbatches), layout.workers * layout.virtual
     notes = list(measured.assumptions)
-    plan = measured.plan
+    ran = measured.stages
     if measured.blocks:
         costs = measured.blocks[rows]
         cut = schedules.cut(shadow, layout, microbatches, costs)
         seconds = schedules.stage_seconds(shadow.traced, cut.names, costs)
         notes.append(f"each block's seconds were measured in micro-batches of {rows}")
-    elif plan and len(plan["cuts"]) == count - 1 and plan["split_size"] == rows and _same_cuts(layout, plan["cuts"]):
-        own = layout.recipe.replace(pipeline__cuts=plan["cuts"])
+    elif ran and len(ran.cuts) == count - 1 and ran.split_size == rows and _same_cuts(layout, ran.cuts):
+        own = layout.recipe.replace(pipeline__cuts=ran.cuts)
         cut = schedules.cut(shadow, replace(layout, recipe=own), microbatches)
-        each = [busy / plan["microbatches"] for busy in plan["stage_seconds"]]
+        each = [busy / ran.microbatches for busy in ran.seconds]
         seconds = _halves(each)
         notes.append("cuts, micro-batches and each stage's seconds as in that run")
     else:
@@ -158,7 +158,7 @@ def _step(
     notes: list[str],
 ) -> Forecast:
     recipe = layout.recipe
-    counted = measured.plan is not None and measured.plan["recompute"]
+    counted = measured.stages is not None and measured.stages.recompute
     if recipe.pipeline.recompute and not counted:
         seconds = {(kind, s): t + seconds["F", s] * (kind == "B") for (kind, s), t in seconds.items()}
     crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
@@ -194,11 +194,11 @@ def _step(
 
 def over_device_counts(
     shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None
-) -> list[dict[str, Any]]:
+) -> list[ScalingFigures]:
     """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
     if layout.staged or layout.recipe.processes == "one":
         return []
-    found: list[dict[str, Any]] = []
+    found: list[ScalingFigures] = []
     recipe = layout.recipe
     for count in sorted({2**n for n in range(13) if 2**n < layout.processes} | {layout.processes}):
         if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):

@@ -1,14 +1,16 @@
-"""Rows and notes of an earlier command that were damaged."""
+"""Rows as they are written, and those of an earlier command that were damaged."""
 
 from __future__ import annotations
 
-import json
+import re
 
 import pytest
 
+from tests.commands import PROJECT
+from tests.typed import odd
 from trainer.inference import sources
 from trainer.inference.labelling import Labels
-from trainer.inference.rows import PartFile, complete
+from trainer.inference.rows import COLUMNS, LabelledImage, PartFile
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -31,14 +33,17 @@ def test_rows_after_a_damaged_one_are_written_again(tmp_path, kind, damage):
     assert again.path.read_bytes() == b"".join(lines)
 
 
-@pytest.mark.parametrize("content", ["5", "[]", "{", '{"settings": 1}', '{"settings": {}}', "[" * 99_999])
-def test_damaged_notes_begin_anew(tmp_path, content):
-    (tmp_path / "predictions.csv").write_text("")
-    (tmp_path / "predict.json").write_text(content)
-    assert complete(tmp_path, tmp_path / "predictions.csv", {}) is None
-    (tmp_path / "part-0000.json").write_text(content)
-    (tmp_path / "part-0000").mkdir()
-    if content != '{"settings": 1}' and content != '{"settings": {}}':
-        rows = PartFile(tmp_path, 0, "csv", (), {"number": 3})
-        rows.close()
-        assert rows.done == 0 and json.loads((tmp_path / "part-0000.json").read_text()) == {"number": 3}
+def test_a_row_is_what_its_type_and_the_readme_tell(tmp_path):
+    rows = PartFile(tmp_path, 0, "jsonl", ("a", "b"), {})
+    rows.write(sources.Item("0.png", None, 1), Labels((1, 0), (0.75, 0.25)))
+    rows.write(sources.Item("1.png", None, None), Labels((), (), "odd"))
+    rows.write(sources.Item("2.png", None, None), None, "died")
+    rows.close()
+    found = list(rows.read())
+    assert [line for row in found for line in odd({**row, "top5": None}, LabelledImage)] == []
+    assert [tuple(row) for row in found] == [COLUMNS] * 3 and found[0]["top5"] == [["b", 0.75], ["a", 0.25]]
+    assert [row["error"] for row in found] == [None, "odd", "gave up: died"]
+    assert rows.counts == {"images": 3, "unreadable": 1, "failed": 1, "labelled": 1, "right": 1}
+    text = " ".join((PROJECT / "README.md").read_text().split())
+    listed = re.search(r"a row an image in their order: (.*?) where the image could not be read", text)[1]
+    assert tuple(re.findall(r"`(\w+)`", listed)) == COLUMNS

@@ -7,7 +7,7 @@ import json
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from trainer.errors import (
     RecipeError,
     TrainerError,
 )
-from trainer.inference import rows, sources
+from trainer.inference import output, sources
 from trainer.inference.labelling import Labeller
-from trainer.inference.rows import PartFile
+from trainer.inference.rows import Counts, PartFile, Settings
 from trainer.inference.sources import Inputs, Item
 from trainer.inference.trained import Trained, from_checkpoint, published
 from trainer.inference.watching import Watch
@@ -67,8 +67,32 @@ def output_folder(recipe: Recipe, checkpoint: str | None) -> Path:
 def label_part(trained: Trained, folder: Path, me: Place) -> None:
     """Label this rank's part; rank 0 puts all parts together."""
     recipe, inputs = trained.recipe, _inputs(trained, me)
-    how = trained.preparation
-    settings = {
+    settings = _settings(trained, inputs, me)
+    devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), me.local_rank, me.local_size)
+    world = World(me, torch.device("cpu"), 1, ())
+    world.connect(PATIENCE)
+    folder = Path(world.share(str(folder)))  # its name may hold the time
+    final = folder / f"predictions.{recipe.predict.format}"
+    output.claim(folder)
+    before = world.share(output.complete(folder, final, settings) if me.is_main else None)
+    if before is not None:
+        world.barrier()
+        world.close()
+        _complete(before, final, inputs)
+        return
+    written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings)
+    if written.done:
+        inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
+    watch = Watch(folder, inputs.count, recipe.logging, devices, me.is_main, written.done)
+    begun = time.perf_counter()
+    _label_on(devices, _decoders(devices, me), trained, inputs, written, watch)
+    sum_up(world, folder, final, written, settings, time.perf_counter() - begun)
+
+
+def _settings(trained: Trained, inputs: Inputs, me: Place) -> Settings:
+    """What rows depend on, and what an earlier command must have had too for this one to continue it."""
+    recipe, how = trained.recipe, trained.preparation
+    return {
         "weights": trained.fingerprint,
         "images": inputs.name,
         "data.root": recipe.data.root,
@@ -80,32 +104,29 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
         "batch_size": recipe.predict.batch_size,
         "precision": recipe.precision,
     }
-    devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), me.local_rank, me.local_size)
-    world = World(me, torch.device("cpu"), 1, ())
-    world.connect(PATIENCE)
-    folder = Path(world.share(str(folder)))  # its name may hold the time
-    final = folder / f"predictions.{recipe.predict.format}"
-    rows.claim(folder)
-    before = world.share(rows.complete(folder, final, settings) if me.is_main else None)
-    if before is not None:
-        world.barrier()
-        world.close()
-        _complete(before, final, inputs)
-        return
-    written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings)
-    if written.done:
-        inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
-    beside = any(name != "cpu" for name in devices)  # CPU workers have a core each, for decoding and for the model
-    threads = max(1, min(DECODERS, cores() // (len(devices) * me.local_size))) if beside else 1
-    labeller = Labeller(trained.model, trained.preparation, recipe, inputs.source, threads)
-    watch = Watch(folder, inputs.count, recipe.logging, devices, me.is_main, written.done)
-    begun = time.perf_counter()
+
+
+def _decoders(devices: Sequence[str], me: Place) -> int:
+    """Threads that decode for each device. CPU workers have a core each, for decoding and for the model."""
+    beside = any(name != "cpu" for name in devices)
+    return max(1, min(DECODERS, cores() // (len(devices) * me.local_size))) if beside else 1
+
+
+def _label_on(
+    devices: Sequence[str], threads: int, trained: Trained, inputs: Inputs, written: PartFile, watch: Watch
+) -> None:
+    """Start the workers, and label with them until all is done or a signal comes.
+
+    Raises:
+        Interrupted, Preempted: with the words that go on from there.
+    """
+    recipe = trained.recipe
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with DevicePool(
             devices,
             Labeller,
-            arguments=(labeller.model, labeller.preparation, recipe, inputs.source, threads),
+            arguments=(trained.model, trained.preparation, recipe, inputs.source, threads),
             batch_size=recipe.predict.batch_size,
             item_timeout=recipe.predict.timeout,
             on_error="skip",
@@ -114,14 +135,14 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
     except (KeyboardInterrupt, Preempted) as stop:
         kind: type[TrainerError] = Preempted if isinstance(stop, Preempted) else Interrupted
         name = "SIGTERM" if kind is Preempted else "Ctrl-C"
-        raise kind(f"stopped by {name}; the same words with output={folder} go on from here") from None
+        again = f"the same words with output={written.path.parent} go on from here"
+        raise kind(f"stopped by {name}; {again}") from None
     finally:
         written.close()
         watch.close()
-    sum_up(world, folder, final, written, settings, time.perf_counter() - begun)
 
 
-def _complete(before: Mapping[str, Any], final: Path, inputs: Inputs) -> None:
+def _complete(before: Counts, final: Path, inputs: Inputs) -> None:
     """There is nothing to do, or so it seems.
 
     Raises:
@@ -134,7 +155,7 @@ def _complete(before: Mapping[str, Any], final: Path, inputs: Inputs) -> None:
     _report_failures(before, final)
 
 
-def _report_failures(counts: Mapping[str, int], final: Path) -> None:
+def _report_failures(counts: Counts, final: Path) -> None:
     if counts["failed"]:
         raise PredictionError(
             f"{counts['failed']} of {counts['images']} images were given up after several tries; "
@@ -171,18 +192,16 @@ def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> 
         watch.note(pool)
 
 
-def sum_up(
-    world: World, folder: Path, final: Path, written: PartFile, settings: Mapping[str, Any], seconds: float
-) -> None:
+def sum_up(world: World, folder: Path, final: Path, written: PartFile, settings: Settings, seconds: float) -> None:
     """Put the ranks' parts together, say what came of it.
 
     Raises:
         PredictionError: some images were given up.
     """
     parts = world.share(world.gather({**written.counts, "before": written.done}))
-    counts = {key: sum(part[key] for part in parts) for key in written.counts}
+    counts = output.together(parts)
     new = counts["images"] - sum(part["before"] for part in parts)
-    rows.put_together(world, folder, final)
+    output.put_together(world, folder, final)
     if world.is_main:
         accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
         write_atomically(
@@ -195,7 +214,7 @@ def sum_up(
     _report_failures(counts, final)
 
 
-def _summary(counts: Mapping[str, int], accuracy: float | None, speed: float, final: Path) -> str:
+def _summary(counts: Counts, accuracy: float | None, speed: float, final: Path) -> str:
     text = f"{counts['images']:,} images labelled, {speed:,.0f} images/s"
     if counts["unreadable"]:
         text += f"; {counts['unreadable']:,} could not be read, their rows say why"

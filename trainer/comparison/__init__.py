@@ -82,14 +82,7 @@ def compare(
         FolderInUseError: the folder holds a comparison, or another run writes there.
         Interrupted: Ctrl-C; the tables hold what was done before.
     """
-    if world.place().launched:
-        raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
-    if not recipe:
-        raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
-    if resume not in (None, "auto"):
-        raise RecipeError(f"resume={resume} must be auto")
-    if resume and not output:
-        raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
+    _check_words(recipe, output, resume)
     swept = entries.parse_sweep(sweep) if sweep else None
     source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
     found = entries.entries(source, words, modes, swept, str(nproc) if nproc else None, plugin)
@@ -110,6 +103,18 @@ def compare(
     with claim(output, name, resume is not None, asked) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
         return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run()
+
+
+def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:
+    """Raises RecipeError where words are missing or contradict each other, before anything is read."""
+    if world.place().launched:
+        raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
+    if not recipe:
+        raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
+    if resume not in (None, "auto"):
+        raise RecipeError(f"resume={resume} must be auto")
+    if resume and not output:
+        raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
 
 
 def _recipe_file(folder: Path, recipe: Recipe) -> str:

@@ -24,7 +24,7 @@ from trainer.errors import (
 )
 from trainer.inference import output, sources
 from trainer.inference.labelling import Labeller
-from trainer.inference.rows import Counts, PartFile, Settings
+from trainer.inference.rows import Counts, PartFile, PredictionSettings
 from trainer.inference.sources import Inputs, Item
 from trainer.inference.trained import Trained, from_checkpoint, published
 from trainer.inference.watching import Watch
@@ -89,7 +89,7 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
     sum_up(world, folder, final, written, settings, time.perf_counter() - begun)
 
 
-def _settings(trained: Trained, inputs: Inputs, me: Place) -> Settings:
+def _settings(trained: Trained, inputs: Inputs, me: Place) -> PredictionSettings:
     """What rows depend on, and what an earlier command must have had too for this one to continue it."""
     recipe, how = trained.recipe, trained.preparation
     return {
@@ -192,7 +192,9 @@ def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> 
         watch.note(pool)
 
 
-def sum_up(world: World, folder: Path, final: Path, written: PartFile, settings: Settings, seconds: float) -> None:
+def sum_up(
+    world: World, folder: Path, final: Path, written: PartFile, settings: PredictionSettings, seconds: float
+) -> None:
     """Put the ranks' parts together, say what came of it.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer.errors import FolderInUseError, SetupError
-from trainer.inference.rows import COUNTS, Counts, Settings, check_settings, header
+from trainer.inference.rows import COUNTS, Counts, PredictionSettings, check_settings, header
 from trainer.processes.world import World, lost_peers, place
 from trainer.saving.files import draft_of, put, read_json, writing
 
@@ -42,7 +42,7 @@ def claim(folder: Path) -> None:
         raise FolderInUseError(f"{folder} holds a training run; choose another output=")
 
 
-def complete(folder: Path, final: Path, settings: Settings) -> Counts | None:
+def complete(folder: Path, final: Path, settings: PredictionSettings) -> Counts | None:
     """The counts of a command that has written all rows already, else None.
 
     Raises:

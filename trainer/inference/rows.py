@@ -41,8 +41,8 @@ class Counts(TypedDict):
     right: int
 
 
-Settings = TypedDict(  # what an earlier command in the folder must have had too
-    "Settings",
+PredictionSettings = TypedDict(  # what an earlier command in the folder must have had too
+    "PredictionSettings",
     {
         "weights": str,
         "images": str,
@@ -69,7 +69,9 @@ class PartFile:
         done: rows that an earlier, stopped command has written.
     """
 
-    def __init__(self, folder: Path, rank: int, kind: str, classes: Sequence[str], settings: Settings) -> None:
+    def __init__(
+        self, folder: Path, rank: int, kind: str, classes: Sequence[str], settings: PredictionSettings
+    ) -> None:
         """Begin, or continue what the same settings have begun.
 
         Raises:
@@ -189,7 +191,7 @@ def header(kind: str) -> str:
     return ",".join(COLUMNS) + "\n" if kind == "csv" else ""
 
 
-def check_settings(folder: Path, before: Mapping[str, Any], settings: Settings) -> None:
+def check_settings(folder: Path, before: Mapping[str, Any], settings: PredictionSettings) -> None:
     """Hold settings against those of an earlier command in the folder.
 
     Raises:

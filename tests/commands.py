@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,11 @@ from tests.warm import Warm
 
 PROJECT = Path(__file__).parent.parent
 QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
+
+
+def digest(path):
+    """SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def environment(**changes):

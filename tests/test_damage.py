@@ -21,9 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import QUIET, ok, result, steps, trainer
+from tests.commands import QUIET, digest, ok, result, steps, trainer
 from trainer.saving import checkpoint
-from trainer.saving.checkpoint import digest
 
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "epochs=2", "save.every_epochs=1"]
 RUN += ["save.every_steps=5", "logging.every_steps=1", "logging.progress=false"]
@@ -179,7 +178,7 @@ def fill(folder, kind, size, trained):
         else:
             tidy(done, {0, 28})
             assert not done.returncode or "disk is full" in done.stderr
-        for path in checkpoint._found(run / "checkpoints"):
+        for path in checkpoint.checkpoints_in(run / "checkpoints"):
             checkpoint.load(path)
         assert not list(run.glob("checkpoints/*.tmp-*"))
         subprocess.run(["mount", "-o", "remount,size=256m", folder], check=True)

@@ -21,7 +21,7 @@ from trainer.launch import launching
 from trainer.processes import interrupts, world
 from trainer.processes.interrupts import leave_now
 from trainer.recipe import checks
-from trainer.recipe.words import split
+from trainer.recipe.words import split_words
 from trainer.saving.files import open_streams
 
 USAGE = """\
@@ -126,7 +126,7 @@ def run(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     """Train here, or in ranks that torch's launcher starts."""
-    own, rest = split(words, LAUNCH_WORDS)
+    own, rest = split_words(words, LAUNCH_WORDS)
     if "checkpoint" in own:
         raise RecipeError("checkpoint= belongs to evaluate; to continue a run type output=runs/x resume=auto")
     chosen = recipe.load(own.get("recipe"), *rest)
@@ -145,7 +145,7 @@ def train(words: Sequence[str]) -> int:
 
 def evaluate(words: Sequence[str]) -> int:
     """Evaluate a trained run in this process, as the rank that the environment says."""
-    own, rest = split(words, LAUNCH_WORDS)
+    own, rest = split_words(words, LAUNCH_WORDS)
     if "checkpoint" not in own:
         raise RecipeError("evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x")
     for key, instead in (("recipe", "the run folder has its own"), ("nproc", "start several ranks with torchrun")):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.comparison import compare, running
-from trainer.comparison.statistics import Difference, mean_and_std, ratios
+from trainer.comparison.significance import Difference, mean_and_std, ratios
 
 PLUGIN = """
 import time

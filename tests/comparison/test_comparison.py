@@ -9,109 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_type_hints
 from zlib import crc32
 
 import pytest
 
 from tests.commands import environment, ok, trainer
+from tests.comparison.listing import SMALL
+from tests.typed import odd
 from trainer import comparison
 from trainer.comparison import comparing, entries, running
-from trainer.comparison.entries import Sweep, parse_modes, parse_sweep
-from trainer.comparison.exactness import batch_dependent, judge
-from trainer.comparison.report import as_text, method, number, spread
-from trainer.comparison.running import choose_length, speed
+from trainer.comparison.comparison_report import ComparisonReport, EntryFigures
+from trainer.comparison.entries import parse_sweep
+from trainer.comparison.tables import as_text, method
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
 from trainer.recipe import MODES, load
-
-SMALL = ["model.name=cnn_gn", "devices=[cpu,cpu]", "batch_size=32", "optimizer.lr=0.01"]
-
-# ------------------------------------------------------------------------------------------------- words -> entries
-
-
-def listed(*words, modes=None, sweep=None, **options):
-    found = entries.entries("digits", [*SMALL, *words], modes, parse_sweep(sweep) if sweep else None, **options)
-    return {entry.name: entry for entry in found}
-
-
-def test_all_seven_modes_run_on_two_cpu_devices(monkeypatch):
-    monkeypatch.setattr("trainer.processes.world.cores", lambda: 4)
-    found = listed()
-    assert list(found) == list(MODES) and not any(entry.problem for entry in found.values())
-    assert {name: (entry.ranks, entry.threads) for name, entry in found.items()} == {
-        "single": (1, 4), "dp": (1, 4), "ddp": (2, 2), "split": (1, 4), "pipeline": (1, 4), "local_sgd": (2, 2),
-        "hogwild": (2, 2),
-    }  # fmt: skip
-    assert "devices=[cpu]" in found["single"].words and "devices=[cpu,cpu]" in found["dp"].words
-    assert "threads=2" in found["ddp"].words and "nproc=2" in found["ddp"].words
-
-
-def test_an_entry_has_words_of_its_own():
-    modes = ["single", "pipeline nproc=2 pipeline.microbatches=4", "ddp batch_size=64"]
-    single, pipeline, ddp = entries.entries("digits", ["devices=[cpu]"], modes, nproc="4")
-    assert (single.ranks, pipeline.ranks, ddp.ranks) == (1, 2, 4)
-    assert ddp.recipe.batch_size == 64 and pipeline.recipe.pipeline.microbatches == 4
-
-
-def test_the_mode_of_the_words():
-    assert list(listed("mode=split")) == ["split"]
-    assert list(listed("mode=split", sweep="seed:[1,2]")) == ["split seed=1", "split seed=2"]
-    assert list(listed(sweep="seed:[1]")) == ["ddp seed=1"]  # the recipe's
-
-
-def test_identical_entries_are_told_apart():
-    assert list(listed(modes=["single", "single"])) == ["single", "single (2)"]
-
-
-def test_what_cannot_run_here_is_an_entry_with_the_reason():
-    found = listed(modes=["single", "ddp batch_size=33"])
-    assert found["single"].problem is None
-    line, code = found["ddp batch_size=33"].problem
-    assert code == 2 and "batch_size=33 does not divide among 2 processes" in line
-
-
-def test_a_sweep_leaves_alone_who_does_not_look_at_its_key():
-    found = listed(modes=["single", "pipeline"], sweep="pipeline.split_size:[4,8]")
-    assert list(found) == ["single", "pipeline pipeline.split_size=4", "pipeline pipeline.split_size=8"]
-    assert [entry.value for entry in found.values()] == [None, 4, 8]
-    assert found["pipeline pipeline.split_size=8"].recipe.pipeline.split_size == 8
-
-
-def test_over_ranks_each_rank_has_the_same_threads(monkeypatch):
-    monkeypatch.setattr("trainer.processes.world.cores", lambda: 4)
-    found = entries.entries("digits", [], ["single", "ddp"], Sweep("nproc", (1, 2)))
-    assert [(e.name, e.ranks, e.threads) for e in found] == [
-        ("single", 1, 2), ("ddp nproc=1", 1, 2), ("ddp nproc=2", 2, 2)
-    ]  # fmt: skip
-    assert ["nproc=1" in found[1].words, "nproc=2" in found[2].words] == [True, True], "not as many as the machine has"
-
-
-def test_threads_that_the_user_gives_stay():
-    found = listed("threads=1", modes=["single", "ddp"])
-    assert [entry.threads for entry in found.values()] == [1, 1] and found["single"].words.count("threads=1") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "values"),
-    [
-        ("pipeline.split_size:[1,3]", "pipeline.split_size", (1, 3)),
-        ("optimizer.lr:[1e-3, 0.1]", "optimizer.lr", ("1e-3", 0.1)),  # YAML 1.1 reads text, the recipe a number
-        ("precision:[fp32,bf16]", "precision", ("fp32", "bf16")),
-        ("compile:[true,false]", "compile", (True, False)),
-        ("augment.crop_scale:[[0.1,1.0],[0.5,1.0]]", "augment.crop_scale", ([0.1, 1.0], [0.5, 1.0])),
-    ],
-)
-def test_a_sweep_of_any_key(text, key, values):
-    sweep = parse_sweep(text)
-    assert (sweep.key, sweep.values) == (key, values)
-    assert len({load("digits", sweep.word(value)).to_yaml() for value in values}) == 2
-
-
-def test_modes_as_a_shell_gives_them():
-    assert parse_modes('[single,"pipeline  nproc=2",ddp precision=bf16]') == [
-        "single", "pipeline nproc=2", "ddp precision=bf16"
-    ]  # fmt: skip
-    assert parse_modes("ddp") == ["ddp"]
-
 
 BAD = [
     (["modes=[sngle]"], "'sngle' is not a mode; did you mean single?"),
@@ -164,77 +76,6 @@ def test_under_torchrun_it_is_refused(monkeypatch):
     with pytest.raises(RecipeError, match="without torchrun"):
         comparison.compare("digits")
 
-
-# ------------------------------------------------------------------------------------------------ lengths and speeds
-
-
-def checked(step, samples=1437, batch=32, synthetic=False):
-    return {
-        "data": {"train_samples": samples, "synthetic": synthetic}, "batch_size": batch, "step_time_s": {"mean": step}
-    }  # fmt: skip
-
-
-def test_a_run_is_as_long_as_its_speed_allows():
-    recipe = load("digits")  # 30 epochs, 10 steps of warm-up
-    assert choose_length(recipe, [checked(0.02), checked(0.01), checked(9)]).steps == 10 + 200  # 4 s of the median
-    assert choose_length(recipe, [checked(30.0)]).steps == 10 + running.FEWEST
-    quick = choose_length(recipe, [checked(1e-4, batch=96)])
-    assert quick.steps == 10 + running.MOST and quick.epochs * (1437 // 96) >= quick.steps
-    assert choose_length(recipe, [checked(0.01)], steps=7).steps == 17
-    assert choose_length(load("resnet50"), [checked(0.01, synthetic=True)]).steps == 20  # the data is missing
-
-
-def test_a_length_that_the_user_gives_stays():
-    recipe = load("digits", "epochs=3")
-    assert choose_length(recipe, [checked(0.01, batch=100)], fixed=True) == running.Length(42, 3, 2)
-
-
-def rows(*windows):
-    ends = [sum(steps for steps, _ in windows[: n + 1]) for n in range(len(windows))]
-    return [{"step": str(end), "samples_per_sec": str(rate)} for end, (_, rate) in zip(ends, windows, strict=True)]
-
-
-def test_the_speed_of_a_run_is_the_median_of_its_windows():
-    calm = [(10, ""), (10, 1000.0), (10, 1010.0), (10, 1020.0), (10, 990.0)]
-    assert speed(rows(*calm, (10, 5.0)), 700.0) == 1000.0  # a burst of something else
-    assert speed(rows(*calm, (200, 900.0)), 700.0) == 900.0  # windows weigh their steps
-    assert speed(rows(*calm), 700.0) == 700.0  # too few
-
-
-# ------------------------------------------------------------------------------------------------------- exactness
-
-
-def test_exactness():
-    found = listed(modes=["single", "ddp", "local_sgd", "ddp precision=bf16", "ddp accumulate=2"])
-    single, ddp, local, half, pieces = found.values()
-    losses = [2.0, 1.5, 1.0]
-
-    def verdict(entry, factor=1.0, parts=(), reference=single):
-        return judge(entry, [factor * loss for loss in losses], reference, losses, parts).verdict
-
-    assert verdict(single) == "reference"
-    assert [verdict(ddp), verdict(pieces, 1.00009), verdict(ddp, 0.99991)] == ["exact"] * 3
-    assert verdict(ddp, 1.001) == "disagrees"
-    assert judge(ddp, [2.0, float("nan"), 1.0], single, losses, ["batch norm"]).verdict == "disagrees"
-    assert verdict(ddp, 1.05, ["batch norm"]) == "differs" and verdict(ddp, 2.1, ["batch norm"]) == "disagrees"
-    assert verdict(local, 1.2) == "other maths"
-    assert verdict(half) == "not compared" and "precision" in judge(half, losses, single, losses, []).text
-    one, two = listed(modes=["single precision=tf32", "ddp precision=tf32"]).values()  # both checked in fp32
-    assert [verdict(two, reference=one), verdict(two, 1.0002, reference=one)] == ["exact", "disagrees"]
-    assert verdict(ddp, reference=None) == "not compared"
-    assert judge(ddp, [], single, losses, []).text == "-"
-
-
-def test_what_depends_on_how_a_batch_is_divided():
-    def parts(name):
-        return batch_dependent(load("digits", f"model.name={name}", "data.channels=3"))
-
-    assert parts("cnn") == parts("resnet18") == ["batch norm"]
-    assert parts("cnn_gn") == parts("vit_tiny") == []
-    assert parts("efficientnet_b0") == ["batch norm", "dropout"] and parts("alexnet") == ["dropout"]
-
-
-# ------------------------------------------------------------------------------------- comparisons without processes
 
 SPEEDS = {"single": 1000.0, "dp": 1000.0, "ddp": 1600.0, "split": 900.0, "pipeline": 1010.0, "local_sgd": 1700.0}
 
@@ -293,6 +134,16 @@ def machine(monkeypatch, tmp_path):
 def compared(*modes, **options):
     report = comparison.compare("digits", modes, words=SMALL, output="out", **{"repeats": 3, "steps": 40, **options})
     return report, {row["entry"]: row for row in report["entries"]}
+
+
+def test_a_comparison_is_what_its_type_tells(machine, tmp_path):
+    machine.faults["split", 1] = 5
+    report, table = compared("single", "ddp", "split", "hogwild sync_bn=true", sweep="seed:[1,2]")
+    assert odd(report, ComparisonReport) == []
+    assert table["ddp seed=1"]["compared"] and table["split seed=1"]["error"] and report["pairs"]
+    kept = json.loads((tmp_path / "out/compare.json").read_text())
+    assert kept.keys() == ComparisonReport.__annotations__.keys()
+    assert all(row.keys() == get_type_hints(EntryFigures).keys() for row in kept["entries"])
 
 
 def test_repeats_are_interleaved_after_a_check(machine):
@@ -400,13 +251,6 @@ def test_models_that_a_sweep_changes_are_judged_each_by_its_parts():
     assert list(comparing._parts(found).values()) == [[], ["batch norm"]]
 
 
-def test_averaging_between_steps_counts():
-    assert running.in_steps(
-        {"seconds_in": {"steps": 6.0, "averaging": 2.0, "start-up": 2.0}, "verdict": None}
-    ) == pytest.approx(0.75)
-    assert running.in_steps({"seconds_in": {"steps": 1.0}}) == 1.0
-
-
 def test_runs_without_a_speed_are_an_error(machine, tmp_path):
     machine.timed = False
     with pytest.raises(RecipeError, match="no run was long enough"):
@@ -506,25 +350,6 @@ def test_a_recipe_of_the_python_api(machine, tmp_path):
     assert head.endswith("| predicted |") and single.endswith("| 1,234 |") and split.endswith("| - |")
 
 
-def test_numbers_for_people():
-    assert [number(value) for value in (1234.5, 99.94, 12.345, 1.5)] == ["1,234", "99.9", "12.3", "1.5"]
-    assert spread(1709.2, 28.44) == "1,709 +- 28" and spread(1.53, 0.046) == "1.53 +- 0.05"
-
-
-# --------------------------------------------------------------------------------------------------- the real thing
-
-
-def test_the_last_line_of_a_run_that_failed(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("epoch 1\ntrainer: error: no data\n")
-    assert running.last_line(log, 3) == "no data"
-    log.write_text("Traceback\n  file\nValueError: odd\n\n")
-    assert running.last_line(log, 1) == "ValueError: odd"
-    assert running.last_line(log, -signal.SIGKILL) == "killed by SIGKILL"
-    log.write_text("")
-    assert "exit code 1" in running.last_line(log, 1)
-
-
 def test_through_the_command_line(full, tmp_path):
     """All seven modes in the full count; in the fast tests two of one process, and one that cannot run."""
     modes = MODES if full else ("single", "split")
@@ -562,17 +387,3 @@ def test_ctrl_c_ends_the_run_under_way(tmp_path):
     assert started.returncode == 130, out + err
     assert "resume=auto" in err and err.count("\n") == 1
     assert json.loads((tmp_path / "out/compare.json").read_text())["status"] == "interrupted"
-
-
-def test_other_programs_are_noticed():
-    """A child that is still running is another program: only ended ones are known to be ours."""
-    from trainer.comparison.machine import Others
-
-    others = Others()
-    if others.cores() is None:
-        pytest.skip("the kernel does not tell, or this process may use only a part of the cores")
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
-        time.sleep(1)
-        seen, words = others.cores(), others.words()
-        spinning.kill()
-    assert seen > 0.3 and "other programs kept" in words[0]

@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 from trainer.data import Datasets, ImageSet, LabelledSource, datasets, downloads, open_datasets, register_dataset
 from trainer.data.images import jpeg_size
 from trainer.errors import RecipeError, SetupError
-from trainer.inference.sources import files
+from trainer.inference.sources import image_files
 from trainer.recipe import load
 from trainer.recipe.checks import DATASETS
 
@@ -157,7 +157,7 @@ def test_postscript_is_no_image_and_a_link_back_is_not_followed(folder):
         (folder / split / "elsewhere").symlink_to(folder / split / "bee")
     found = opened("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
     assert found.classes == ("ant", "bee", "elsewhere") and len(found.train) == 9
-    assert [os.path.basename(item.path) for item in files(str(folder / "val" / "ant"), ()).items] == [
+    assert [os.path.basename(item.path) for item in image_files(str(folder / "val" / "ant"), ()).items] == [
         "0.jpg",
         "1.jpg",
         "2.jpg",

@@ -9,7 +9,7 @@ import pytest
 
 import trainer
 from trainer.recipe import MODES, TRAITS, Traits, load
-from trainer.recipe.traits import Mode, table
+from trainer.recipe.traits import Mode, readme_table
 
 HOME = Path(trainer.__file__).parent
 MODULES = [path for path in sorted(HOME.rglob("*.py")) if path.relative_to(HOME).parts[0] != "modes"]
@@ -111,4 +111,4 @@ def test_processes(words, processes):
 
 
 def test_the_readme_has_this_table():
-    assert table() in (HOME.parent / "README.md").read_text()
+    assert readme_table() in (HOME.parent / "README.md").read_text()

@@ -26,7 +26,7 @@ from trainer.planning import plan
 from trainer.pool.checks import check_devices
 from trainer.processes.world import Place, World
 from trainer.recipe import ModelRecipe, load
-from trainer.telemetry.verdict import Measured, Setting, judge
+from trainer.telemetry.verdict import Setting, StepParts, judge
 from trainer.training.speed_test import speed_recipe
 
 CARD = torch.device("cuda", 0)
@@ -163,7 +163,7 @@ def everywhere(folder):
         for mode, nproc in (("dp", None), ("ddp", 2), ("pipeline", None)):
             recipe = load(None, *runs.BASE.split(), f"mode={mode}").replace(model__name="mlp")
             assert plan(recipe, nproc, every=mode == "dp")
-            for measured in (Measured(1.0), Measured(1.0, communication=0.5)):
+            for measured in (StepParts(1.0), StepParts(1.0, communication=0.5)):
                 judge(measured, {"steps": 1.0}, recipe, Setting(nproc or 1, gpu=True))
 
 

@@ -26,7 +26,7 @@ from trainer.pool.transport import pack, pack_rows
 from trainer.pool.worker import Caller
 from trainer.processes.world import Place, World
 from trainer.recipe import ModelRecipe, load
-from trainer.telemetry.metrics import Ledger, StepTimer, Stopwatch
+from trainer.telemetry.clocks import Ledger, StepTimer, Stopwatch
 
 CARD = torch.device("cuda", 0)
 ROWS = 8
@@ -180,7 +180,7 @@ def copied(machine):
 USES = {
     "models/balance.py": [costs],
     "data/copies.py": [copied],
-    "telemetry/metrics.py": [timed, communicated, probed],
+    "telemetry/clocks.py": [timed, communicated, probed],
     "planning/probe.py": [probed],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],

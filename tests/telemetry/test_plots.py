@@ -22,13 +22,13 @@ BARS = [Bar(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (CPU stand-i
 def drawn(monkeypatch):
     """The figure behind the picture."""
     figures = []
-    save = plots.save
+    save = plots.save_picture
 
     def keep(figure, path):
         save(figure, path)
         figures.append(figure)
 
-    monkeypatch.setattr(plots, "save", keep)
+    monkeypatch.setattr(plots, "save_picture", keep)
     return figures
 
 

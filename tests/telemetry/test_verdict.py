@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from tests.commands import PROJECT
+from tests.typed import odd
 from trainer.recipe import load
 from trainer.telemetry import verdict
-from trainer.telemetry.verdict import Measured, Setting, judge, shares
+from trainer.telemetry.verdict import PARTS, Setting, StepParts, VerdictFigures, judge, shares
 
 RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
 
@@ -17,7 +21,7 @@ def no_bf16(monkeypatch):
 
 
 def test_shares_add_up_to_one():
-    parts = shares(Measured(1.0, data=0.1, optimizer=0.05, logging=0.05, communication=0.2, bubble=0.25))
+    parts = shares(StepParts(1.0, data=0.1, optimizer=0.05, logging=0.05, communication=0.2, bubble=0.25))
     assert parts == pytest.approx(
         {"data": 0.1, "compute": 0.4, "communication": 0.2, "bubble": 0.2, "optimizer": 0.05, "logging": 0.05}
     )
@@ -25,7 +29,7 @@ def test_shares_add_up_to_one():
 
 
 def test_parts_that_overlap_never_exceed_the_step():
-    parts = shares(Measured(1.0, data=0.8, optimizer=0.5, communication=3.0))
+    parts = shares(StepParts(1.0, data=0.8, optimizer=0.5, communication=3.0))
     assert parts["data"] == 0.8 and parts["optimizer"] == pytest.approx(0.2) and parts["compute"] == 0
     assert sum(parts.values()) == pytest.approx(1)
 
@@ -33,53 +37,53 @@ def test_parts_that_overlap_never_exceed_the_step():
 @pytest.mark.parametrize(
     ("words", "measured", "setting", "bound", "overrides"),
     [
-        (["mode=single"], Measured(1, data=0.61), Setting(cores=8, workers=4), "data", ["data.workers=8"]),
-        (["mode=single"], Measured(1, data=0.61), Setting(cores=8, workers=8), "data", ["data.workers=16"]),
-        (["mode=single"], Measured(1, data=0.61), Setting(cores=8, workers=16), "data", []),
-        (["mode=single", "augment.auto=rand"], Measured(1, data=0.5), Setting(), "data", ["augment.auto=none"]),
-        (["mode=single"], Measured(1, data=0.5), Setting(), "data", ["batch_size=256"]),
+        (["mode=single"], StepParts(1, data=0.61), Setting(cores=8, workers=4), "data", ["data.workers=8"]),
+        (["mode=single"], StepParts(1, data=0.61), Setting(cores=8, workers=8), "data", ["data.workers=16"]),
+        (["mode=single"], StepParts(1, data=0.61), Setting(cores=8, workers=16), "data", []),
+        (["mode=single", "augment.auto=rand"], StepParts(1, data=0.5), Setting(), "data", ["augment.auto=none"]),
+        (["mode=single"], StepParts(1, data=0.5), Setting(), "data", ["batch_size=256"]),
         (
             ["mode=ddp"],
-            Measured(1, communication=0.4),
+            StepParts(1, communication=0.4),
             Setting(4),
             "communication",
             ["batch_size=256", "mode=local_sgd local_sgd.every=20"],
         ),
         (
             ["mode=local_sgd", "local_sgd.every=4"],
-            Measured(1, communication=0.4),
+            StepParts(1, communication=0.4),
             Setting(4),
             "communication",
             ["local_sgd.every=8"],
         ),
         (
             ["mode=pipeline", "pipeline.cuts=[a]", "pipeline.microbatches=4"],
-            Measured(1, bubble=0.4, busy=[0.2, 1.0]),
+            StepParts(1, bubble=0.4, busy=[0.2, 1.0]),
             Setting(2),
             "bubble",
             ["pipeline.cuts=auto", "pipeline.microbatches=auto"],
         ),
         (
             ["mode=pipeline", "pipeline.cuts=[a]", "pipeline.microbatches=4"],
-            Measured(1, bubble=0.4, busy=[0.6, 0.6]),
+            StepParts(1, bubble=0.4, busy=[0.6, 0.6]),
             Setting(2),
             "bubble",
             ["pipeline.microbatches=auto", "pipeline.cuts=auto"],
         ),
-        (["mode=pipeline"], Measured(1, bubble=0.3), Setting(2), "bubble", ["batch_size=256", "mode=ddp"]),
-        (["mode=split"], Measured(1, bubble=0.5), Setting(), "bubble", ["mode=pipeline"]),
-        (["mode=pipeline"], Measured(1, bubble=0.3), Setting(2, images=200), "bubble", ["mode=ddp"]),
-        (["ema=0.9"], Measured(1, optimizer=0.4), Setting(), "optimizer", ["batch_size=256", "ema=null"]),
-        (["logging.every_steps=1"], Measured(1, logging=0.4), Setting(), "logging", ["logging.every_steps=10"]),
-        (["mode=single"], Measured(1, data=0.1), Setting(), "compute", []),
+        (["mode=pipeline"], StepParts(1, bubble=0.3), Setting(2), "bubble", ["batch_size=256", "mode=ddp"]),
+        (["mode=split"], StepParts(1, bubble=0.5), Setting(), "bubble", ["mode=pipeline"]),
+        (["mode=pipeline"], StepParts(1, bubble=0.3), Setting(2, images=200), "bubble", ["mode=ddp"]),
+        (["ema=0.9"], StepParts(1, optimizer=0.4), Setting(), "optimizer", ["batch_size=256", "ema=null"]),
+        (["logging.every_steps=1"], StepParts(1, logging=0.4), Setting(), "logging", ["logging.every_steps=10"]),
+        (["mode=single"], StepParts(1, data=0.1), Setting(), "compute", []),
         (
             ["mode=single", "channels_last=false"],
-            Measured(1),
+            StepParts(1),
             Setting(gpu=True),
             "compute",
             ["channels_last=true", "precision=bf16", "compile=true"],
         ),
-        (["mode=dp"], Measured(1), Setting(gpu=True), "compute", ["precision=bf16"]),  # dp refuses compile
+        (["mode=dp"], StepParts(1), Setting(gpu=True), "compute", ["precision=bf16"]),  # dp refuses compile
     ],
 )
 def test_bound_and_what_to_try(words, measured, setting, bound, overrides):
@@ -94,40 +98,46 @@ def test_sentences():
     def said(measured, setting=None, words=("mode=single",), run=RUN):
         return judge(measured, run, load(None, *words), setting or Setting()).sentence
 
-    assert said(Measured(1, data=0.61), Setting(cores=8, workers=4)) == (
+    assert said(StepParts(1, data=0.61), Setting(cores=8, workers=4)) == (
         "61% of the step waits for images: try data.workers=8"
     )
-    uneven = said(Measured(1, bubble=0.4, busy=[0.2, 1.0]), Setting(2), ("mode=pipeline", "pipeline.cuts=[a]"))
+    uneven = said(StepParts(1, bubble=0.4, busy=[0.2, 1.0]), Setting(2), ("mode=pipeline", "pipeline.cuts=[a]"))
     assert uneven == (
         "40% of the devices' time in a step is idle, waiting for other stages: stage 1 works 1.7 times as long as the "
         "mean stage. Try pipeline.cuts=auto"
     )
-    assert said(Measured(1), run={"steps": 2.0, "evaluation": 6.0}).endswith(
+    assert said(StepParts(1), run={"steps": 2.0, "evaluation": 6.0}).endswith(
         "Steps are only 25% of this run: evaluation takes 75%"
     )
 
 
 def test_few_images_a_gpu_are_told():
     recipe = load(None, "batch_size=256", "optimizer.lr=0.1", "precision=bf16", "compile=true")
-    found = judge(Measured(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
+    found = judge(StepParts(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
     assert found.overrides == ("batch_size=1024 optimizer.lr=0.4",) and "a GPU gets 32 images" in found.sentence
-    assert not judge(Measured(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")
-    assert judge(Measured(1), RUN, recipe, Setting(4, gpu=True)).overrides == ()
+    assert not judge(StepParts(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")
+    assert judge(StepParts(1), RUN, recipe, Setting(4, gpu=True)).overrides == ()
 
 
 def test_what_could_not_be_measured_is_said():
     recipe = load(None, "mode=ddp")
-    short = judge(Measured(1, communication=None), RUN, recipe, Setting(2))
+    short = judge(StepParts(1, communication=None), RUN, recipe, Setting(2))
     assert short.bound == "compute" and "communication was not measured" in short.sentence
-    most = judge(Measured(1, communication=0.3, at_most=True), RUN, recipe, Setting(2))
+    most = judge(StepParts(1, communication=0.3, at_most=True), RUN, recipe, Setting(2))
     assert most.bound == "compute" and "up to 30% of that may be communication" in most.sentence
     assert most.step["communication"] == 0
 
 
+def test_the_readme_names_the_parts_of_a_step():
+    text = " ".join((PROJECT / "README.md").read_text().split())
+    listed = re.search(r"the step's shares of waiting for ([^;]*?), and the run's shares", text)[1]
+    named = {"compute": "computing", "communication": "communication that nothing hides"}
+    *most, last = (named.get(part, part) for part in PARTS)
+    assert listed == f"{', '.join(most)} and {last}"
+
+
 def test_written_forms():
-    found = judge(Measured(0.25, data=0.1), RUN, load(None), Setting(), probe_seconds=0.02)
-    assert set(found.to_dict()) == {
-        "bound", "sentence", "try", "step", "run", "step_seconds", "unmeasured", "probe_seconds",
-    }  # fmt: skip
+    found = judge(StepParts(0.25, data=0.1), RUN, load(None), Setting(), probe_seconds=0.02)
+    assert odd(found.to_dict(), VerdictFigures) == [] and (*found.step,) == PARTS
     assert found.to_dict()["run"] == pytest.approx({"steps": 0.9, "start-up": 0.04, "evaluation": 0.06})
     assert "| part of a step (250 ms) | share |" in found.to_markdown() and "| data | 40.0% |" in found.to_markdown()

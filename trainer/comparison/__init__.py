@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.comparison import entries
 from trainer.comparison.comparing import Comparison
+from trainer.comparison.comparison_report import Asked, ComparisonReport
 from trainer.comparison.folder import claim
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes import world
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
-from trainer.recipe.words import split
+from trainer.recipe.words import split_words
 from trainer.saving.run_folder import write_atomically
 
 __all__ = ["command", "compare"]
@@ -27,7 +27,7 @@ __all__ = ["command", "compare"]
 
 def command(words: Sequence[str]) -> int:
     """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
-    own, rest = split(words, entries.OWN_WORDS)
+    own, rest = split_words(words, entries.OWN_WORDS)
     report = compare(
         own.get("recipe", ""),
         entries.parse_modes(own["modes"]) if "modes" in own else None,
@@ -61,7 +61,7 @@ def compare(
     resume: str | None = None,
     steps: int | None = None,
     predicted: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
+) -> ComparisonReport:
     """Run every entry several times in fresh processes and return what compare.json holds.
 
     Args:
@@ -82,21 +82,14 @@ def compare(
         FolderInUseError: the folder holds a comparison, or another run writes there.
         Interrupted: Ctrl-C; the tables hold what was done before.
     """
-    if world.place().launched:
-        raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
-    if not recipe:
-        raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
-    if resume not in (None, "auto"):
-        raise RecipeError(f"resume={resume} must be auto")
-    if resume and not output:
-        raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
+    _check_words(recipe, output, resume)
     swept = entries.parse_sweep(sweep) if sweep else None
     source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
     found = entries.entries(source, words, modes, swept, str(nproc) if nproc else None, plugin)
     base = load_recipe(source, *words)
     name = recipe.name if isinstance(recipe, Recipe) else base.name
     launching.load_plugin(plugin)
-    asked = {
+    asked: Asked = {
         "recipe": recipe if isinstance(recipe, str) else base.to_dict(),
         "modes": list(modes) if modes is not None else None,
         "words": sorted(words),
@@ -110,6 +103,18 @@ def compare(
     with claim(output, name, resume is not None, asked) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
         return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run()
+
+
+def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:
+    """Raises RecipeError where words are missing or contradict each other, before anything is read."""
+    if world.place().launched:
+        raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
+    if not recipe:
+        raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
+    if resume not in (None, "auto"):
+        raise RecipeError(f"resume={resume} must be auto")
+    if resume and not output:
+        raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
 
 
 def _recipe_file(folder: Path, recipe: Recipe) -> str:

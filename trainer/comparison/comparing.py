@@ -8,15 +8,15 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.comparison import pictures, report, running, statistics, table
+from trainer.comparison import pictures, results, running, significance, tables
+from trainer.comparison.comparison_report import Asked, ComparisonReport
+from trainer.comparison.conditions import Others, this_machine
 from trainer.comparison.entries import Entry, Sweep
 from trainer.comparison.exactness import batch_dependent
 from trainer.comparison.folder import previous
-from trainer.comparison.machine import Others, machine
 from trainer.comparison.predictions import predictions
 from trainer.comparison.running import Failed, Length, Repeats, Runner
 from trainer.errors import Interrupted
@@ -35,7 +35,7 @@ class Comparison:
         base: Recipe,
         entries: list[Entry],
         sweep: Sweep | None,
-        asked: dict[str, Any],
+        asked: Asked,
         word: str,
         predicted: Mapping[str, float],
     ) -> None:
@@ -44,7 +44,7 @@ class Comparison:
         self.runner = Runner(folder, word, asked["plugin"])
         self.rows = [Repeats(error=entry.problem) for entry in entries]
         self.parts = _parts(entries)
-        self.repeats: int = asked["repeats"] or statistics.LOOKS[0]  # so far
+        self.repeats: int = asked["repeats"] or significance.LOOKS[0]  # so far
         kept: Any = previous(folder).get("length")
         whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
         whole = whole and all(isinstance(number, int) and number > 0 for number in kept.values())
@@ -52,7 +52,7 @@ class Comparison:
         self.begun, self.others = time.perf_counter(), Others()
         self.able, self.done = sum(row.error is None for row in self.rows), 0  # entries, runs
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> ComparisonReport:
         """From the checks to the pictures."""
         status = "failed"
         try:
@@ -64,7 +64,7 @@ class Comparison:
             raise Interrupted(f"stopped by Ctrl-C; what was done is in {self.folder}: continue with {where}") from None
         finally:
             found = self._write(status)
-            _say("\n" + report.as_text(found, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+            _say("\n" + tables.as_text(found, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
             files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(found))]
             _say(f"  tables   {', '.join(files)}")
             _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
@@ -93,20 +93,20 @@ class Comparison:
     def _rounds(self) -> Iterator[int]:
         """As many as were asked for; else some, and more as long as a difference that matters could hide."""
         yield from range(1, self.repeats + 1)
-        for enough in () if self.asked["repeats"] else statistics.LOOKS[1:]:
-            hiding = statistics.unclear(
-                table.sound(*table.rows(self.entries, self.rows, self.parts, {}, self._error()))
+        for enough in () if self.asked["repeats"] else significance.LOOKS[1:]:
+            hiding = significance.unclear(
+                results.sound(*results.tabulate(self.entries, self.rows, self.parts, {}, self._error()))
             )
             if not hiding:
                 return
             pair = f"{hiding[0].second} and {hiding[0].first}"
-            _say(f"a difference of {statistics.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
+            _say(f"a difference of {significance.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
             done, self.repeats = self.repeats, enough
             yield from range(done + 1, enough + 1)
 
     def _error(self) -> float:
         """Every look may err."""
-        return statistics.ERROR / (1 if self.asked["repeats"] else len(statistics.LOOKS))
+        return significance.ERROR / (1 if self.asked["repeats"] else len(significance.LOOKS))
 
     def _both(self) -> Iterator[tuple[Entry, Repeats]]:
         return zip(self.entries, self.rows, strict=True)
@@ -128,11 +128,11 @@ class Comparison:
             begun = time.perf_counter()
             try:
                 if repeat == 0:
-                    running.check(self.runner, entry, rows)
+                    running.run_check(self.runner, entry, rows)
                 elif self.length is not None:
-                    running.timed(self.runner, entry, rows, repeat, self.length)
+                    running.run_timed(self.runner, entry, rows, repeat, self.length)
                 speed = rows.speeds.get(repeat)
-                news = f"{report.number(speed)} images/s" if speed else "done"
+                news = f"{tables.number(speed)} images/s" if speed else "done"
             except Failed as error:
                 rows.error = (str(error), error.code)
                 news = f"exit {error.code}: {error}"
@@ -141,16 +141,16 @@ class Comparison:
             what = f"repeat {repeat}" if repeat else "check of the losses"
             _say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s")
 
-    def _write(self, status: str) -> dict[str, Any]:
+    def _write(self, status: str) -> ComparisonReport:
         """The tables, with what there is so far."""
-        rows, pairs = table.rows(self.entries, self.rows, self.parts, self.predicted, self._error())
-        results = [result for row in self.rows for result in row.results.values()]
-        found = {
+        rows, pairs = results.tabulate(self.entries, self.rows, self.parts, self.predicted, self._error())
+        runs = [result for row in self.rows for result in row.results.values()]
+        found: ComparisonReport = {
             "recipe": self.name,
             "status": status,
             "command": self._command(),
             "asked": self.asked,
-            "length": asdict(self.length) if self.length else None,
+            "length": self.length.to_dict() if self.length else None,
             "repeats": max((row["repeats"] for row in rows), default=0),
             "steps": self.length.steps if self.length else None,
             "warmup_steps": self.base.logging.warmup_steps,
@@ -159,16 +159,16 @@ class Comparison:
             "sweep": {"key": self.sweep.key, "values": list(self.sweep.values)} if self.sweep else None,
             "entries": rows,
             "pairs": pairs,
-            "conclusion": [*table.conclusion(rows, pairs), *self.others.words()],
+            "conclusion": [*results.conclusion(rows, pairs), *self.others.words()],
             "other_programs_cores": self.others.cores(),
-            "machine": machine(),
-            "versions": results[0]["versions"] if results else {},
+            "machine": this_machine(),
+            "versions": runs[0]["versions"] if runs else {},
             "seconds": time.perf_counter() - self.begun,
         }
-        report.write(self.folder, found)
+        tables.write_tables(self.folder, found)
         return found
 
-    def _draw(self, found: dict[str, Any]) -> list[Path]:
+    def _draw(self, found: ComparisonReport) -> list[Path]:
         """Pictures must not hide what came before them."""
         try:
             made = pictures.draw(self.folder, found, self.entries, self.sweep)
@@ -183,7 +183,8 @@ class Comparison:
         words = [self.runner.first[0]]
         if asked["modes"] is not None:
             words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
-        words += [f"{key}={asked[key]}" for key in ("sweep", "nproc", "plugin", "steps", "repeats") if asked[key]]
+        own = {"sweep": asked["sweep"], "nproc": asked["nproc"], "plugin": asked["plugin"], "steps": asked["steps"]}
+        words += [f"{key}={value}" for key, value in {**own, "repeats": asked["repeats"]}.items() if value]
         return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from trainer.comparison.comparison_report import ExactnessFigures
 from trainer.comparison.entries import Entry
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe, changed_keys
@@ -34,8 +35,11 @@ class Exactness:
     text: str
     deviation: float | None = None
 
+    def to_dict(self) -> ExactnessFigures:
+        return {"verdict": self.verdict, "text": self.text, "deviation": self.deviation}
 
-def judge(
+
+def exactness_of(
     entry: Entry,
     losses: Sequence[float],
     reference: Entry | None,

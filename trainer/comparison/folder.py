@@ -7,11 +7,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.comparison.comparison_report import Asked
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.saving.files import usable_json
 from trainer.saving.run_folder import write_atomically
@@ -20,7 +21,7 @@ FREE = ("repeats",)  # of what was asked, a continued comparison may change
 
 
 @contextmanager
-def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any]) -> Iterator[Path]:
+def claim(output: str | None, name: str, resume: bool, asked: Asked) -> Iterator[Path]:
     """The comparison's folder, held under a lock.
 
     Raises:
@@ -51,7 +52,8 @@ def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any])
             raise FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
         if used and before is None:
             raise FolderInUseError(f"{path} holds something else than a comparison; choose another output=")
-        changed = [key for key in asked if before and key not in FREE and before.get(key) != asked[key]]
+        now = dict(asked)
+        changed = [key for key in now if before and key not in FREE and before.get(key) != now[key]]
         if before and changed:
             key = changed[0]
             if key == "settings":
@@ -59,10 +61,10 @@ def claim(output: str | None, name: str, resume: bool, asked: Mapping[str, Any])
                     f"resume=auto: {path} compares another recipe, it was changed; choose another output="
                 )
             raise RecipeError(
-                f"resume=auto: {path} compares with {key} {before.get(key)}, not {asked[key]}; "
+                f"resume=auto: {path} compares with {key} {before.get(key)}, not {now[key]}; "
                 "put it back or choose another output="
             )
-        write_atomically(path / "compare.json", json.dumps({**previous(path), "asked": dict(asked)}, indent=2) + "\n")
+        write_atomically(path / "compare.json", json.dumps({**previous(path), "asked": now}, indent=2) + "\n")
         yield path
     finally:
         os.close(lock)

@@ -5,31 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from trainer.comparison.comparison_report import ComparisonReport, EntryFigures
 from trainer.comparison.entries import Entry, Sweep
-from trainer.comparison.report import as_markdown, columns
+from trainer.comparison.tables import as_markdown, columns
 from trainer.telemetry import plots
-from trainer.telemetry.events import Events
-from trainer.telemetry.events import read_events as read_file
+from trainer.telemetry.events import Events, read_events
 
 Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 SPEED = "images per second"
 
 
-def draw(folder: Path, report: Mapping[str, Any], entries: Sequence[Entry], sweep: Sweep | None) -> list[Path]:
+def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry], sweep: Sweep | None) -> list[Path]:
     """Every picture that there is something to show in; returns their paths."""
     rows = report["entries"]
     title = f"{report['recipe']}, global batch {report['batch_size']}"
     made = [_bars(folder / "compare.png", rows, title), _memory(folder / "memory.png", rows, title)]
     if sweep:
         made.append(_sweep(folder / "sweep.png", rows, entries, sweep, title))
-    learnt = {entry.name: read_events(folder / "tensorboard" / entry.slug) for entry in entries}
+    learnt = {entry.name: curves_of(folder / "tensorboard" / entry.slug) for entry in entries}
     made += _learning(folder, {name: curves for name, curves in learnt.items() if curves}, title)
     return [path for path in made if path.exists()]
 
 
-def _bars(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Path:
+def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
     bars = []
     for row, cells in zip(rows, columns(rows)[1:], strict=True):
         speed, ratio = row["samples_per_sec"], row["ratio"]
@@ -43,12 +42,12 @@ def _bars(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Path:
     return path
 
 
-def _repeats(rows: Sequence[Mapping[str, Any]]) -> str:
+def _repeats(rows: Sequence[EntryFigures]) -> str:
     most = max((row["repeats"] for row in rows), default=0)
     return f"{most} repeat{'s' * (most != 1)}"
 
 
-def _memory(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Path:
+def _memory(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
     bars = []
     for row in rows:
         sizes = [size / 2**30 for size in row["peak_memory_bytes"].values()]
@@ -58,7 +57,7 @@ def _memory(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Path:
     return path
 
 
-def _sweep(path: Path, rows: Sequence[Mapping[str, Any]], entries: Sequence[Entry], sweep: Sweep, title: str) -> Path:
+def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], sweep: Sweep, title: str) -> Path:
     series: dict[str, list[plots.Point]] = {}
     for row, entry in zip(rows, entries, strict=True):
         if row["samples_per_sec"]:
@@ -105,12 +104,12 @@ def _falls_far(curves: Iterable[Curve]) -> bool:
     return 0 < min(values) < max(values) / 50
 
 
-def read_events(folder: Path) -> dict[str, Curve]:
+def curves_of(folder: Path) -> dict[str, Curve]:
     """A run's TensorBoard values by tag."""
     found: dict[str, Curve] = {}
     begun = None
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        for event in read_file(path):
+        for event in read_events(path):
             begun = begun or event.wall_time
             for value in event.summary.value:
                 if value.HasField("simple_value"):
@@ -121,7 +120,7 @@ def read_events(folder: Path) -> dict[str, Curve]:
     return found
 
 
-def to_tensorboard(folder: Path, report: Mapping[str, Any], entries: Sequence[Entry], pictures: Sequence[Path]) -> None:
+def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Entry], pictures: Sequence[Path]) -> None:
     """The table as text and the pictures as images; beside each entry's curves its speed in every repeat."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainer.comparison.comparison_report import LengthFigures
 from trainer.comparison.entries import Entry
 from trainer.errors import SetupError, TrainerError
 from trainer.launch import launching
@@ -57,6 +58,9 @@ class Length:
     epochs: int
     every: int
 
+    def to_dict(self) -> LengthFigures:
+        return {"steps": self.steps, "epochs": self.epochs, "every": self.every}
+
     def words(self) -> dict[str, str]:
         return {"max_steps": str(self.steps), "epochs": str(self.epochs), "logging.every_steps": str(self.every)}
 
@@ -96,7 +100,7 @@ class Runner:
         code = execute([sys.executable, "-m", "trainer", *command, f"output={path}"], log, environment)
         done = finished(path, command)
         if code != 0 or done is None:
-            raise Failed(last_line(log, code), code if code > 0 else 128 - code if code < 0 else 1)
+            raise Failed(failure_line(log, code), code if code > 0 else 128 - code if code < 0 else 1)
         with writing(self.folder):
             self._tidy(path, repeat)
         return done
@@ -123,7 +127,7 @@ class Failed(TrainerError):
         self.code = code
 
 
-def check(runner: Runner, entry: Entry, rows: Repeats) -> None:
+def run_check(runner: Runner, entry: Entry, rows: Repeats) -> None:
     """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
     steps = min(CHECKED_STEPS, entry.recipe.max_steps or CHECKED_STEPS)
     words = {"max_steps": str(steps), "logging.every_steps": "1", "logging.tensorboard": "false"}
@@ -132,7 +136,7 @@ def check(runner: Runner, entry: Entry, rows: Repeats) -> None:
     rows.losses = [float(row["train_loss"]) for row in steps_of(runner.path(entry, 0))]
 
 
-def timed(runner: Runner, entry: Entry, rows: Repeats, repeat: int, length: Length) -> None:
+def run_timed(runner: Runner, entry: Entry, rows: Repeats, repeat: int, length: Length) -> None:
     """A run that counts; what the user's words say of its length and logging goes before `length`."""
     own = {word.partition("=")[0]: word.partition("=")[2] for word in entry.words}
     result = runner.run(entry, repeat, merged(entry.words, {**QUIET, **length.words(), **own}))
@@ -252,7 +256,7 @@ def execute(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
                 child.wait()
 
 
-def last_line(log: Path, code: int) -> str:
+def failure_line(log: Path, code: int) -> str:
     """What a failed run said last: its error's line, or that of a traceback."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("trainer: error: ")]

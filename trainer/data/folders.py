@@ -23,7 +23,7 @@ from trainer.errors import CheckpointError, SetupError
 from trainer.recipe import Recipe
 from trainer.recipe.checks import torchvision_classifiers
 from trainer.saving import files
-from trainer.saving.checkpoint import read_weights
+from trainer.saving.weights import read_weights
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 2**30

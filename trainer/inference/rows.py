@@ -1,59 +1,88 @@
-"""predictions.csv or .jsonl: written in order, continued after a stop, complete under its name or not there.
-
-While a rank works, its rows are in part-<rank>; at the end rank 0 puts the parts together.
-"""
+"""Rows of predictions, written in order and continued after a stop: while a rank works they are in part-<rank>."""
 
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-import torch
-
-from trainer.errors import FolderInUseError, SetupError
+from trainer.errors import FolderInUseError
 from trainer.inference.labelling import Labels
-from trainer.inference.sources import Item, one_line
-from trainer.processes.world import World, lost_peers, place
-from trainer.saving.files import draft_of, put, read_json, remove, writing
+from trainer.inference.sources import Item, without_line_ends
+from trainer.saving.files import read_json, remove, writing
 from trainer.saving.run_folder import write_atomically
 
-COLUMNS = ("path", "class", "probability", "top5", "label", "error")
-COUNTS = ("images", "unreadable", "failed", "labelled", "right")
+LabelledImage = TypedDict(  # a row
+    "LabelledImage",
+    {
+        "path": str,
+        "class": str | None,
+        "probability": float | None,
+        "top5": list[tuple[str, float]] | None,  # classes and their probabilities
+        "label": str | None,  # the class that it is known to have
+        "error": str | None,
+    },
+)
+
+
+class Counts(TypedDict):
+    """Rows in all, unreadable images, rows given up, labelled ones, and those whose class is right."""
+
+    images: int
+    unreadable: int
+    failed: int
+    labelled: int
+    right: int
+
+
+PredictionSettings = TypedDict(  # what an earlier command in the folder must have had too
+    "PredictionSettings",
+    {
+        "weights": str,
+        "images": str,
+        "data.root": str | None,
+        "number": int | None,
+        "image_size": int,
+        "normalisation": list[list[float]],
+        "ranks": int,
+        "format": str,
+        "batch_size": int | None,
+        "precision": str,
+    },
+)
+COLUMNS, COUNTS = tuple(LabelledImage.__annotations__), tuple(Counts.__annotations__)
 LONGEST = 2**20  # bytes of a row
 SYNC_SECONDS = 1.0
-BLOCK = 2**24  # bytes of a part that travel at once
 GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
 
 
-class Rows:
+class PartFile:
     """One rank's rows, and what they add up to.
 
     Attributes:
         done: rows that an earlier, stopped command has written.
-        counts: rows in all, unreadable images, rows given up, labelled ones, and those whose class is right.
     """
 
-    def __init__(self, folder: Path, rank: int, kind: str, classes: Sequence[str], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, kind: str, classes: Sequence[str], settings: PredictionSettings
+    ) -> None:
         """Begin, or continue what the same settings have begun.
 
         Raises:
             FolderInUseError: the folder holds predictions of other settings.
         """
         self.path, self.kind, self.classes = folder / f"part-{rank:04}", kind, classes
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts: Counts = {"images": 0, "unreadable": 0, "failed": 0, "labelled": 0, "right": 0}
         note = folder / f"part-{rank:04}.json"
         with self._writing():
             try:
-                compare(folder, read_json(note), settings)
+                check_settings(folder, read_json(note), settings)
             except (OSError, ValueError):  # none, or damaged: rows of nobody knows what begin anew
                 remove(self.path)
                 write_atomically(note, json.dumps(dict(settings)) + "\n")
@@ -98,39 +127,48 @@ class Rows:
 
     def write(self, item: Item, found: Labels | None, error: str = "") -> None:
         """The next row; without `found`, of an item that was given up because of `error`."""
-        row: dict[str, Any] = dict.fromkeys(COLUMNS)
-        row |= {"path": item.path, "label": None if item.label is None else self.classes[item.label]}
-        if found is not None and found.error:
-            row["error"] = found.error
-        elif found is not None:
-            best = [
-                [self.classes[n], float(f"{p:.6g}")] for n, p in zip(found.classes, found.probabilities, strict=True)
-            ]
-            row |= {"class": best[0][0], "probability": best[0][1], "top5": best}
+        row: LabelledImage = {
+            "path": item.path,
+            "class": None,
+            "probability": None,
+            "top5": None,
+            "label": None if item.label is None else self.classes[item.label],
+            "error": None,
+        }
         if found is None:
             row["error"] = GAVE_UP + error
+        elif found.error:
+            row["error"] = found.error
+        else:
+            best = [
+                (self.classes[n], float(f"{p:.6g}")) for n, p in zip(found.classes, found.probabilities, strict=True)
+            ]
+            row["class"], row["probability"], row["top5"] = *best[0], best
         self._count(row)
         with self._writing():
             self._file.write(self._line(row))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
 
-    def _line(self, row: dict[str, Any]) -> str:
+    def _line(self, row: LabelledImage) -> str:
         if self.kind == "jsonl":
             return json.dumps(row, ensure_ascii=True) + "\n"
+        cells: dict[str, object] = dict(row)
         if row["top5"]:
-            row = {**row, "top5": ";".join(f"{name}={probability:g}" for name, probability in row["top5"])}
+            cells["top5"] = ";".join(f"{name}={probability:g}" for name, probability in row["top5"])
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow(
             # A row is a line, whatever a path holds.
-            [one_line(value) if isinstance(value, str) else value for value in row.values()]
+            [without_line_ends(value) if isinstance(value, str) else value for value in cells.values()]
         )
         return text.getvalue()
 
     def _count(self, row: Mapping[str, Any]) -> None:
         self.counts["images"] += 1
         if row["error"]:
-            self.counts["failed" if row["error"].startswith(GAVE_UP) else "unreadable"] += 1
+            given_up = row["error"].startswith(GAVE_UP)
+            self.counts["failed"] += given_up
+            self.counts["unreadable"] += not given_up
         if row["label"] and row["class"]:
             self.counts["labelled"] += 1
             self.counts["right"] += row["label"] == row["class"]
@@ -153,43 +191,7 @@ def header(kind: str) -> str:
     return ",".join(COLUMNS) + "\n" if kind == "csv" else ""
 
 
-def claim(folder: Path) -> None:
-    """Make the folder, and hold it as long as this process lives; the ranks of a job share it.
-
-    Raises:
-        FolderInUseError: another command writes there.
-        SetupError: it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / f".lock-{place().rank:04}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise FolderInUseError(f"{folder} is in use by another command; choose another output=") from None
-    if (folder / "recipe.yaml").exists() or (folder / "result.json").exists():
-        raise FolderInUseError(f"{folder} holds a training run; choose another output=")
-
-
-def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The counts of a command that has written all rows already, else None.
-
-    Raises:
-        FolderInUseError: they are, of other settings.
-    """
-    try:
-        before = read_json(folder / "predict.json")
-    except (OSError, ValueError):
-        return None
-    if not isinstance(before.get("settings"), dict) or not all(isinstance(before.get(key), int) for key in COUNTS):
-        return None
-    compare(folder, before["settings"], settings)
-    return before if final.is_file() else None
-
-
-def compare(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_settings(folder: Path, before: Mapping[str, Any], settings: PredictionSettings) -> None:
     """Hold settings against those of an earlier command in the folder.
 
     Raises:
@@ -201,51 +203,3 @@ def compare(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]
                 f"{folder} holds predictions with {key}={before.get(key)}, now it is {value}: "
                 "put it back or choose another output="
             )
-
-
-def put_together(world: World, folder: Path, final: Path) -> None:
-    """Every rank's part in one file on rank 0, in the order of the ranks, complete or not there at all."""
-    part = folder / f"part-{world.rank:04}"
-    if not world.is_main:
-        _send(part)
-    else:
-        draft = draft_of(final)
-        with writing(folder, f"the same words with output={folder} go on from here"):
-            try:
-                with draft.open("wb") as whole:
-                    whole.write(header(final.suffix[1:]).encode())
-                    with part.open("rb") as own:
-                        shutil.copyfileobj(own, whole)
-                    for rank in range(1, world.size):
-                        _receive(rank, whole)
-                    whole.flush()
-                    os.fsync(whole.fileno())
-                put(draft, final)
-            finally:
-                draft.unlink(missing_ok=True)
-    world.barrier()
-    for name in (part, part.with_suffix(".json")):
-        name.unlink(missing_ok=True)
-
-
-def _send(part: Path) -> None:
-    """Nodes need not share a disk, so parts travel between ranks."""
-    import torch.distributed as dist
-
-    left = torch.tensor(part.stat().st_size)
-    dist.send(left, 0)
-    with part.open("rb") as file, lost_peers():
-        while block := file.read(BLOCK):
-            dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), 0)
-
-
-def _receive(rank: int, whole: Any) -> None:
-    import torch.distributed as dist
-
-    left = torch.tensor(0)
-    with lost_peers():
-        dist.recv(left, rank)
-        for start in range(0, int(left), BLOCK):
-            block = torch.empty(min(BLOCK, int(left) - start), dtype=torch.uint8)
-            dist.recv(block, rank)
-            whole.write(block.numpy())

@@ -45,7 +45,7 @@ class Inputs:
     total: int | None = None
 
 
-def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> Inputs:
+def image_files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> Inputs:
     """The images of a folder (recursively, in alphabetical order), of a list of paths, or of stdin where `root` is -.
 
     An image that lies in a folder named like a class has that label. Of several ranks each takes a contiguous part.
@@ -83,7 +83,7 @@ def files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> In
     return Inputs(root, stop - start, _labelled(paths[start:stop], classes), total=len(paths))
 
 
-def split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
+def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
     """The images of a data set's `train` or `val` part, in its own order, with their labels."""
     part = data.train if name == "train" else data.val
     start, stop = own_span(len(part), rank, size)
@@ -108,7 +108,7 @@ def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
     done = 0
     for done, before in enumerate(paths, 1):
         now = next(inputs.items, None)
-        if now is None or one_line(now.path) != one_line(before):
+        if now is None or without_line_ends(now.path) != without_line_ends(before):
             found = "nothing" if now is None else now.path
             raise FolderInUseError(
                 f"{folder} was begun with other images: number {done} was {before}, "
@@ -118,7 +118,7 @@ def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
     return replace(inputs, count=left)
 
 
-def one_line(path: str) -> str:
+def without_line_ends(path: str) -> str:
     """As a row of a CSV file has it."""
     return " ".join(path.splitlines())
 

@@ -17,7 +17,7 @@ from torchvision.models.resnet import BasicBlock
 from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.recipe import ModelRecipe
-from trainer.saving.checkpoint import read_weights
+from trainer.saving.weights import read_weights
 
 Builder = Callable[[int, int, int], nn.Module]
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)

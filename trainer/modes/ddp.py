@@ -21,7 +21,7 @@ from trainer.modes.base import Communication, Strategy
 from trainer.modes.sync_batchnorm import convert_sync_batchnorm
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import Recipe
-from trainer.telemetry.metrics import synchronise
+from trainer.telemetry.clocks import synchronise
 
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
 

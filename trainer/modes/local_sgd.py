@@ -15,7 +15,7 @@ from trainer.data.order import own_span
 from trainer.modes.base import Communication, Context, Strategy
 from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.telemetry.metrics import Stopwatch
+from trainer.telemetry.clocks import Stopwatch
 
 BUCKET = 2**24  # elements, about: what travels in one all-reduce, so that its copy stays small beside the model
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from trainer import recipe as recipes
 from trainer.launch import launching
 from trainer.planning import amounts
 from trainer.planning.layout import lay_out
+from trainer.planning.run_plan import RunPlan
 from trainer.recipe import Recipe, checks
-from trainer.recipe.words import split
+from trainer.recipe.words import split_words
 
 OWN = ("nproc", "memory", "measured", "bandwidth")
 JSON = "--json"
@@ -25,21 +25,21 @@ JSON = "--json"
 def command(words: Sequence[str]) -> int:
     """Print the plan that the words ask for; its exit code."""
     typed = [word for word in words if word != JSON]
-    own, rest = split(typed, ("recipe", "plugin", *OWN))
+    own, rest = split_words(typed, ("recipe", "plugin", *OWN))
     chosen = recipes.load(own.get("recipe"), *rest)
     if "plugin" not in own:
         checks.check_model_name(chosen.model.name)
         checks.check_dataset_name(chosen.data.name)
-    options: dict[str, Any] = {key: own.get(key) for key in ("plugin", *OWN)}
+    options = {key: own.get(key) for key in ("plugin", *OWN)}
     again = [word for word in typed if word.partition("=")[0] not in OWN]
     every = not any(word.startswith("mode=") for word in rest)
     found = plan(chosen, **options, every=every, words=again)
     if JSON in words:
         print(json.dumps(found, indent=2))
     else:
-        from trainer.planning import report
+        from trainer.planning.page import page_of
 
-        print(report.text(found))
+        print(page_of(found))
     return 0
 
 
@@ -52,7 +52,7 @@ def plan(
     plugin: str | None = None,
     every: bool = False,
     words: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> RunPlan:
     """What training the recipe would take.
 
     Args:
@@ -72,8 +72,8 @@ def plan(
         RecipeError: training would refuse it on a machine that has all the devices; or an amount makes no sense.
         SetupError: what is measured is not there, or training would miss it on every machine.
     """
-    room = amounts.memory(memory) if isinstance(memory, str) else memory
-    speed = amounts.bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
+    room = amounts.parse_memory(memory) if isinstance(memory, str) else memory
+    speed = amounts.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
     layout = lay_out(recipe, nproc)
     launching.load_plugin(plugin)
     from trainer.planning.summary import summarise

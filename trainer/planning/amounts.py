@@ -10,7 +10,7 @@ UNITS = {f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in en
 BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate("KMGT", 1)}
 
 
-def memory(word: str) -> int:
+def parse_memory(word: str) -> int:
     """Bytes of `memory=24GiB`.
 
     Raises:
@@ -19,7 +19,7 @@ def memory(word: str) -> int:
     return int(_amount("memory", word, UNITS, "24GiB", "GiB, GB, MiB or MB"))
 
 
-def bandwidth(word: str) -> float:
+def parse_bandwidth(word: str) -> float:
     """Bytes a second of `bandwidth=10GB/s`.
 
     Raises:
@@ -44,7 +44,7 @@ def _amount(key: str, word: str, units: dict[str, float], example: str, listed: 
     return amount
 
 
-def shown(size: float) -> str:
+def as_size(size: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1000:

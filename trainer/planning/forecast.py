@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.planning import schedules
-from trainer.planning.amounts import duration, shown
+from trainer.planning.amounts import as_size, duration
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
+from trainer.planning.run_plan import ScalingFigures
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import STREAMS
@@ -52,7 +52,7 @@ def forecast(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float
     if bandwidth is not None:
         measured = replace(measured, bandwidth=bandwidth, exposed=None)
         measured = replace(
-            measured, assumptions=(*measured.assumptions, f"devices exchange {shown(bandwidth)}/s, as stated")
+            measured, assumptions=(*measured.assumptions, f"devices exchange {as_size(bandwidth)}/s, as stated")
         )
     return _of_stages(shadow, layout, measured) if layout.staged else _of_replicas(shadow, layout, measured)
 
@@ -94,7 +94,7 @@ def _all_reduce(shadow: Shadow, layout: Layout, measured: Timings) -> tuple[floa
     if measured.bandwidth is None:
         return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
     seconds = ring(count) * size / measured.bandwidth + 2 * (count - 1) * measured.latency
-    return seconds * share, f"a ring all-reduce of {shown(size)} among {count}"
+    return seconds * share, f"a ring all-reduce of {as_size(size)} among {count}"
 
 
 def _of_stages(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
@@ -106,24 +106,24 @@ def _of_stages(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
 def _microbatches(layout: Layout, measured: Timings) -> list[int]:
     if measured.blocks:
         return schedules.candidates(layout)
-    if measured.plan and measured.plan["microbatches"] in layout.microbatches:
-        return [measured.plan["microbatches"]]
+    if measured.stages and measured.stages.microbatches in layout.microbatches:
+        return [measured.stages.microbatches]
     return [schedules.default_microbatches(layout)]
 
 
 def _of_cut(shadow: Shadow, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
     rows, count = -(-layout.rows // microbatches), layout.workers * layout.virtual
     notes = list(measured.assumptions)
-    plan = measured.plan
+    ran = measured.stages
     if measured.blocks:
         costs = measured.blocks[rows]
         cut = schedules.cut(shadow, layout, microbatches, costs)
         seconds = schedules.stage_seconds(shadow.traced, cut.names, costs)
         notes.append(f"each block's seconds were measured in micro-batches of {rows}")
-    elif plan and len(plan["cuts"]) == count - 1 and plan["split_size"] == rows and _same_cuts(layout, plan["cuts"]):
-        own = layout.recipe.replace(pipeline__cuts=plan["cuts"])
+    elif ran and len(ran.cuts) == count - 1 and ran.split_size == rows and _same_cuts(layout, ran.cuts):
+        own = layout.recipe.replace(pipeline__cuts=ran.cuts)
         cut = schedules.cut(shadow, replace(layout, recipe=own), microbatches)
-        each = [busy / plan["microbatches"] for busy in plan["stage_seconds"]]
+        each = [busy / ran.microbatches for busy in ran.seconds]
         seconds = _halves(each)
         notes.append("cuts, micro-batches and each stage's seconds as in that run")
     else:
@@ -158,14 +158,14 @@ def _step(
     notes: list[str],
 ) -> Forecast:
     recipe = layout.recipe
-    counted = measured.plan is not None and measured.plan["recompute"]
+    counted = measured.stages is not None and measured.stages.recompute
     if recipe.pipeline.recompute and not counted:
         seconds = {(kind, s): t + seconds["F", s] * (kind == "B") for (kind, s), t in seconds.items()}
     crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
     transfer = 0.0
     if measured.bandwidth is not None:
         transfer = measured.latency + crossing / measured.bandwidth
-        notes.append(f"a micro-batch's {shown(crossing)} take {duration(transfer)} from stage to stage")
+        notes.append(f"a micro-batch's {as_size(crossing)} take {duration(transfer)} from stage to stage")
     elif layout.processes > 1:
         notes.append("transfers between stages are left out: state bandwidth=10GB/s")
     one_at_a_time = recipe.traits.one_stage_at_a_time or (layout.schedule == STREAMS and layout.kind == "cpu")
@@ -192,11 +192,13 @@ def _step(
     )
 
 
-def scaling(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None) -> list[dict[str, Any]]:
+def over_device_counts(
+    shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None
+) -> list[ScalingFigures]:
     """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
     if layout.staged or layout.recipe.processes == "one":
         return []
-    found: list[dict[str, Any]] = []
+    found: list[ScalingFigures] = []
     recipe = layout.recipe
     for count in sorted({2**n for n in range(13) if 2**n < layout.processes} | {layout.processes}):
         if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):

@@ -10,12 +10,29 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.errors import RecipeError, SetupError
 from trainer.models.balance import BlockCost
-from trainer.planning.images import Images, describe
+from trainer.planning.dataset_facts import DatasetFacts, dataset_facts
 from trainer.recipe import Recipe, checks
 from trainer.saving.files import read_json
 
-PLANNED = ("cuts", "microbatches", "split_size", "stage_seconds")
 SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed depends on beside the image's size
+
+
+@dataclass(frozen=True)
+class StagesOfRun:
+    """How the run that was measured was cut.
+
+    Attributes:
+        cuts: names after which the model was cut.
+        split_size: images of a micro-batch.
+        seconds: of each stage in a step.
+        recompute: whether they hold activations computed twice.
+    """
+
+    cuts: list[str]
+    microbatches: int
+    split_size: int
+    seconds: list[float]
+    recompute: bool
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Timings:
         bandwidth: bytes a second between two devices; None where it was not measured.
         latency: seconds before the first byte.
         exposed: seconds of communication in a step that nothing hid, and the ranks it was among.
-        plan: the cuts and number of micro-batches of the run that was measured, with seconds of each stage in a step.
+        stages: of the run that was measured, where it had some.
         assumptions: for people.
     """
 
@@ -43,11 +60,11 @@ class Timings:
     bandwidth: float | None = None
     latency: float = 0.0
     exposed: tuple[float, int] | None = None
-    plan: Mapping[str, Any] | None = None
+    stages: StagesOfRun | None = None
     assumptions: tuple[str, ...] = ()
 
 
-def from_run(name: str, recipe: Recipe, images: Images) -> Timings:
+def from_run(name: str, recipe: Recipe, images: DatasetFacts) -> Timings:
     """What a run folder's result.json tells.
 
     Raises:
@@ -68,7 +85,9 @@ def from_run(name: str, recipe: Recipe, images: Images) -> Timings:
         raise SetupError(f"{key}: its result.json is damaged ({type(error).__name__}: {error})") from None
 
 
-def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: Images) -> Timings:
+def _of_run(
+    key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: DatasetFacts
+) -> Timings:
     if not result.get("step_time_s"):
         raise SetupError(f"{key} was too short to measure its speed: train 10 steps or more, or measured=here")
     _check_same(key, was, recipe, images)
@@ -101,7 +120,9 @@ def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe:
         apart["optimizer"],
         apart["data"] + apart["logging"],
         exposed=(apart["communication"], processes) if reduced else None,
-        plan={**{key: stages[key] for key in PLANNED}, "recompute": was.pipeline.recompute} if busy else None,
+        stages=StagesOfRun(stages["cuts"], stages["microbatches"], stages["split_size"], busy, was.pipeline.recompute)
+        if busy
+        else None,
         assumptions=(
             found,
             *([f"threads={recipe.threads} computes {1 / slower:.3g} times as fast as there"] if slower != 1 else []),
@@ -110,10 +131,10 @@ def _of_run(key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe:
     )
 
 
-def _check_same(key: str, was: Recipe, recipe: Recipe, images: Images) -> None:
+def _check_same(key: str, was: Recipe, recipe: Recipe, images: DatasetFacts) -> None:
     old, new = recipes.flatten(was.to_dict()), recipes.flatten(recipe.to_dict())
     differ = [(name, old[name], new[name]) for name in SAME if old[name] != new[name]]
-    before = describe(was).size
+    before = dataset_facts(was).size
     differ += [("data.image_size", before, images.size)] if before != images.size else []
     if differ:
         name, there, here = differ[0]

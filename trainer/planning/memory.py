@@ -16,9 +16,10 @@ from trainer.modes.dp import rows_of_devices
 from trainer.modes.local_sgd import BUCKET
 from trainer.planning import schedules
 from trainer.planning.layout import Layout, lay_out
+from trainer.planning.run_plan import Advice, DeviceFigures, DiskFigures
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
-from trainer.telemetry.metrics import free_memory
+from trainer.telemetry.device_memory import free_memory
 
 USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
 STAGES_TRIED = (2, 4, 8)
@@ -44,8 +45,18 @@ class Device:
     activations: int
     peak: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_dict(self) -> DeviceFigures:
+        return {
+            "device": self.device,
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "ema": self.ema,
+            "buffers": self.buffers,
+            "images": self.images,
+            "activations": self.activations,
+            "peak": self.peak,
+        }
 
 
 def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[Device]:
@@ -143,7 +154,7 @@ def fits(devices: Sequence[Device], memory: int) -> bool:
     return fullest(devices) <= USABLE * memory
 
 
-def advice(shadow: Shadow, layout: Layout, memory: int) -> list[dict[str, Any]]:
+def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
     """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
     recipe, tried = layout.recipe, []
     pieces = _accumulation(shadow, layout, memory)
@@ -168,7 +179,7 @@ def advice(shadow: Shadow, layout: Layout, memory: int) -> list[dict[str, Any]]:
 
 def _tried(
     shadow: Shadow, layout: Layout, memory: int, note: str, processes: int | None = None, **changes: Any
-) -> dict[str, Any] | None:
+) -> Advice | None:
     """The words for `changes` and what they lead to, where that fits."""
     try:
         changed = lay_out(layout.recipe.replace(**changes), processes or layout.processes)
@@ -194,7 +205,7 @@ def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
     return possible[first].recipe.accumulate if first < len(possible) else None
 
 
-def disk(shadow: Shadow, layout: Layout) -> dict[str, int]:
+def disk(shadow: Shadow, layout: Layout) -> DiskFigures:
     """Bytes of a checkpoint, of a weights file, and of a run folder when it is fullest."""
     own = shadow.resident(shadow.model)
     weights = own["parameters"] + shadow.saved_buffers(shadow.model)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,58 @@ from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes import Context
 from trainer.planning import schedules
-from trainer.planning.images import Images
+from trainer.planning.dataset_facts import DatasetFacts
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
 from trainer.processes import world
 from trainer.processes.world import Place, World
-from trainer.telemetry.metrics import synchronise
+from trainer.telemetry.clocks import synchronise
 from trainer.training.wiring import wire
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
 
 
-def here(layout: Layout, images: Images, plugin: str | None = None) -> Timings:
+class _Task(TypedDict):
+    """What the measuring processes read."""
+
+    recipe: dict[str, Any]
+    kind: str  # cpu or cuda
+    images: tuple[int, int, int]  # classes, channels, pixels along a side
+    rows: int
+    microbatches: list[int]  # images of each; empty without stages
+    plugin: str | None
+    count: int  # of processes
+
+
+class _Passes(TypedDict):
+    """Seconds of a pass of `rows` images and of the optimizer's part; each block's cost by a micro-batch's images."""
+
+    seconds: float
+    rows: int
+    optimizer: float
+    affordable: int
+    blocks: dict[str, list[tuple[float, float, int]]]
+
+
+class _Link(TypedDict):
+    """Bytes a second between two devices, and seconds before the first."""
+
+    bandwidth: float | None
+    latency: float
+
+
+class _Answer(_Passes, _Link):
+    """What a measuring process writes."""
+
+
+class _Failure(TypedDict):
+    """What it writes where it cannot measure, in one line."""
+
+    error: str
+
+
+def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
     """Measure the layout's computing on this machine, in a few seconds.
 
     Raises:
@@ -51,15 +90,16 @@ def here(layout: Layout, images: Images, plugin: str | None = None) -> Timings:
     """
     count, threads = _at_once(layout)
     rows = sorted({-(-layout.rows // m) for m in schedules.candidates(layout)}) if layout.staged else []
-    task: dict[str, Any] = {
+    task: _Task = {
         "recipe": layout.recipe.replace(threads=threads, accumulate=1).to_dict(),
         "kind": layout.kind,
-        "images": [images.classes, images.channels, images.size],
+        "images": (images.classes, images.channels, images.size),
         "rows": layout.rows,
         "microbatches": rows,
         "plugin": plugin,
+        "count": count,
     }
-    answers = _run(task, count)
+    answers = _run(task)
     blocks = {size: _mean([answer["blocks"][str(size)] for answer in answers]) for size in rows}
     first = answers[0]
     beside = f"{count} processes of {threads} thread{'s' * (threads > 1)} at once" if count > 1 else "one process"
@@ -101,11 +141,12 @@ def _at_once(layout: Layout) -> tuple[int, int]:
     return count, world.threads_per_process(layout.recipe, count)
 
 
-def _run(task: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def _run(task: _Task) -> list[_Answer]:
     """Start the measuring processes, and wait for their answers."""
+    count = task["count"]
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         path = Path(folder)
-        (path / "task.json").write_text(json.dumps({**task, "count": count}))
+        (path / "task.json").write_text(json.dumps(task))
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         environment |= {launching.PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "trainer.planning.probe", folder]
@@ -135,6 +176,7 @@ def _run(task: dict[str, Any], count: int) -> list[dict[str, Any]]:
 def main(folder: Path, rank: int) -> None:
     """Measure, and leave the answer, or the line of what went wrong, where `_run` looks for it."""
     launching.die_with_parent()
+    answer: _Answer | _Failure
     try:
         answer = _measure(json.loads((folder / "task.json").read_text()), folder, rank)
     except Exception as error:
@@ -143,7 +185,7 @@ def main(folder: Path, rank: int) -> None:
     os._exit("error" in answer)  # as any rank: gloo's threads may outlive the interpreter
 
 
-def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
+def _measure(task: _Task, folder: Path, rank: int) -> _Answer:
     launching.load_plugin(task["plugin"])
     world.keep_freed_memory()
     chosen = recipe.load(task["recipe"]).replace(mode="single", devices="auto", schedule__min_lr=0.0)
@@ -174,12 +216,11 @@ def _measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
             costs = block_costs(traced, inputs, strategy.in_precision, 3)
             scale = rows / few
             listed = [(c.forward * scale, c.backward * scale, round(c.bytes * scale)) for c in costs]
-            answer["blocks"][rows] = listed
-    answer |= _exchange(peers, device, reduce=not task["microbatches"])
-    return answer
+            answer["blocks"][str(rows)] = listed
+    return {**answer, **_exchange(peers, device, reduce=not task["microbatches"])}
 
 
-def _whole(context: Context, model: torch.nn.Module, rows: int) -> dict[str, Any]:
+def _whole(context: Context, model: torch.nn.Module, rows: int) -> _Passes:
     """Seconds of the whole model's pass, of as many images as take about PASS seconds, and of the optimizer's part."""
     peers, example = context.world, context.example
     device, pilot = peers.device, example.rows
@@ -216,7 +257,7 @@ def _whole(context: Context, model: torch.nn.Module, rows: int) -> dict[str, Any
     return {"seconds": seconds, "rows": images, "optimizer": update, "affordable": affordable, "blocks": {}}
 
 
-def _exchange(peers: World, device: torch.device, reduce: bool) -> dict[str, float | None]:
+def _exchange(peers: World, device: torch.device, reduce: bool) -> _Link:
     """Bytes a second, and seconds before the first: from one process to the next and back, or of a ring all-reduce."""
     if peers.size == 1:
         return {"bandwidth": None, "latency": 0.0}

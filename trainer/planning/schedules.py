@@ -18,6 +18,7 @@ from trainer.modes.pipeline.orders import Task
 from trainer.modes.pipeline.ranks import SCHEDULES, _tasks, ranks_of_stages
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.planning.layout import Layout
+from trainer.planning.run_plan import BubbleFigures
 from trainer.planning.shadow import Shadow, StagePass
 from trainer.recipe import IN_TURN, STREAMS
 from trainer.recipe.checks import VIRTUAL
@@ -150,9 +151,10 @@ def simulated(
     return max(span.end for span in spans), orders.idle_share(spans, len(listed))
 
 
-def bubbles(layout: Layout) -> list[dict[str, Any]]:
+def bubbles(layout: Layout) -> list[BubbleFigures]:
     """The ideal bubble of each schedule over as many processes, for the numbers of micro-batches that it may have."""
-    workers, found = layout.workers, []
+    workers = layout.workers
+    found: list[BubbleFigures] = []
     for schedule in ("gpipe", "1f1b", *VIRTUAL):
         virtual = VIRTUAL.get(schedule, 1)
         chosen = layout.recipe.replace(pipeline__schedule=schedule, pipeline__virtual_stages=None)

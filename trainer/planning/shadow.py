@@ -25,7 +25,7 @@ from trainer.models.zoo import build
 from trainer.modes.base import AUTOCAST
 from trainer.modes.pipeline.ranks import Wire
 from trainer.planning.allocations import Allocations, size_of
-from trainer.planning.images import Images
+from trainer.planning.dataset_facts import DatasetFacts
 from trainer.recipe import ModelRecipe, Recipe
 from trainer.training.optimization import build_optimizer, optimizer_state
 
@@ -62,7 +62,7 @@ class Shadow:
         kind: of the devices, cpu or cuda. Without a GPU here the CPU's operators stand in for its own.
     """
 
-    def __init__(self, recipe: Recipe, images: Images, kind: str) -> None:
+    def __init__(self, recipe: Recipe, images: DatasetFacts, kind: str) -> None:
         self.recipe, self.images = recipe, images
         self.device = torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
         self._cpu = kind == "cpu"

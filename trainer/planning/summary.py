@@ -1,19 +1,31 @@
-"""A plan as one tree of plain values: what `plan` returns and --json prints. Its keys are stable."""
+"""A plan as one tree of plain values: what is known of a layout before it runs."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from trainer.data import Shard, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
 from trainer.planning import forecast, memory, probe, schedules
+from trainer.planning.dataset_facts import DatasetFacts, dataset_facts
 from trainer.planning.forecast import Forecast
-from trainer.planning.images import Images, describe
 from trainer.planning.layout import Layout, every_mode
 from trainer.planning.measured import from_run, ring
+from trainer.planning.run_plan import (
+    BatchFigures,
+    DataFigures,
+    MemoryFigures,
+    ModeFigures,
+    ModelFigures,
+    PipelineFigures,
+    PredictionFigures,
+    RateFigures,
+    RunPlan,
+    StepFigures,
+    TrafficFigures,
+)
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import Recipe, words_of
@@ -30,12 +42,11 @@ def summarise(
     plugin: str | None,
     every: bool,
     words: Sequence[str],
-) -> dict[str, Any]:
+) -> RunPlan:
     """Everything that is known of the layout before it runs; see `trainer.planning.plan`."""
     recipe = layout.recipe
-    images = describe(recipe)
-    shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
-    steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
+    images = dataset_facts(recipe)
+    steps = _steps(layout, images)
     shadow = Shadow(recipe, images, layout.kind)
     source = predicted = cut = None
     if measured is not None:
@@ -49,43 +60,17 @@ def summarise(
         "mode": recipe.mode,
         "world_size": layout.processes,
         "devices": list(layout.devices),
-        "model": {
-            "name": recipe.model.name,
-            "parameters": shadow.size,
-            "forward_flops_per_image": shadow.forward_flops(1),
-            "precision": recipe.precision,
-        },
-        "data": {
-            "name": recipe.data.name,
-            "train_samples": images.train,
-            "val_samples": images.val,
-            "classes": images.classes,
-            "channels": images.channels,
-            "image_size": images.size,
-            "source": images.note,
-        },
-        "batch": {
-            "global": recipe.batch_size,
-            "shards": layout.shards,
-            "per_shard": recipe.batch_size // layout.shards,
-            "per_device": recipe.batch_size / len(layout.devices),
-            "accumulate": recipe.accumulate,
-            "per_pass": layout.rows,
-            "microbatch": None if cut is None else cut.rows,
-            "wider": wider_batch(recipe, len(layout.devices), images.train) if layout.kind == "cuda" else None,
-        },
-        "steps": {
-            "per_epoch": steps,
-            "epochs": recipe.epochs,
-            "total": None if steps is None else total_steps(recipe, steps),
-        },
-        "learning_rate": _rates(recipe, steps),
+        "model": _model(shadow),
+        "data": _data(recipe, images),
+        "batch": _batch(layout, images, cut),
+        "steps": steps,
+        "learning_rate": _rates(recipe, steps["per_epoch"]),
         **_memory(shadow, layout, cut, room),
         "pipeline": None if cut is None else _stages(shadow, layout, cut),
         "communication": _communication(shadow, layout, cut, bandwidth),
         "disk": memory.disk(shadow, layout),
         "prediction": None if predicted is None else _prediction(recipe, predicted),
-        "scaling": [] if source is None else forecast.scaling(shadow, layout, source, bandwidth),
+        "scaling": [] if source is None else forecast.over_device_counts(shadow, layout, source, bandwidth),
         "predicted_samples_per_sec": None if predicted is None else recipe.batch_size / predicted.step,
         "commands": commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
@@ -94,10 +79,54 @@ def summarise(
     }
 
 
-def _rates(recipe: Recipe, steps: int | None) -> dict[str, Any]:
+def _model(shadow: Shadow) -> ModelFigures:
+    return {
+        "name": shadow.recipe.model.name,
+        "parameters": shadow.size,
+        "forward_flops_per_image": shadow.forward_flops(1),
+        "precision": shadow.recipe.precision,
+    }
+
+
+def _data(recipe: Recipe, images: DatasetFacts) -> DataFigures:
+    return {
+        "name": recipe.data.name,
+        "train_samples": images.train,
+        "val_samples": images.val,
+        "classes": images.classes,
+        "channels": images.channels,
+        "image_size": images.size,
+        "source": images.note,
+    }
+
+
+def _batch(layout: Layout, images: DatasetFacts, cut: Cut | None) -> BatchFigures:
+    """The global batch, and what of it each shard, device, pass and micro-batch has."""
+    recipe = layout.recipe
+    return {
+        "global": recipe.batch_size,
+        "shards": layout.shards,
+        "per_shard": recipe.batch_size // layout.shards,
+        "per_device": recipe.batch_size / len(layout.devices),
+        "accumulate": recipe.accumulate,
+        "per_pass": layout.rows,
+        "microbatch": None if cut is None else cut.rows,
+        "wider": wider_batch(recipe, len(layout.devices), images.train) if layout.kind == "cuda" else None,
+    }
+
+
+def _steps(layout: Layout, images: DatasetFacts) -> StepFigures:
+    recipe = layout.recipe
+    shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
+    steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
+    total = None if steps is None else total_steps(recipe, steps)
+    return {"per_epoch": steps, "epochs": recipe.epochs, "total": total}
+
+
+def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
     """The learning rate at its highest and, where the number of steps is known, at the first and the last."""
     schedule = recipe.schedule
-    known: dict[str, Any] = {
+    known: RateFigures = {
         "schedule": schedule.name,
         "warmup_epochs": schedule.warmup_epochs,
         "highest": recipe.optimizer.lr,
@@ -106,11 +135,11 @@ def _rates(recipe: Recipe, steps: int | None) -> dict[str, Any]:
     }
     if steps is not None:
         rate = learning_rate(recipe, steps)
-        known |= {"first": rate(0), "last": rate(total_steps(recipe, steps) - 1)}
+        known["first"], known["last"] = rate(0), rate(total_steps(recipe, steps) - 1)
     return known
 
 
-def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -> dict[str, Any]:
+def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -> MemoryFigures:
     """Bytes on each device, whether they fit, and what to change."""
     devices = memory.footprint(shadow, layout, cut)
     own = (room, "as stated") if room is not None else memory.own_memory(layout, len(devices))
@@ -124,7 +153,7 @@ def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -
     }
 
 
-def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> dict[str, Any]:
+def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> PipelineFigures:
     """Cuts, stages and bubbles."""
     modules = shadow.traced.stages(cut.names)
     return {
@@ -148,7 +177,7 @@ def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> dict[str, Any]:
     }
 
 
-def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: float | None) -> dict[str, Any]:
+def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: float | None) -> TrafficFigures:
     """Bytes that go between devices in a step, and what that takes at a stated bandwidth."""
     recipe, count, exchanges = layout.recipe, layout.processes, layout.recipe.traits.exchanges
     own = shadow.resident(shadow.model)
@@ -179,7 +208,7 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
     }
 
 
-def _prediction(recipe: Recipe, predicted: Forecast) -> dict[str, Any]:
+def _prediction(recipe: Recipe, predicted: Forecast) -> PredictionFigures:
     return {
         "step_seconds": predicted.step,
         "compute_seconds": predicted.compute,
@@ -207,7 +236,7 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
 
 
-def _assumptions(layout: Layout, images: Images) -> list[str]:
+def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
     """What the figures rest on."""
     recipe, notes = layout.recipe, []
     if layout.staged and recipe.pipeline.cuts == "auto":
@@ -225,20 +254,33 @@ def _assumptions(layout: Layout, images: Images) -> list[str]:
     return notes
 
 
-def _modes(shadow: Shadow, recipe: Recipe, nproc: int | str | None, room: int | None) -> list[dict[str, Any]]:
+def _modes(shadow: Shadow, recipe: Recipe, nproc: int | str | None, room: int | None) -> list[ModeFigures]:
     """Each mode on as many devices: the fullest device's bytes, and whether they fit; or why it cannot be."""
     return [_mode(shadow, mode, layout, room) for mode, layout in every_mode(recipe, nproc).items()]
 
 
-def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | None) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(("world_size", "devices", "peak", "activations", "fits", "error"))
+def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | None) -> ModeFigures:
+    figures: ModeFigures = {
+        "mode": mode,
+        "world_size": None,
+        "devices": None,
+        "peak": None,
+        "activations": None,
+        "fits": None,
+        "error": None,
+    }
     try:
         if isinstance(layout, RecipeError):
             raise layout
         devices = memory.footprint(shadow, layout)
     except RecipeError as error:
-        return {"mode": mode, **row, "error": str(error)}
+        return {**figures, "error": str(error)}
     own = room if room is not None else (memory.own_memory(layout, len(devices)) or (None,))[0]
-    row |= {"world_size": layout.processes, "devices": len(layout.devices)}
-    row |= {"peak": memory.fullest(devices), "activations": max(device.activations for device in devices)}
-    return {"mode": mode, **row, "fits": None if own is None else memory.fits(devices, own)}
+    return {
+        **figures,
+        "world_size": layout.processes,
+        "devices": len(layout.devices),
+        "peak": memory.fullest(devices),
+        "activations": max(device.activations for device in devices),
+        "fits": None if own is None else memory.fits(devices, own),
+    }

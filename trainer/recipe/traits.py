@@ -134,7 +134,7 @@ TRAITS: dict[str, Traits] = {
 MODES = tuple(TRAITS)
 
 
-def table() -> str:
+def readme_table() -> str:
     """README's table of modes."""
     lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
     for mode, traits in TRAITS.items():

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from trainer.errors import RecipeError
 
 
-def split(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """The values of the words `names=value`, by name, and all other words as they are.
 
     Raises:

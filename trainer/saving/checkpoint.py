@@ -1,4 +1,4 @@
-"""Checkpoints of a run folder: commit, verify, discover, prune; and the weight files meant for users.
+"""Checkpoints of a run folder: commit, verify, discover, prune.
 
 A checkpoint is a folder `checkpoints/step-00001234/` of safetensors files and a `manifest.json` that holds their sizes
 and SHA-256 and a seal of its own. It is written beside its final name, synced, read back and only then renamed, so a
@@ -13,25 +13,20 @@ import os
 import re
 import shutil
 import uuid
-import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import safetensors.torch
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.errors import CheckpointError, NotFiniteError, SetupError
-from trainer.processes import faults
-from trainer.saving.files import opened, put, remove, writing
+from trainer.errors import CheckpointError, SetupError
+from trainer.saving.files import opened, remove, writing
+from trainer.saving.tensor_files import fault_point, parsed, require_finite, serialised, sync_folder, write_synced
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 * 2**20  # bytes; a run's history is far smaller
-CHUNK = 16 * 2**20  # bytes for each write to disk
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.tmp-.+")
 _STEM = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no slash and no leading dot: a name can never leave its folder
@@ -87,13 +82,13 @@ def commit(folder: Path, state: State, keep: int) -> Path:
         SetupError: the folder cannot be written, or does not give back what was written.
     """
     for stem in ("model", "ema", "optimizer"):
-        _require_finite(stem, state.tensors.get(stem, {}))
+        require_finite(stem, state.tensors.get(stem, {}))
     home = folder / "checkpoints"
     final = home / f"step-{state.position.step:08d}"
     with writing(folder):
         if not home.is_dir():
             home.mkdir()  # not its parent: a run folder that was removed stays so
-            _sync(folder)
+            sync_folder(folder)
         for entry in home.iterdir():
             if _LEFTOVER.fullmatch(entry.name):  # of a writer that died: the run folder has one at a time
                 remove(entry)
@@ -110,7 +105,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> State | None:
         CheckpointError: there are checkpoints and none is good.
         SetupError: the folder cannot be read.
     """
-    found = _found(folder / "checkpoints")
+    found = checkpoints_in(folder / "checkpoints")
     for path in found:
         try:
             return load(path)
@@ -135,68 +130,26 @@ def load(path: Path) -> State:
     for name, entry in manifest.files.items():
         data = _contents(path / name, entry)
         try:
-            tensors[name.removesuffix(".safetensors")] = _parsed(data)
+            tensors[name.removesuffix(".safetensors")] = parsed(data)
         except ValueError as error:
             raise CheckpointError(f"{path}: {name} is not a safetensors file ({error})") from error
     return State(Position(manifest.step, manifest.epoch, manifest.step_in_epoch), tensors, manifest.facts)
 
 
-def write_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a .safetensors file for users, atomically: the name always holds a whole file.
-
-    Raises:
-        NotFiniteError, DiskFullError, SetupError: as `commit`; the file that was there before is intact.
-    """
-    _require_finite(path.name, tensors)
-    draft = path.with_name(f".{path.name}.tmp")
-    with writing(path.parent):
-        remove(draft)  # of a writer that died, or whatever else has the name
-        try:
-            _write_file(draft, _serialised(tensors, {"format": "pt", **metadata}), "weights")
-            _fault("rename", "weights")
-            put(draft, path)
-            _sync(path.parent)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-
-
-def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights by plain name on the CPU, and the file's metadata.
-
-    `path` is a .safetensors file, a run folder (its last.safetensors), a checkpoint folder (its averaged weights where
-    it has them; metadata "weights" is "ema" or "model"), or a .pt or .pth file of tensors; pickled code is never run.
-
-    Raises:
-        CheckpointError: nothing usable there; says what to give.
-    """
-    wanted = "give a run folder, a checkpoint folder, or a .safetensors, .pt or .pth file of weights"
-    file = path
+def checkpoints_in(home: Path) -> list[Path]:
+    """Folders with a checkpoint's name, newest first."""
     try:
-        if path.is_dir():
-            if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
-                return _saved_weights(load(path))
-            file = path / "last.safetensors"
-        if not file.is_file():
-            have = _found(path / "checkpoints")
-            raise CheckpointError(f"{file} is not there; {f'give {have[0]}' if have else wanted}")
-        if file.suffix in (".pt", ".pth"):
-            return _unpickled(file), {}
-        if file.suffix != ".safetensors":
-            raise CheckpointError(f"{file} is not a kind of file that is read here; {wanted}")
-        with safe_open(file, "pt") as whole:  # before anything as large as the file says is allocated
-            metadata = whole.metadata() or {}
-        return _parsed(file.read_bytes()), metadata
+        names = [path for path in home.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); {wanted}") from error
-    except (ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file ({error}); {wanted}") from error
+        raise SetupError(f"{home} cannot be read ({error.strerror}); choose another folder with output=...") from error
+    return sorted(names, key=lambda path: (int(path.name.removeprefix("step-")), path.name), reverse=True)
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is meant to be a checkpoint, good or not."""
+    return (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) is not None
 
 
 # Writing
@@ -207,16 +160,16 @@ def _write(state: State, final: Path) -> None:
     draft = _aside(final)
     try:
         draft.mkdir()
-        _fault("tmp")
+        fault_point("tmp")
         files = {}
         for stem, tensors in state.tensors.items():
             assert re.fullmatch(_STEM, stem), stem
-            files[f"{stem}.safetensors"] = _write_file(draft / f"{stem}.safetensors", _serialised(tensors), "save")
+            files[f"{stem}.safetensors"] = write_synced(draft / f"{stem}.safetensors", serialised(tensors), "save")
         content = {"format": 1, **state.position._asdict(), "files": files, "facts": state.facts}
-        _write_file(draft / MANIFEST, [_sealed(content)], "save")
-        _sync(draft)
+        write_synced(draft / MANIFEST, [_sealed(content)], "save")
+        sync_folder(draft)
         _read_back(draft)
-        _fault("rename")
+        fault_point("rename")
         if os.path.lexists(final):  # not good, or we would not be here
             bad = _aside(final)
             final.rename(bad)
@@ -224,7 +177,7 @@ def _write(state: State, final: Path) -> None:
             remove(bad)
         else:
             draft.rename(final)
-        _sync(final.parent)
+        sync_folder(final.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -239,7 +192,7 @@ def _read_back(draft: Path) -> None:
 
 def _prune(home: Path, fresh: Path, keep: int) -> None:
     """Remove what is older than `keep` good checkpoints (bad ones do not count); renamed first, so never half there."""
-    found = _found(home)
+    found = checkpoints_in(home)
     if len(found) <= keep:
         return
     good, doomed = 0, []
@@ -249,33 +202,10 @@ def _prune(home: Path, fresh: Path, keep: int) -> None:
         elif path == fresh or _is_good(path):
             good += 1
     drafts = [path.rename(_aside(path)) for path in doomed]
-    _sync(home)
-    _fault("prune")
+    sync_folder(home)
+    fault_point("prune")
     for draft in drafts:
         remove(draft)
-
-
-def _serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> list[memoryview]:
-    """A safetensors file as header and data. Equal input gives equal bytes: the library orders metadata at random."""
-    plain: dict[str, Tensor] = {}
-    storages = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if place in storages else tensor
-        storages.add(place)
-    data = safetensors.torch.save(plain)
-    entries = json.loads(_header(data))
-    if metadata:
-        entries = {"__metadata__": dict(sorted(metadata.items())), **entries}
-    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    rest = memoryview(data)[8 + len(_header(data)) :]
-    return [memoryview(len(header).to_bytes(8, "little") + header), rest]
-
-
-def _header(data: bytes) -> bytes:
-    return data[8 : 8 + int.from_bytes(data[:8], "little")]
 
 
 def _sealed(content: dict[str, Any]) -> memoryview:
@@ -284,61 +214,11 @@ def _sealed(content: dict[str, Any]) -> memoryview:
     return memoryview(body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n')
 
 
-def _write_file(path: Path, parts: Iterable[memoryview], place: str) -> dict[str, Any]:
-    """Write and sync one file. Returns its size and SHA-256, of the bytes in memory."""
-    sha, size = hashlib.sha256(), 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        for part in parts:
-            sha.update(part)
-            size += len(part)
-            while part:
-                part = part[os.write(file, part[:CHUNK]) :]
-            _fault("write", place)
-        _fault("fsync", place)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return {"size": size, "sha256": sha.hexdigest()}
-
-
-def _sync(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
 def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
 
 
-def _fault(point: str, place: str = "save") -> None:
-    if faults.active:
-        faults.fault(place, point)
-
-
-def _require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        # A sum is 100 times cheaper than the exact test and finite only if all of it is; it may overflow, so ask again.
-        if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
-            advice = "nothing was saved over; lower optimizer.lr or set clip_grad_norm=1, then resume=auto"
-            raise NotFiniteError(f"{name} ({where}) is not finite: {advice}")
-
-
 # Reading
-
-
-def _found(home: Path) -> list[Path]:
-    """Folders with a checkpoint's name, newest first."""
-    try:
-        names = [path for path in home.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise SetupError(f"{home} cannot be read ({error.strerror}); choose another folder with output=...") from error
-    return sorted(names, key=lambda path: (int(path.name.removeprefix("step-")), path.name), reverse=True)
 
 
 def _is_good(path: Path) -> bool:
@@ -395,44 +275,3 @@ def _read(file: Path, limit: int) -> bytes:
     except OSError as error:
         found = f"cannot be read ({error.strerror})"
     raise CheckpointError(f"{file.parent}: {file.name} {found}")
-
-
-def _parsed(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises ValueError, of one line, for anything else."""
-    try:
-        return safetensors.torch.load(data)
-    except MemoryError:
-        raise
-    except Exception as error:  # as many kinds as there are ways to be wrong
-        raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
-
-
-def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
-    model, ema = state.tensors.get("model", {}), state.tensors.get("ema", {})
-    kind = "ema" if ema else "model"
-    at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
-    return {**model, **ema}, {"format": "pt", "weights": kind, **at}
-
-
-def _refuse_to_inflate(file: Path) -> None:
-    """torch stores tensors as they are: what would unpack to more than the file has was made to fill the memory."""
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as whole:
-            if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
-                raise ValueError("compressed")
-
-
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
-    try:
-        _refuse_to_inflate(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises about anything here
-        advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"
-        raise CheckpointError(f"{file} is not a file of plain tensors ({type(error).__name__}); {advice}") from None
-    for key in ("model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"{file} holds no dictionary of tensors; give a file with a model's state_dict()")
-    return {str(name): tensor for name, tensor in content.items()}

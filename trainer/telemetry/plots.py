@@ -74,7 +74,7 @@ def dress(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def save(figure: Any, path: Path) -> None:
+def save_picture(figure: Any, path: Path) -> None:
     """Write the picture, transparent."""
     figure.savefig(path, dpi=150, transparent=True)
 
@@ -99,7 +99,7 @@ def bars(path: Path, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
     axes.set_xlabel(xlabel)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.xaxis.set_major_formatter(_thousands)
-    save(figure, path)
+    save_picture(figure, path)
 
 
 def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
@@ -119,7 +119,7 @@ def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
     _legend_below(figure, found)
     if title:
         figure.suptitle(title, color=INK, fontsize=11)
-    save(figure, path)
+    save_picture(figure, path)
 
 
 def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: str, title: str = "") -> None:
@@ -149,7 +149,7 @@ def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: s
     axes.set_ylabel(ylabel)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     _legend_below(figure, [axes])
-    save(figure, path)
+    save_picture(figure, path)
 
 
 def scaling(path: Path, series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str, title: str = "") -> None:
@@ -177,7 +177,7 @@ def scaling(path: Path, series: Mapping[str, Sequence[Point]], xlabel: str, ylab
     right.set_ylabel("efficiency, % of ideal")
     left.set_title(title, loc="left", color=INK, fontsize=11)
     _legend_below(figure, [left])
-    save(figure, path)
+    save_picture(figure, path)
 
 
 def colour(position: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypedDict, get_args
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, load
@@ -15,7 +15,9 @@ from trainer.recipe.checks import check_processes, wider_batch
 
 NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
 UNEVEN = 1.15  # stages whose slowest takes so many times the mean are not balanced
-PHRASES = {
+Part = Literal["data", "compute", "communication", "bubble", "optimizer", "logging"]  # of a step
+PARTS: tuple[Part, ...] = get_args(Part)
+PHRASES: dict[Part, str] = {
     "data": "{share:.0%} of the step waits for images",
     "communication": "{share:.0%} of the step is communication between ranks that nothing hides",
     "bubble": "{share:.0%} of the devices' time in a step is idle, waiting for other stages",
@@ -26,7 +28,7 @@ PHRASES = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepParts:
     """What was measured of a step, in seconds, and of the stages there are.
 
     Attributes:
@@ -69,6 +71,21 @@ class Setting:
     images: int | None = None
 
 
+VerdictFigures = TypedDict(
+    "VerdictFigures",
+    {
+        "bound": Part,
+        "sentence": str,
+        "try": list[str],
+        "step": dict[Part, float],
+        "run": dict[str, float],
+        "step_seconds": float,
+        "unmeasured": str | None,
+        "probe_seconds": float,
+    },
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Where the time went, what bounds it, what to try.
@@ -84,16 +101,16 @@ class Verdict:
         probe_seconds: what finding out took.
     """
 
-    bound: str
+    bound: Part
     sentence: str
     overrides: tuple[str, ...]
-    step: dict[str, float]
+    step: dict[Part, float]
     run: dict[str, float]
     step_seconds: float
     unmeasured: str
     probe_seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> VerdictFigures:
         """result.json's `verdict`."""
         return {
             "bound": self.bound,
@@ -115,12 +132,12 @@ class Verdict:
         return "\n".join(lines)
 
 
-def shares(measured: Measured) -> dict[str, float]:
+def shares(measured: StepParts) -> dict[Part, float]:
     """The parts of a step, adding up to 1; computing is what the others leave."""
     left = step = measured.step
-    parts: dict[str, float] = {}
+    parts: dict[Part, float] = {}
 
-    def take(name: str, seconds: float) -> None:
+    def take(name: Part, seconds: float) -> None:
         nonlocal left
         parts[name] = min(left, seconds) / step
         left -= min(left, seconds)
@@ -130,12 +147,11 @@ def shares(measured: Measured) -> dict[str, float]:
     take("logging", measured.logging)
     take("bubble", measured.bubble * left)
     take("communication", 0.0 if measured.at_most else measured.communication or 0.0)
-    order = ("data", "compute", "communication", "bubble", "optimizer", "logging")
-    return {name: left / step if name == "compute" else parts[name] for name in order}
+    return {name: left / step if name == "compute" else parts[name] for name in PARTS}
 
 
 def judge(
-    measured: Measured, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0
+    measured: StepParts, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0
 ) -> Verdict:
     """What bounds the step.
 
@@ -170,7 +186,7 @@ def judge(
     return Verdict(bound, sentence, overrides, parts, run, measured.step, unmeasured, probe_seconds)
 
 
-def _unmeasured(measured: Measured) -> str:
+def _unmeasured(measured: StepParts) -> str:
     if measured.communication is None:
         return "communication was not measured: the run is too short for a probe of 1 % of it"
     if measured.at_most:
@@ -183,7 +199,7 @@ def _uneven(busy: Sequence[float]) -> bool:
     return len(busy) > 1 and max(busy) > UNEVEN * sum(busy) / len(busy)
 
 
-def _advice(bound: str, measured: Measured, recipe: Recipe, setting: Setting) -> list[str]:
+def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) -> list[str]:
     """Words to try against a bound, the most promising first."""
     processes, workers, gpu = setting.processes, setting.workers, setting.gpu
     wider = wider_batch(recipe, processes, setting.images) if gpu else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.processes.world import cores
-from trainer.telemetry.verdict import Measured, Setting, Verdict, judge
+from trainer.telemetry.verdict import Setting, StepParts, Verdict, judge
 from trainer.training.reporting import parts
 from trainer.training.run import Run
 
@@ -33,7 +33,7 @@ def diagnose(run: Run) -> Verdict | None:
     data, update = world.max_(mine).tolist()
     facts = run.strategy.facts().get("pipeline") or {}
     ledger = run.ledger.seconds
-    measured = Measured(
+    measured = StepParts(
         step=step,
         data=data,
         optimizer=-update,

@@ -15,7 +15,7 @@ from trainer.modes.pipeline import timeline
 from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
-from trainer.telemetry.metrics import peak_memory
+from trainer.telemetry.device_memory import peak_memory
 from trainer.training import diagnosis, reporting, resuming
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave

@@ -14,7 +14,7 @@ from torch import Tensor
 import trainer
 from trainer.devices.precision import computed_in
 from trainer.devices.precision import described as described_precision
-from trainer.telemetry.metrics import model_flops_utilisation
+from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result

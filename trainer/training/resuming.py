@@ -15,6 +15,7 @@ from trainer.models.zoo import bare
 from trainer.processes.world import World, job_id
 from trainer.recipe import Recipe
 from trainer.saving import checkpoint
+from trainer.saving.weights import save_weights
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training.optimization import load_optimizer_state, optimizer_state
 from trainer.training.randomness import random_states, restore_random_states, seed_ranks
@@ -188,5 +189,5 @@ def write_weights(run: Run, name: str) -> None:
             "classes": json.dumps(data.classes),
             "recipe": json.dumps(run.recipe.replace(output=None, resume=None).to_dict()),
         }
-        checkpoint.write_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)
+        save_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)
     run.interrupts.suspend(False)

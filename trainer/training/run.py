@@ -15,7 +15,7 @@ from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.tasks import Task
-from trainer.telemetry.metrics import Ledger, StepTimer
+from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.optimization import MovingAverage, Updater
 

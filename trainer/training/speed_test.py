@@ -10,7 +10,7 @@ from trainer.data import Datasets
 from trainer.modes.base import AUTOCAST
 from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.telemetry.metrics import activation_bytes, free_memory
+from trainer.telemetry.device_memory import activation_bytes, free_memory
 
 STEPS, SECONDS = 20, 120.0
 SHARE = 0.6  # of the free memory may be activations; allocators and gradients of activations need the rest

@@ -15,7 +15,7 @@ from trainer.modes import Context
 from trainer.processes.world import locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
-from trainer.saving.checkpoint import read_weights
+from trainer.saving.weights import read_weights
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.wiring import model_of, start_process, task_of
 

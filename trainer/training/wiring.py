@@ -22,7 +22,8 @@ from trainer.processes.world import World, keep_freed_memory, locate
 from trainer.recipe import Recipe
 from trainer.saving.run_folder import RunFolder, as_before
 from trainer.tasks import Task
-from trainer.telemetry.metrics import StepTimer, forward_flops, peak_flops
+from trainer.telemetry.clocks import StepTimer
+from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import reporting, resuming
 from trainer.training.optimization import MovingAverage, Updater, build_optimizer, loss_scaler, total_steps

@@ -35,7 +35,7 @@ logging.progress=false logging.tensorboard=false"""
 MEASURING = frozenset(
     {
         "models.balance._clock",
-        "telemetry.metrics.Ledger.span",
+        "telemetry.clocks.Ledger.span",
         "planning.probe._whole.<locals>.timed",
         "planning.probe._exchange",
         "modes.ddp.DistributedDataParallel._exchange",
@@ -45,7 +45,7 @@ MEASURING = frozenset(
     }
 )
 IN_A_STEP = "training.loop.train_epoch"
-NOT_EVERY_STEP = ("training.meeting.Meeting.hold", "training.resuming.save", "telemetry.metrics.Ledger.span")
+NOT_EVERY_STEP = ("training.meeting.Meeting.hold", "training.resuming.save", "telemetry.clocks.Ledger.span")
 
 
 @dataclass

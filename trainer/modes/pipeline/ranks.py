@@ -29,7 +29,7 @@ from trainer.modes.pipeline.tuning import Pipe, Plan
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import Recipe
 from trainer.recipe.checks import V_SHAPED, microbatch_counts, ranks_per_pipeline, schedule_of, virtual_stages
-from trainer.telemetry.metrics import Stopwatch
+from trainer.telemetry.clocks import Stopwatch
 
 SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,

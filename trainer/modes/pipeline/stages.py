@@ -24,7 +24,7 @@ from trainer.modes.pipeline.orders import Span
 from trainer.modes.pipeline.spans import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
-from trainer.telemetry.metrics import forget_memory, free_memory
+from trainer.telemetry.device_memory import forget_memory, free_memory
 
 TRIAL_STEPS, TRIAL_SECONDS = (3, 50), 0.5  # at least and at most, the first to warm up; enough once so long
 

@@ -72,4 +72,4 @@ def picture(path: Path, spans: Sequence[Span]) -> None:
     kinds = [kind for kind in COLOURS if any(span.task.kind == kind for span in spans)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, labelcolor=plots.INK)
-    plots.save(figure, path)
+    plots.save_picture(figure, path)

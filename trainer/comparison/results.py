@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from trainer.comparison import statistics
+from trainer.comparison import significance
+from trainer.comparison.comparison_report import EntryFigures, PairFigures, RatioFigures, RunFigures, SpeedFigures
 from trainer.comparison.entries import Entry
-from trainer.comparison.exactness import Exactness, judge
+from trainer.comparison.exactness import Exactness, exactness_of
 from trainer.comparison.running import Repeats
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
@@ -23,13 +23,13 @@ def reference_of(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     return next(iter(same or singles or entries), None)
 
 
-def rows(
+def tabulate(
     entries: Sequence[Entry],
     runs: Sequence[Repeats],
     parts: Mapping[str, Sequence[str]],
     predicted: Mapping[str, float],
-    error: float = statistics.ERROR,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    error: float = significance.ERROR,
+) -> tuple[list[EntryFigures], list[PairFigures]]:
     """The rows of the table, and the pairs that were compared.
 
     Args:
@@ -40,9 +40,9 @@ def rows(
     found = {entry.name: (entry, row) for entry, row in zip(entries, runs, strict=True)}
     speeds = {name: row.speeds for name, (_, row) in found.items()}
     fair = {name: speed for name, speed in speeds.items() if speed and not _passes_through(found[name][1])}
-    pairs = statistics.differences(fair, error)
+    pairs = significance.differences(fair, error)
     against = {(pair.first, pair.second): pair for pair in pairs}
-    table = []
+    table: list[EntryFigures] = []
     for name, (entry, row) in found.items():
         reference = reference_of(entry, entries)
         other = reference.name if reference else ""
@@ -63,17 +63,17 @@ def rows(
                 "compared": {"verdict": pair.verdict or NO_DIFFERENCE, "low": pair.low, "high": pair.high}
                 if pair
                 else None,
-                "exactness": asdict(exactness),
+                "exactness": exactness.to_dict(),
                 "label": _label(entry, row),
                 "error": row.error[0] if row.error else None,
                 "exit_code": row.error[1] if row.error else 0,
                 "predicted_samples_per_sec": predicted.get(name),
             }
         )
-    return table, [asdict(pair) for pair in pairs]
+    return table, [pair.to_dict() for pair in pairs]
 
 
-def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+def conclusion(table: Sequence[EntryFigures], pairs: Sequence[PairFigures]) -> list[str]:
     """What may be said, in sentences: who is shown to be the fastest, or between whom no difference is shown."""
     names = list(dict.fromkeys(name for pair in pairs for name in (pair["first"], pair["second"])))
     said = [
@@ -88,7 +88,7 @@ def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
         return [*said, "nothing to compare: fewer than two rows with a speed"]
     if all(difference.low is None for difference in found):
         return [*said, f"{NO_DIFFERENCE}: that takes repeats=2 or more, better 5"]
-    best = statistics.fastest(names, found)
+    best = significance.fastest(names, found)
     if len(best) == len(names):
         few = min(difference.pairs for difference in found)
         hint = f"; {few} repeats show only the grossest, try repeats=5" if few < 4 else ""
@@ -97,28 +97,28 @@ def conclusion(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, 
     return said
 
 
-def sound(table: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[statistics.Difference]:
+def sound(table: Sequence[EntryFigures], pairs: Sequence[PairFigures]) -> list[significance.Difference]:
     """The pairs of rows that did not fail and compute what they should."""
     good = {row["entry"] for row in table if not row["error"] and row["exactness"]["verdict"] != "disagrees"}
-    return [statistics.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]
+    return [significance.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]
 
 
-def _spread(speeds: Mapping[int, float]) -> dict[str, Any] | None:
+def _spread(speeds: Mapping[int, float]) -> SpeedFigures | None:
     if not speeds:
         return None
-    mean, std = statistics.mean_and_std(list(speeds.values()))
+    mean, std = significance.mean_and_std(list(speeds.values()))
     return {"mean": mean, "std": std if len(speeds) > 1 else None, "runs": dict(speeds)}
 
 
-def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> dict[str, Any] | None:
-    paired = statistics.ratios(speeds, reference)
+def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> RatioFigures | None:
+    paired = significance.ratios(speeds, reference)
     if not paired:
         return None
-    median, low, high = statistics.middle(paired)
+    median, low, high = significance.middle(paired)
     return {"median": median, "low": low, "high": high, "runs": paired}
 
 
-def _figures(row: Repeats) -> dict[str, Any]:
+def _figures(row: Repeats) -> RunFigures:
     """Of the timed repeats: means, and of memory the most; of the learning what the last one came to."""
     timed = [result for repeat, result in row.results.items() if repeat > 0]
     last: Mapping[str, Any] = timed[-1] if timed else {}
@@ -127,11 +127,14 @@ def _figures(row: Repeats) -> dict[str, Any]:
     return {
         "devices": last.get("devices"),
         "repeats": len(timed),
-        "step_time_s": statistics.mean_and_std(times)[0] if times else None,
+        "step_time_s": significance.mean_and_std(times)[0] if times else None,
         "peak_memory_bytes": {
             name: max(result["peak_memory_bytes"].get(name, 0) for result in timed) for name in sorted(devices)
         },
-        **{key: last.get(key) for key in ("train_loss", "val_loss", "val_top1", "data_wait_fraction")},
+        "train_loss": last.get("train_loss"),
+        "val_loss": last.get("val_loss"),
+        "val_top1": last.get("val_top1"),
+        "data_wait_fraction": last.get("data_wait_fraction"),
     }
 
 
@@ -155,16 +158,16 @@ def _exactness(
 ) -> Exactness:
     single = reference if reference and reference.traits.reference else None
     expected = found[single.name][1].losses if single else []
-    return judge(entry, row.losses, single, expected, parts)
+    return exactness_of(entry, row.losses, single, expected, parts)
 
 
-def _turned(pair: statistics.Difference | None) -> statistics.Difference | None:
+def _turned(pair: significance.Difference | None) -> significance.Difference | None:
     """The same difference, seen from the other side."""
     if pair is None:
         return None
     low, high = (1 / pair.high, 1 / pair.low) if pair.low and pair.high else (None, None)
     other = {"faster": "slower", "slower": "faster"}.get(pair.verdict or "")
-    return statistics.Difference(pair.second, pair.first, pair.pairs, 1 / pair.ratio, low, high, pair.p, other)
+    return significance.Difference(pair.second, pair.first, pair.pairs, 1 / pair.ratio, low, high, pair.p, other)
 
 
 def _listed(names: Sequence[str]) -> str:

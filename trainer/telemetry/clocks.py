@@ -1,11 +1,7 @@
-"""What is measured: step times, throughput, memory, FLOPs. Nothing here waits for a device in a step."""
+"""Times of steps and of a run's parts, throughput. Nothing here waits for a device in a step."""
 
 from __future__ import annotations
 
-import copy
-import os
-import resource
-import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,35 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
-
-from trainer.devices.precision import computed_in
-
-# Dense peaks in TFLOP/s from NVIDIA's data sheets, by torch's name of the card: a chip has others in other shapes,
-# and a part of one (MIG) none. fp32 is without tensor cores; what a card computes by other means only has no peak.
-_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-_HOPPER, _AMPERE = (67.0, 495.0, 989.0, 989.0), (19.5, 156.0, 312.0, 312.0)
-PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
-    "NVIDIA H200": _HOPPER,
-    "NVIDIA H100 80GB HBM3": _HOPPER,
-    "NVIDIA H100 PCIe": (51.0, 378.0, 756.0, 756.0),
-    "NVIDIA A100-SXM4-40GB": _AMPERE,
-    "NVIDIA A100-SXM4-80GB": _AMPERE,
-    "NVIDIA A100-PCIE-40GB": _AMPERE,
-    "NVIDIA A100 80GB PCIe": _AMPERE,
-    "NVIDIA L40S": (91.6, 183.0, 362.0, 362.0),
-    "NVIDIA L40": (90.5, 90.5, 181.0, 181.0),
-    "NVIDIA L4": (30.3, 60.0, 121.0, 121.0),
-    "NVIDIA A40": (37.4, 74.8, 149.7, 149.7),
-    "NVIDIA A30": (10.3, 82.0, 165.0, 165.0),
-    "NVIDIA A10": (31.2, 62.5, 125.0, 125.0),
-    "Tesla V100-SXM2-16GB": (15.7, None, 125.0, None),
-    "Tesla V100-SXM2-32GB": (15.7, None, 125.0, None),
-    "Tesla V100-PCIE-16GB": (14.0, None, 112.0, None),
-    "Tesla V100-PCIE-32GB": (14.0, None, 112.0, None),
-    "Tesla T4": (8.1, None, 65.0, None),
-}
 
 
 def synchronise(devices: Sequence[torch.device]) -> None:
@@ -259,87 +226,3 @@ class Ledger:
         finally:
             synchronise(self.devices)
             self.add(name, time.perf_counter() - begun)
-
-
-def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
-    """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone.
-
-    Raises:
-        NotImplementedError: the model has an operator that cannot run on shapes alone.
-    """
-    probe = copy.deepcopy(model).to("meta").eval()
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        probe(torch.empty(tuple(shape), device="meta"))
-    return int(counter.get_total_flops())
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's published dense peak in FLOP/s in a precision, or None where it is not known."""
-    if device.type != "cuda":
-        return None
-    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-    peak = known[_PRECISIONS.index(computed_in(precision, device))] if known else None
-    return None if peak is None else 1e12 * peak
-
-
-def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak: float) -> float:
-    """Share of the devices' peak that forward and backward (3 x forward) amount to.
-
-    Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
-    """
-    return samples_per_sec * 3 * flops_per_sample / peak
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes this rank has held: torch's allocations on CUDA, the process's resident set on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def forget_memory(devices: Sequence[torch.device]) -> None:
-    """Give back the memory that torch keeps for later, and begin its peaks anew: what was tried is no training."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on the device; on CPU what the machine and the control group leave."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as info:
-            free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.stat") as stat:  # cached files are given up when memory is wanted
-            cached = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file"))
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            free = min(free, int(limit.read()) - int(used.read()) + cached)
-    except (OSError, ValueError, StopIteration):
-        pass  # no such file, or "max": no limit
-    return free
-
-
-def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
-    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, from shapes alone.
-
-    Raises:
-        NotImplementedError: the model has an operator that cannot run on shapes alone.
-    """
-    probe = copy.deepcopy(model).to("meta").train()
-    own = {p.untyped_storage()._cdata for p in probe.parameters()}
-    kept: dict[int, Tensor] = {}  # by storage: views and in-place results of one tensor count once
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in own:
-            kept.setdefault(storage, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        probe(torch.empty(tuple(shape), device="meta"))
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -9,27 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from tests.commands import QUIET, environment, ok, orphaned_blocks, result, torchrun, trainer
 from tests.storms import Job, slack
-from trainer import predict
-from trainer.errors import CheckpointError, FolderInUseError, PredictionError, RecipeError, SetupError
-from trainer.inference import labelling, sources
-from trainer.inference.command import _complete, _prepared
-from trainer.inference.labelling import Labeller, Labels, Preparation
-from trainer.inference.rows import Rows, complete
-from trainer.recipe import load
-from trainer.training.evaluation import recipe_of
+from trainer.errors import FolderInUseError, PredictionError
+from trainer.inference import sources
+from trainer.inference.command import _complete
 
 CPU = "devices=[cpu]"
 
@@ -40,28 +32,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits") / "run"
     ok("recipe=digits_single", "epochs=3", *QUIET, f"output={folder}")
     return folder
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty pictures in two class folders, and every kind of bad file."""
-    root = tmp_path_factory.mktemp("photos")
-    generator = np.random.default_rng(0)
-    for n in range(40):
-        (root / str(n % 2)).mkdir(exist_ok=True)
-        pixels = generator.integers(0, 255, (12 + n % 5, 14, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(root / str(n % 2) / f"{n:02}.png")
-    odd = root / "odd"
-    odd.mkdir()
-    whole = root / "odd" / "truncated.jpg"
-    Image.fromarray(generator.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(whole)
-    whole.write_bytes(whole.read_bytes()[:700])
-    (odd / "text.jpg").write_text("not a picture")
-    (odd / "empty.png").touch()
-    Image.fromarray(generator.integers(0, 255, (20, 20, 4), dtype=np.uint8), "CMYK").save(odd / "cmyk.jpg")
-    Image.fromarray(generator.integers(0, 65535, (20, 20), dtype=np.uint16)).save(odd / "deep.png")
-    (odd / "notes.md").write_text("no image")
-    return root
 
 
 def read(folder: Path) -> list[dict[str, str]]:
@@ -157,22 +127,6 @@ def test_paths_from_stdin(digits, photos, tmp_path):
     rows = read(tmp_path / "stdin")
     assert [row["path"] for row in rows] == list(map(str, chosen))
     assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
-
-
-def test_a_single_file_and_its_folder(photos):
-    one = photos / "1" / "03.png"
-    assert list(sources.files(str(one), ["0", "1"]).items) == [sources.Item(str(one), str(one), 1)]
-    assert [item.label for item in sources.files(str(photos / "odd"), ["0", "1"]).items] == [None] * 5
-
-
-def test_lists_from_elsewhere(tmp_path):
-    """A byte order mark, Windows line ends, a name that is no UTF-8; and a name with a line end in it, continued."""
-    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.png\r\nb\xe9.png\r\n")
-    found = [item.path for item in sources.files(str(tmp_path / "list.txt"), []).items]
-    assert found == ["a.png", os.fsdecode(b"b\xe9.png")]
-    odd = sources.Inputs("odd", 2, iter([sources.Item(path, path, None) for path in ("a\nb.png", "c.png")]))
-    rest = sources.skip(odd, iter(["a b.png"]), tmp_path)
-    assert rest.count == 1 and next(rest.items).path == "c.png"
 
 
 def test_what_is_complete():
@@ -325,124 +279,6 @@ def test_bad_words(digits, tmp_path, words, code, says):
     assert says in done.stderr
 
 
-class Scaled(nn.Module):
-    """Two outputs in a dictionary."""
-
-    def forward(self, x):
-        return {"twice": 2 * x, "sums": (x.sum(1),)}
-
-
-def test_a_model_over_devices_gives_what_one_gives():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
-    inputs = torch.randn(100, 6)
-    with torch.inference_mode():
-        expected = model.eval()(inputs)
-    model.train()
-    found = predict(model, inputs, devices=["cpu", "cpu"])
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.stack(list(predict(model, iter(inputs), devices=["cpu", "cpu"]))), expected)
-    assert model.training and predict(model, inputs[:0], devices=["cpu"]) == []
-    parts = predict(Scaled(), inputs[:3], devices=["cpu"])
-    assert torch.equal(parts[1]["twice"], 2 * inputs[1]) and torch.equal(parts[2]["sums"][0], inputs[2].sum())
-
-
-def test_an_endless_stream_is_labelled_as_it_comes():
-    def endless():
-        n = 0.0
-        while True:
-            yield torch.tensor([n])
-            n += 1
-
-    stream = predict(nn.Identity(), endless(), devices=["cpu", "cpu"])
-    assert [next(stream).item() for _ in range(500)] == list(range(500))
-    stream.close()
-
-
-def test_devices_that_are_not_here():
-    with pytest.raises(RecipeError, match="is not here"):
-        predict(nn.Identity(), torch.zeros(2, 2), devices=["cuda:7"])
-    for odd in ("gpu", ["cuda:x"], [torch.device("mps")]):
-        with pytest.raises(RecipeError, match="is not a device"):
-            predict(nn.Identity(), torch.zeros(2, 2), devices=odd)
-
-
-class Seen(nn.Module):
-    """Ten classes; remembers the shapes that it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3 * 8 * 8, 10)
-        self.shapes = []
-
-    def forward(self, images):
-        if not torch.compiler.is_compiling():
-            self.shapes.append(tuple(images.shape))
-        return self.head(images.flatten(1))
-
-
-def labeller(*words, threads=1):
-    torch.manual_seed(0)
-    found = Labeller(Seen(), Preparation(8, 3, (0.5,) * 3, (0.25,) * 3), load(None, *words), None, threads)
-    found.setup(torch.device("cpu"))
-    return found
-
-
-@pytest.fixture
-def own_threads():
-    """A worker sets its process's threads and warnings."""
-    before = torch.get_num_threads()
-    with warnings.catch_warnings():
-        yield
-    torch.set_num_threads(before)
-
-
-def test_decoding_in_threads_labels_alike_and_in_pieces(own_threads, photos):
-    """In order, bad ones with their reasons; the model begins with a quarter of the batch."""
-    paths = [str(path) for path in sorted(photos.rglob("*.*")) if path.suffix in (".png", ".jpg")]
-    one, four = labeller(), labeller(threads=4)
-    alone, beside = one.batch(paths * 2), four.batch(paths * 2)
-    assert [row.classes for row in alone] == [row.classes for row in beside]
-    assert [row.error for row in alone] == [row.error for row in beside] and any(row.error for row in alone)
-    assert [row.probabilities for row in beside] == [pytest.approx(row.probabilities, abs=1e-6) for row in alone]
-    whole = 2 * sum(not row.error for row in one.batch(paths))
-    rows = -(-len(paths) * 2 // 4)
-    assert [shape[0] for shape in four.model.shapes] == [rows] * (whole // rows) + [whole % rows]
-
-
-def test_files_are_decoded_at_the_same_time(own_threads, monkeypatch):
-    together = threading.Barrier(4, timeout=20)
-
-    def read(path, channels):
-        together.wait()
-        return torch.full((3, 8, 8), int(path), dtype=torch.uint8)
-
-    monkeypatch.setattr(labelling, "read_image", read)
-    assert not any(row.error for row in labeller(threads=4).batch(list("01234567")))
-
-
-def test_compiling_is_done_before_an_image_is_waited_for(own_threads, monkeypatch, photos):
-    """Once, for all sizes of batches."""
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append([tuple(tensor.shape) for tensor in inputs])
-        return graph.forward
-
-    compile_with = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **words: compile_with(self, backend=backend, **words))
-    torch._dynamo.reset()
-    worker, plain = labeller("compile=true", "predict.batch_size=8"), labeller()
-    assert len(compiled) == 1 and (8, 3, 8, 8) in compiled[0]
-    paths = sorted(str(path) for path in (photos / "0").glob("*.png"))
-    for count in (1, 3, 8, 11, 20):
-        mine, theirs = worker.batch(paths[:count]), plain.batch(paths[:count])
-        assert [row.classes for row in mine] == [row.classes for row in theirs]
-        for row, other in zip(mine, theirs, strict=True):
-            assert row.probabilities == pytest.approx(other.probabilities, abs=1e-6)
-    assert len(compiled) == 1
-
-
 @pytest.mark.full("compiles for 20 seconds")
 def test_compiling_takes_no_images_time(digits, photos, tmp_path):
     folder = tmp_path / "out"
@@ -450,79 +286,3 @@ def test_compiling_takes_no_images_time(digits, photos, tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ok("predict", *words, *QUIET[:1], f"output={folder}", env=cache)
     assert not any(row["error"] for row in read(folder))
-
-
-# What may be found instead
-
-
-def test_a_pipe_is_a_list_of_paths_and_a_device_is_none(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with subprocess.Popen(["sh", "-c", f"printf 'a/1.png\\nb/2.png\\n' > {pipe}"]):
-        found = sources.files(str(pipe), ("b",))
-    assert [(item.path, item.label) for item in found.items] == [("a/1.png", None), ("b/2.png", 0)]
-    with pytest.raises(RecipeError, match="several ranks cannot share"):
-        sources.files(str(pipe), (), 0, 2)
-    with pytest.raises(SetupError, match="is a device"):
-        sources.files("/dev/zero", ())
-    for odd in (b"\0" * 9, b"x" * 2**20):
-        (tmp_path / "list").write_bytes(b"a.png\n" + odd)
-        with pytest.raises(SetupError, match="line 2 of the list of images is no path"):
-            sources.files(str(tmp_path / "list"), ())
-
-
-FACTS = {"classes": '["a", "b"]', "mean": "[0.5]", "std": "[0.2]", "image_size": "8", "channels": "1"}
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"classes": "[" * 9999}, {"classes": "5"}, {"mean": '["x"]'}, {"std": "[1, 2]"}, {"image_size": "-1"},
-        {"channels": "99999999999"}, {"channels": ""}, {"mean": "NaN"},
-    ],
-)  # fmt: skip
-def test_what_weights_tell_of_their_images_is_not_trusted(tmp_path, damage):
-    classes, how = _prepared(tmp_path, FACTS, None)
-    assert (classes, how.channels, how.image_size) == (("a", "b"), 1, 8)
-    with pytest.raises(CheckpointError, match="makes no sense"):
-        _prepared(tmp_path, FACTS | damage, None)
-
-
-@pytest.mark.parametrize("told", ["[", "5", "{}x", '{"epochs": "many"}', "[" * 9999, '{"model": 7}'])
-def test_a_damaged_recipe_in_weights_is_one_line(tmp_path, told):
-    with pytest.raises(CheckpointError, match="holds a recipe that cannot be used") as caught:
-        recipe_of(tmp_path, {"recipe": told}, ())
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize(
-    "damage", [b"\xff\xfe\x00\n", b"[" * 9999 + b"\n", b"x" * 2**21 + b"\n", b"5\n", b"null\n", b"\n"]
-)
-def test_rows_after_a_damaged_one_are_written_again(tmp_path, kind, damage):
-    items = [sources.Item(f"{number}.png", None, None) for number in range(4)]
-    rows = Rows(tmp_path, 0, kind, ("a", "b"), {})
-    for item in items:
-        rows.write(item, Labels((1, 0), (0.75, 0.25)))
-    rows.close()
-    lines = rows.path.read_bytes().splitlines(keepends=True)
-    rows.path.write_bytes(b"".join([*lines[:2], damage, lines[3]]))
-    again = Rows(tmp_path, 0, kind, ("a", "b"), {})
-    assert again.done == 2 and [row["path"] for row in again.read()] == ["0.png", "1.png"]
-    for item in items[2:]:
-        again.write(item, Labels((1, 0), (0.75, 0.25)))
-    again.close()
-    assert again.path.read_bytes() == b"".join(lines)
-
-
-@pytest.mark.parametrize("content", ["5", "[]", "{", '{"settings": 1}', '{"settings": {}}', "[" * 99_999])
-def test_damaged_notes_begin_anew(tmp_path, content):
-    (tmp_path / "predictions.csv").write_text("")
-    (tmp_path / "predict.json").write_text(content)
-    assert complete(tmp_path, tmp_path / "predictions.csv", {}) is None
-    (tmp_path / "part-0000.json").write_text(content)
-    (tmp_path / "part-0000").mkdir()
-    if content != '{"settings": 1}' and content != '{"settings": {}}':
-        rows = Rows(tmp_path, 0, "csv", (), {"number": 3})
-        rows.close()
-        assert rows.done == 0 and json.loads((tmp_path / "part-0000.json").read_text()) == {"number": 3}

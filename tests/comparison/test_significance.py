@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from trainer.comparison.statistics import (
+from trainer.comparison.significance import (
     ERROR,
     LOOKS,
     Difference,

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from textwrap import wrap
-from typing import Any
+from typing import Literal, get_args
 
 import trainer
-from trainer.planning.amounts import duration, operations, shown
+from trainer.planning.amounts import as_size, duration, operations
+from trainer.planning.run_plan import (
+    BatchFigures,
+    DataFigures,
+    DiskFigures,
+    ModeFigures,
+    ModelFigures,
+    PipelineFigures,
+    PredictionFigures,
+    RateFigures,
+    RunPlan,
+    ScalingFigures,
+    StepFigures,
+)
 from trainer.recipe import TRAITS
 
 WIDTH = 108
-PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
+Part = Literal["parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
-def text(found: Mapping[str, Any]) -> str:
+def page_of(found: RunPlan) -> str:
     """The page."""
     lines = [f"trainer {trainer.__version__}: plan of {found['recipe']}"]
     size, devices = found["world_size"], found["devices"]
@@ -35,7 +49,7 @@ def text(found: Mapping[str, Any]) -> str:
     if found["pipeline"]:
         lines += ["", *_pipeline(found["pipeline"])]
     if found["prediction"]:
-        lines += ["", *_prediction(found)]
+        lines += ["", *_prediction(found["prediction"], found["scaling"])]
     if found["modes"]:
         lines += ["", *_modes(found["modes"])]
     if found["assumptions"]:
@@ -62,19 +76,19 @@ def _devices(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
 
 
-def _model(model: Mapping[str, Any]) -> str:
+def _model(model: ModelFigures) -> str:
     flops = operations(model["forward_flops_per_image"])
     return f"{model['name']}, {model['parameters']:,} parameters, {flops} forward an image, {model['precision']}"
 
 
-def _data(data: Mapping[str, Any]) -> str:
+def _data(data: DataFigures) -> str:
     shape = f"{data['classes']} classes, {data['channels']} x {data['image_size']} x {data['image_size']}"
     if data["train_samples"] is None:
         return f"{data['name']}: number of images unknown ({data['source']}); {shape}"
     return f"{data['name']}: {data['train_samples']:,} training images, {data['val_samples']:,} held out; {shape}"
 
 
-def _batch(batch: Mapping[str, Any]) -> str:
+def _batch(batch: BatchFigures) -> str:
     line = f"{batch['global']} global"
     if batch["shards"] > 1:
         line += f" = {batch['shards']} x {batch['per_shard']}"
@@ -85,14 +99,14 @@ def _batch(batch: Mapping[str, Any]) -> str:
     return line + (f"; {batch['per_device']:.4g} images a device" if batch["microbatch"] is None else "")
 
 
-def _wider(batch: Mapping[str, Any], cards: int) -> dict[str, str]:
+def _wider(batch: BatchFigures, cards: int) -> dict[str, str]:
     if batch["wider"] is None:
         return {}
     few = f"{batch['global']} images on {cards} cards are {batch['per_device']:.4g} a card, too few to keep it busy"
     return {"small": f"{few}: try {batch['wider']} (other maths, so other accuracy)"}
 
 
-def _steps(steps: Mapping[str, Any], rate: Mapping[str, Any]) -> str:
+def _steps(steps: StepFigures, rate: RateFigures) -> str:
     count = "unknown"
     if steps["per_epoch"] is not None:
         count = f"{steps['per_epoch']:,} an epoch x {steps['epochs']} epochs, {steps['total']:,} in all"
@@ -101,45 +115,47 @@ def _steps(steps: Mapping[str, Any], rate: Mapping[str, Any]) -> str:
     return line + (f" (first {rate['first']:.3g}, last {rate['last']:.3g})" if rate["first"] is not None else "")
 
 
-def _disk(disk: Mapping[str, Any]) -> str:
-    return f"{shown(disk['checkpoint'])} a checkpoint, {shown(disk['folder'])} for the run folder at its fullest"
+def _disk(disk: DiskFigures) -> str:
+    return f"{as_size(disk['checkpoint'])} a checkpoint, {as_size(disk['folder'])} for the run folder at its fullest"
 
 
-def _traffic(found: Mapping[str, Any]) -> str:
+def _traffic(found: RunPlan) -> str:
     traffic, exchanges = found["communication"], TRAITS[found["mode"]].exchanges
     parts = []
     if traffic["all_reduce_bytes_per_device"]:
         what = "weights" if exchanges == "weights" else "gradients"
-        parts.append(f"{shown(traffic['all_reduce_bytes_per_device'])} a step sent by each device to all-reduce {what}")
+        parts.append(
+            f"{as_size(traffic['all_reduce_bytes_per_device'])} a step sent by each device to all-reduce {what}"
+        )
     if traffic["epoch_bytes_per_device"]:
-        parts.append(f"{shown(traffic['epoch_bytes_per_device'])} an epoch sent by each device to average weights")
+        parts.append(f"{as_size(traffic['epoch_bytes_per_device'])} an epoch sent by each device to average weights")
     if traffic["crossing_bytes"]:
         what = "copies and gradients" if exchanges == "copies" else "activations and their gradients"
-        parts.append(f"{shown(traffic['crossing_bytes'])} a step of {what} from device to device")
+        parts.append(f"{as_size(traffic['crossing_bytes'])} a step of {what} from device to device")
     line = "; ".join(parts) or "none between devices"
     return line + (f"; {duration(traffic['seconds'])} if nothing hides it" if parts and traffic["seconds"] else "")
 
 
-def _memory(found: Mapping[str, Any]) -> list[str]:
+def _memory(found: RunPlan) -> list[str]:
     groups: dict[tuple[int, ...], list[str]] = {}  # devices that hold the same
     for device in found["memory_per_device"]:
         groups.setdefault(tuple(device[key] for key in PARTS), []).append(device["device"])
     used = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
     rows = [["memory", *(PARTS[n] for n in used)]]
-    rows += [[_devices(names), *(shown(sizes[n]) for n in used)] for sizes, names in groups.items()]
+    rows += [[_devices(names), *(as_size(sizes[n]) for n in used)] for sizes, names in groups.items()]
     lines = _table(rows)
     limit = found["memory_limit"]
     if limit is None:
         return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
-    share = f"{shown(found['peak'])} of {shown(limit['bytes'])} ({limit['source']})"
+    share = f"{as_size(found['peak'])} of {as_size(limit['bytes'])} ({limit['source']})"
     if found["fits"]:
         return [*lines, f"  fits: {share}"]
-    lines.append(f"  DOES NOT FIT: {share}, of which {shown(limit['usable'])} can be used")
-    lines += [f"    {one['words']:<28} {shown(one['peak']):>10}  {one['note']}" for one in found["advice"]]
+    lines.append(f"  DOES NOT FIT: {share}, of which {as_size(limit['usable'])} can be used")
+    lines += [f"    {one['words']:<28} {as_size(one['peak']):>10}  {one['note']}" for one in found["advice"]]
     return lines if found["advice"] else [*lines, "    more devices or a smaller model: no words of ours help"]
 
 
-def _pipeline(pipe: Mapping[str, Any]) -> list[str]:
+def _pipeline(pipe: PipelineFigures) -> list[str]:
     by = {
         "flops": "balanced by FLOPs, nothing is measured",
         "seconds": "balanced by measured seconds",
@@ -151,7 +167,7 @@ def _pipeline(pipe: Mapping[str, Any]) -> list[str]:
     rows = [["stage", "device", "cut after", "parameters", "forward", "share", "sends"]]
     for index, stage in enumerate(pipe["stages"]):
         cut = pipe["cuts"][index] if index < len(pipe["cuts"]) else ""
-        sent = f"{shown(stage['sent_bytes'])}" if cut else ""
+        sent = f"{as_size(stage['sent_bytes'])}" if cut else ""
         numbers = [f"{stage['parameters']:,}", operations(stage["forward_flops"]), f"{stage['flops_share']:.0%}", sent]
         rows.append([str(index), stage["device"], cut, *numbers])
     lines += _table(rows)
@@ -166,33 +182,37 @@ def _pipeline(pipe: Mapping[str, Any]) -> list[str]:
     return [*lines, *_table(rows)]
 
 
-def _prediction(found: Mapping[str, Any]) -> list[str]:
-    made = found["prediction"]
-    parts = {key: made[f"{key}_seconds"] for key in ("compute", "communication", "optimizer", "other")}
+def _prediction(made: PredictionFigures, scaling: Sequence[ScalingFigures]) -> list[str]:
+    parts = {
+        "compute": made["compute_seconds"],
+        "communication": made["communication_seconds"],
+        "optimizer": made["optimizer_seconds"],
+        "other": made["other_seconds"],
+    }
     if made["bubble"] is not None:
         parts = {"stages": parts.pop("compute"), **parts}
     listed = ", ".join(f"{key} {duration(seconds)}" for key, seconds in parts.items() if seconds)
-    line = f"{found['predicted_samples_per_sec']:,.4g} images/s, {duration(made['step_seconds'])} a step: {listed}"
+    line = f"{made['samples_per_sec']:,.4g} images/s, {duration(made['step_seconds'])} a step: {listed}"
     line += f"; bubble {made['bubble']:.1%}" if made["bubble"] is not None else ""
     lines = _field("predicts", line)
-    if len(found["scaling"]) > 1:
+    if len(scaling) > 1:
         rows = [["devices", "images/s", "a step", "efficiency"]]
-        for row in found["scaling"]:
+        for row in scaling:
             numbers = [f"{row['samples_per_sec']:,.4g}", duration(row["step_seconds"]), f"{row['efficiency']:.0%}"]
             rows.append([str(row["devices"]), *numbers])
         lines += _table(rows)
     return lines
 
 
-def _modes(modes: Sequence[Mapping[str, Any]]) -> list[str]:
+def _modes(modes: Sequence[ModeFigures]) -> list[str]:
     rows = [["mode", "processes", "devices", "activations", "peak a device", "fits"]]
     errors = []
     for row in modes:
-        if row["error"]:
+        if row["activations"] is None or row["peak"] is None:
             errors.append(f"    {row['mode']}: {row['error']}")
             continue
         fits = {True: "yes", False: "no", None: "?"}[row["fits"]]
-        sizes = [shown(row["activations"]), shown(row["peak"])]
+        sizes = [as_size(row["activations"]), as_size(row["peak"])]
         rows.append([row["mode"], str(row["world_size"]), str(row["devices"]), *sizes, fits])
     return [*_table(rows), *errors]
 

@@ -20,7 +20,7 @@ IMAGENET = (1000, 3, 224)
 
 
 @dataclass(frozen=True)
-class Images:
+class DatasetFacts:
     """A data set's size and shape.
 
     Attributes:
@@ -37,7 +37,7 @@ class Images:
     note: str
 
 
-def describe(recipe: Recipe) -> Images:
+def dataset_facts(recipe: Recipe) -> DatasetFacts:
     """The recipe's images. Folders are counted, published sets have known sizes, and nothing is downloaded.
 
     Raises:
@@ -47,20 +47,20 @@ def describe(recipe: Recipe) -> Images:
     stands_in = data.name == "imagefolder" and data.root is None and data.missing == "synthetic"
     if data.name in PUBLISHED:
         train, val, classes, channels, size = PUBLISHED[data.name]
-        return Images(train, val, classes, data.channels or channels, data.image_size or size, "as published")
+        return DatasetFacts(train, val, classes, data.channels or channels, data.image_size or size, "as published")
     if data.name == "synthetic" or stands_in:
         classes, channels, size = IMAGENET if stands_in else (10, 3, 32)
         shape = (data.channels or channels, data.image_size or size)
         if stands_in:  # a number of steps would be one of the stand-in's
-            return Images(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
-        return Images(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
+            return DatasetFacts(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
+        return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
     if data.name == "imagefolder" and data.root is not None and not Path(data.root).expanduser().is_dir():
         classes, channels, size = IMAGENET
         shape = (data.channels or channels, data.image_size or size)
-        return Images(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
+        return DatasetFacts(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
     if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
         recipe = recipe.replace(augment__crop="resized")
     found = open_datasets(recipe)
-    return Images(
+    return DatasetFacts(
         len(found.train), len(found.val), len(found.classes), found.channels, found.image_size, "counted here"
     )

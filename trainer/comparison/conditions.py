@@ -7,15 +7,15 @@ import platform
 import resource
 import time
 from contextlib import suppress
-from typing import Any
 
+from trainer.comparison.comparison_report import MachineFigures
 from trainer.devices import cards
 from trainer.processes import world
 
 BUSY = 0.2  # cores: what others may use before it is worth a word
 
 
-def machine() -> dict[str, Any]:
+def this_machine() -> MachineFigures:
     """Processor, cores, memory, GPUs and system."""
     import torch
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from trainer.comparison.statistics import ERROR, LOOKS, MARGIN
+from trainer.comparison.comparison_report import ComparisonReport, EntryFigures
+from trainer.comparison.significance import ERROR, LOOKS, MARGIN
 from trainer.saving.run_folder import write_atomically
 
 RED, PLAIN = "\033[31m", "\033[0m"
@@ -20,31 +20,31 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 
-def write(folder: Path, report: Mapping[str, Any]) -> None:
+def write_tables(folder: Path, report: ComparisonReport) -> None:
     """compare.json, compare.csv and compare.md, each replaced at once."""
     from trainer.telemetry.tracking import without_nan  # with torch, which a wrong word need not wait for
 
-    plain = without_nan(report)
+    plain: ComparisonReport = without_nan(report)
     write_atomically(folder / "compare.json", json.dumps(plain, indent=2, allow_nan=False) + "\n")
     write_atomically(folder / "compare.csv", as_csv(plain["entries"]))
     write_atomically(folder / "compare.md", as_markdown(plain))
 
 
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def as_csv(rows: Sequence[EntryFigures]) -> str:
     """One line an entry, a column for each of CSV_COLUMNS."""
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        speed, ratio = row["samples_per_sec"] or {}, row["ratio"] or {}
+        speed, ratio, compared = row["samples_per_sec"], row["ratio"], row["compared"]
         flat = {
             "words": " ".join(row["words"]),
-            "samples_per_sec": speed.get("mean"),
-            "samples_per_sec_std": speed.get("std"),
-            "ratio": ratio.get("median"),
-            "ratio_low": ratio.get("low"),
-            "ratio_high": ratio.get("high"),
-            "compared": (row["compared"] or {}).get("verdict"),
+            "samples_per_sec": speed["mean"] if speed else None,
+            "samples_per_sec_std": speed["std"] if speed else None,
+            "ratio": ratio["median"] if ratio else None,
+            "ratio_low": ratio["low"] if ratio else None,
+            "ratio_high": ratio["high"] if ratio else None,
+            "compared": compared["verdict"] if compared else None,
             "peak_memory_bytes": max(row["peak_memory_bytes"].values(), default=None),
             "exactness": row["exactness"]["text"],
             "deviation": row["exactness"]["deviation"],
@@ -53,7 +53,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
     """The table in words, its head first."""
     references = list(dict.fromkeys(row["reference"] for row in rows))
     to = references[0] if len(references) == 1 else "single"
@@ -91,7 +91,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return table
 
 
-def as_text(report: Mapping[str, Any], colour: bool = False) -> str:
+def as_text(report: ComparisonReport, colour: bool = False) -> str:
     """The table for a terminal; errors and long notes stand below it. Rows that disagree are red."""
     table = columns(report["entries"])
     notes: list[str] = []
@@ -113,7 +113,7 @@ def as_text(report: Mapping[str, Any], colour: bool = False) -> str:
     return "\n".join([*lines, "", *notes, *report["conclusion"]])
 
 
-def as_markdown(report: Mapping[str, Any]) -> str:
+def as_markdown(report: ComparisonReport) -> str:
     """To paste into an issue: command, table, what it says, how it was measured, machine, versions."""
     head, *rest = columns(report["entries"])
     head = [cell or "compared" for cell in head]
@@ -131,7 +131,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"Versions: {versions}.", ""])
 
 
-def method(report: Mapping[str, Any]) -> str:
+def method(report: ComparisonReport) -> str:
     """How the figures came about, and what they may be taken to say."""
     runs = f"{report['repeats']} interleaved repeat{'s' * (report['repeats'] != 1)} in fresh processes"
     looks = "" if report["asked"]["repeats"] else f", over looks after {', '.join(map(str, LOOKS))} repeats"

@@ -1,0 +1,37 @@
+"""Losses held against those of single."""
+
+from __future__ import annotations
+
+from tests.comparison.listing import listed
+from trainer.comparison.exactness import batch_dependent, exactness_of
+from trainer.recipe import load
+
+
+def test_exactness():
+    found = listed(modes=["single", "ddp", "local_sgd", "ddp precision=bf16", "ddp accumulate=2"])
+    single, ddp, local, half, pieces = found.values()
+    losses = [2.0, 1.5, 1.0]
+
+    def verdict(entry, factor=1.0, parts=(), reference=single):
+        return exactness_of(entry, [factor * loss for loss in losses], reference, losses, parts).verdict
+
+    assert verdict(single) == "reference"
+    assert [verdict(ddp), verdict(pieces, 1.00009), verdict(ddp, 0.99991)] == ["exact"] * 3
+    assert verdict(ddp, 1.001) == "disagrees"
+    assert exactness_of(ddp, [2.0, float("nan"), 1.0], single, losses, ["batch norm"]).verdict == "disagrees"
+    assert verdict(ddp, 1.05, ["batch norm"]) == "differs" and verdict(ddp, 2.1, ["batch norm"]) == "disagrees"
+    assert verdict(local, 1.2) == "other maths"
+    assert verdict(half) == "not compared" and "precision" in exactness_of(half, losses, single, losses, []).text
+    one, two = listed(modes=["single precision=tf32", "ddp precision=tf32"]).values()  # both checked in fp32
+    assert [verdict(two, reference=one), verdict(two, 1.0002, reference=one)] == ["exact", "disagrees"]
+    assert verdict(ddp, reference=None) == "not compared"
+    assert exactness_of(ddp, [], single, losses, []).text == "-"
+
+
+def test_what_depends_on_how_a_batch_is_divided():
+    def parts(name):
+        return batch_dependent(load("digits", f"model.name={name}", "data.channels=3"))
+
+    assert parts("cnn") == parts("resnet18") == ["batch norm"]
+    assert parts("cnn_gn") == parts("vit_tiny") == []
+    assert parts("efficientnet_b0") == ["batch norm", "dropout"] and parts("alexnet") == ["dropout"]

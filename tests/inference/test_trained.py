@@ -1,0 +1,32 @@
+"""What weights tell of themselves is not trusted."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.errors import CheckpointError
+from trainer.inference.trained import _prepared
+from trainer.training.trained import recipe_of
+
+FACTS = {"classes": '["a", "b"]', "mean": "[0.5]", "std": "[0.2]", "image_size": "8", "channels": "1"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"classes": "[" * 9999}, {"classes": "5"}, {"mean": '["x"]'}, {"std": "[1, 2]"}, {"image_size": "-1"},
+        {"channels": "99999999999"}, {"channels": ""}, {"mean": "NaN"},
+    ],
+)  # fmt: skip
+def test_what_weights_tell_of_their_images_is_not_trusted(tmp_path, damage):
+    classes, how = _prepared(tmp_path, FACTS, None)
+    assert (classes, how.channels, how.image_size) == (("a", "b"), 1, 8)
+    with pytest.raises(CheckpointError, match="makes no sense"):
+        _prepared(tmp_path, FACTS | damage, None)
+
+
+@pytest.mark.parametrize("told", ["[", "5", "{}x", '{"epochs": "many"}', "[" * 9999, '{"model": 7}'])
+def test_a_damaged_recipe_in_weights_is_one_line(tmp_path, told):
+    with pytest.raises(CheckpointError, match="holds a recipe that cannot be used") as caught:
+        recipe_of(tmp_path, {"recipe": told}, ())
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,77 @@
+"""Bytes on each device of a mode, on disk, and what to change where they are too many."""
+
+import pytest
+from safetensors import safe_open
+
+from tests.planning.plans import recipe_of, shadow_of, size
+from trainer import load_recipe, plan
+from trainer.planning.layout import every_mode, lay_out
+from trainer.planning.memory import footprint
+
+
+@pytest.mark.parametrize("words", [["optimizer.name=adam", "optimizer.lr=0.01", "ema=0.9"], ["optimizer.momentum=0.9"]])
+def test_disk_is_what_a_checkpoint_holds(tmp_path, words):
+    words = ["mode=single", "devices=[cpu]", "max_steps=1", "logging.progress=false", *words]
+    recipe = load_recipe("digits", *words, output=str(tmp_path / "run"))
+    from trainer import train
+
+    train(recipe)
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    held = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            held[path.stem] = size(file.get_tensor(name) for name in file.keys())  # noqa: SIM118
+    found = plan(recipe)["disk"]
+    assert found["checkpoint"] == held["model"] + held["optimizer"] + held.get("ema", 0)
+    assert found["weights"] == held["model"]
+    written = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*.safetensors"))
+    assert found["checkpoint"] + 2 * found["weights"] == pytest.approx(written, rel=0.15)  # headers, random states
+
+
+def test_devices_of_modes():
+    """What a mode adds to, or takes from, a device."""
+    recipe = recipe_of("model.name=cnn", "data.image_size=32", "batch_size=64", "precision=fp32", "ema=0.9")
+    shadow = shadow_of(recipe)
+    modes = {mode: footprint(shadow, layout) for mode, layout in every_mode(recipe, 2).items()}
+    single, ddp = modes["single"][0], modes["ddp"][0]
+    assert len(modes["ddp"]) == 2
+    assert ddp.activations < single.activations
+    assert ddp.peak == sum(vars(ddp)[key] for key in vars(ddp) if key not in ("device", "peak"))
+    assert single.peak < sum(vars(single)[key] for key in vars(single) if key not in ("device", "peak"))
+    for staged in ("split", "pipeline"):
+        assert sum(device.parameters for device in modes[staged]) == single.parameters
+        assert sum(device.optimizer for device in modes[staged]) == single.optimizer
+        assert sum(device.ema for device in modes[staged]) == single.ema
+    assert max(d.activations for d in modes["pipeline"]) < max(d.activations for d in modes["split"])
+
+
+def test_replicas_of_data_parallel():
+    recipe = recipe_of("model.name=cnn", "batch_size=30").replace(mode="dp", devices=["cuda:0", "cuda:1", "cuda:2"])
+    first, *others = footprint(shadow_of(recipe), lay_out(recipe))
+    assert first.optimizer and not any(device.optimizer for device in others)
+    assert len({device.parameters for device in (first, *others)}) == 1
+    assert first.images == 3 * others[0].images
+
+
+def test_advice_fits():
+    words = ["model.name=resnet18", "data.name=synthetic", "data.image_size=64", "batch_size=64"]
+    recipe = load_recipe(None, "mode=ddp", *words)
+    tight = plan(recipe, nproc=2, memory="200MiB")
+    tried = {one["words"].split("=")[0]: one for one in tight["advice"]}
+    assert not tight["fits"] and tried.keys() == {"accumulate", "batch_size", "mode"}
+    for one in tight["advice"]:
+        own = {word.partition("=")[0]: word for word in one["words"].split()}
+        processes = own.pop("nproc", "nproc=2").removeprefix("nproc=")
+        kept = [word for word in ["mode=ddp", *words] if word.partition("=")[0] not in own]
+        again = plan(load_recipe(None, *kept, *own.values()), nproc=processes, memory="200MiB")
+        assert again["fits"] and again["peak"] == one["peak"]
+    pieces = int(tried["accumulate"]["words"].partition("=")[2])
+    fewer = [n for n in range(1, pieces) if 32 % n == 0]
+    assert not any(plan(recipe.replace(accumulate=n), nproc=2, memory="200MiB")["fits"] for n in fewer)
+    assert plan(recipe, nproc=2, memory="1MiB")["advice"] == []
+
+
+def test_workers_that_share_a_card_add_up(monkeypatch):
+    words = ["mode=local_sgd", "model.name=cnn", "data.name=synthetic", "devices=[cuda:0]"]
+    found = plan(load_recipe(None, *words), nproc=4, memory="1GiB")
+    assert found["peak"] == sum(device["peak"] for device in found["memory_per_device"])

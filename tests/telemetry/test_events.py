@@ -1,0 +1,119 @@
+"""TensorBoard files after a resume and after damage."""
+
+import os
+import random
+import unittest.mock
+from pathlib import Path
+
+import pytest
+from tensorboard.summary.writer.record_writer import masked_crc32c
+from torch.utils.tensorboard import SummaryWriter
+
+from tests.telemetry.event_values import written
+from trainer.recipe import load
+from trainer.saving.checkpoint import Position
+from trainer.saving.run_folder import RunFolder
+from trainer.telemetry.events import trim_events
+from trainer.telemetry.tracking import Tracker
+
+
+def test_events_after_the_checkpoint_are_dropped(tmp_path):
+    for first in (1, 3):  # two starts, each its own file
+        writer = SummaryWriter(str(tmp_path))
+        for step in range(first, first + 3):
+            writer.add_scalar("train/loss", 1.0 / step, step)
+        writer.close()
+    trim_events(tmp_path, Position(2, 1, 0))
+    assert written(tmp_path) == [("train/loss", 1), ("train/loss", 2)]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_killed_while_the_files_are_put_together_nothing_is_lost(tmp_path, monkeypatch):
+    for first in (1, 3):
+        writer = SummaryWriter(str(tmp_path))
+        for step in range(first, first + 2):
+            writer.add_scalar("train/loss", 1.0 / step, step)
+        writer.close()
+    everything = [("train/loss", step) for step in range(1, 5)]
+    for at in ("replace", "unlink"):
+        kill = unittest.mock.Mock(side_effect=KeyboardInterrupt)
+        with monkeypatch.context() as patch:
+            patch.setattr(os if at == "replace" else Path, at, kill)
+            with pytest.raises(KeyboardInterrupt):
+                trim_events(tmp_path, Position(4, 1, 0))
+        assert set(written(tmp_path)) == set(everything), at
+    trim_events(tmp_path, Position(4, 1, 0))
+    assert written(tmp_path) == everything
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def _instead(make):
+    def act(path):
+        path.unlink()
+        make(path)
+
+    return act
+
+
+def _huge(path):
+    length = (2**62).to_bytes(8, "little")
+    path.write_bytes(length + masked_crc32c(length).to_bytes(4, "little") + b"x" * 99)
+
+
+DAMAGES = {
+    "flip": _flip,
+    "random": lambda path: path.write_bytes(random.Random(0).randbytes(5000)),
+    "empty": lambda path: path.write_bytes(b""),
+    "folder": _instead(Path.mkdir),
+    "dangling": _instead(lambda path: path.symlink_to("nowhere")),
+    "loop": _instead(lambda path: path.symlink_to(path.name)),
+    "endless": _instead(lambda path: path.symlink_to("/dev/zero")),
+    "pipe": _instead(os.mkfifo),
+    "huge record": _huge,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
+    recipe = load("digits", f"output={tmp_path}")
+    for step in (1, 2):
+        writer = SummaryWriter(str(tmp_path))
+        for tag in "abcdefgh":
+            writer.add_scalar(tag, 1.0, step)
+        writer.close()
+    DAMAGES[damage](sorted(tmp_path.glob("events*"))[0])
+    said = []
+    assert trim_events(tmp_path, Position(3, 0, 3), said.append) >= 8
+    assert {(tag, 2) for tag in "abcdefgh"} <= set(written(tmp_path))
+    assert len(said) == (damage not in ("empty", "huge record")) and all("is left out" in line for line in said)
+    assert len(list(tmp_path.glob("events*"))) == 1
+    tracker = Tracker(recipe, RunFolder(recipe))
+    tracker.start(Position(3, 0, 3), 10)
+    tracker.close()
+
+
+def test_before_an_epochs_evaluation_its_values_are_still_to_come(tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    for tag in ("train/loss", "val/top1", "memory/peak_gib/cpu"):
+        writer.add_scalar(tag, 1.0, 2)
+    writer.close()
+    trim_events(tmp_path, Position(2, 0, 2))
+    assert written(tmp_path) == [("train/loss", 2)]
+    trim_events(tmp_path, Position(0, 0, 0))
+    assert written(tmp_path) == [], "nothing was saved: everything starts anew"
+
+
+def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    for step in range(1, 6):
+        writer.add_scalar("a", 0.0, step)
+    writer.close()
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-7])
+    trim_events(tmp_path, Position(10, 1, 0))
+    assert written(tmp_path) == [("a", step) for step in range(1, 5)]

@@ -1,0 +1,39 @@
+"""Counts of operations and peaks of cards, held against published figures."""
+
+import pytest
+import torch
+import torchvision
+
+from trainer.telemetry import flops
+
+
+def test_flops_of_resnet50():
+    # 4.09 billion multiply-adds (torchvision's table), two operations each.
+    found = flops.forward_flops(torchvision.models.resnet50(), (1, 3, 224, 224))
+    assert found == pytest.approx(2 * 4.09e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "capability", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", (9, 0), 989),
+        ("NVIDIA H100 80GB HBM3", "tf32", (9, 0), 495),
+        ("NVIDIA A100-SXM4-80GB", "fp32", (8, 0), 19.5),
+        ("NVIDIA L40", "bf16", (8, 9), 181),  # not L4's
+        ("Tesla T4", "tf32", (7, 5), 8.1),  # it has none, and computes in fp32
+        ("Tesla V100-SXM2-16GB", "bf16", (7, 0), None),
+        ("NVIDIA T400", "fp16", (7, 5), None),
+        ("NVIDIA RTX A1000", "fp16", (8, 6), None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", (8, 0), None),
+    ],
+)
+def test_peaks_are_of_the_very_card_and_precision(monkeypatch, name, precision, capability, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    peak = flops.peak_flops(torch.device("cuda", 0), precision)
+    assert peak == (None if tflops is None else pytest.approx(1e12 * tflops))
+    assert flops.peak_flops(torch.device("cpu"), precision) is None
+
+
+def test_utilisation():
+    assert flops.model_flops_utilisation(1000, 10**9, 30e12) == pytest.approx(0.1)

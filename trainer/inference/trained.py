@@ -1,0 +1,141 @@
+"""A model that can label: a run's or torchvision's weights, with its classes and how its images are made ready."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from torch import nn
+from torchvision.models import get_model_weights
+
+from trainer import recipe as recipes
+from trainer.data import Datasets, open_datasets
+from trainer.data.folders import IMAGENET
+from trainer.errors import CheckpointError, RecipeError
+from trainer.inference.labelling import Preparation
+from trainer.models.zoo import build, initialise
+from trainer.recipe import Recipe
+from trainer.saving.weights import read_weights
+from trainer.training.trained import recipe_of
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that can label, and what it was made of."""
+
+    recipe: Recipe
+    model: nn.Module
+    classes: tuple[str, ...]
+    preparation: Preparation
+    data: Datasets | None  # where a split of the data set is labelled
+    fingerprint: str
+
+
+def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
+    """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with."""
+    weights, facts = read_weights(path)
+    recipe = recipe_of(path, facts, tuple(words))
+    data = open_datasets(recipe) if wants_split(recipe, words) else None
+    if data is not None:
+        classes, how = data.classes, Preparation.of(data)
+    else:
+        classes, how = _prepared(path, facts_of(path, facts), recipe.data.image_size)
+    model = build(recipe.model, len(classes), how.channels, how.image_size, starting=False)
+    initialise(model, weights, str(path), whole=True)
+    names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
+    return Trained(recipe, model, names, how, data, _fingerprint(weights))
+
+
+def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
+    """The classes of weights and how their images were made ready, as their file tells it.
+
+    Raises:
+        CheckpointError: what it tells makes no sense.
+    """
+    try:
+        told = _Told.model_validate_json("{" + ",".join(f'"{key}":{facts[key]}' for key in _Told.model_fields) + "}")
+    except (KeyError, ValidationError):
+        raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
+    size = image_size or told.image_size
+    return told.classes, Preparation(size, told.channels, told.mean, told.std)
+
+
+class _Told(BaseModel):
+    """What last.safetensors tells of its classes and images."""
+
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    image_size: Annotated[int, Field(ge=1, le=2**16)]
+    channels: Literal[1, 3]
+
+    @model_validator(mode="after")
+    def _one_a_channel(self) -> _Told:
+        if not len(self.mean) == len(self.std) == self.channels:
+            raise ValueError("mean and std have other channels")
+        return self
+
+
+def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
+    """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    for folder in (None, *path.absolute().parents[:2]):
+        if folder is not None and (folder / "last.safetensors").is_file():
+            facts = read_weights(folder)[1]
+        if "classes" in facts:
+            return facts
+    raise CheckpointError(f"{path} does not tell its classes; give a run folder or its last.safetensors")
+
+
+def wants_split(recipe: Recipe, words: Sequence[str]) -> bool:
+    """Whether images come from the data set; else they are files that data.root names."""
+    return recipe.predict.split is not None or not any(word.startswith("data.root=") for word in words)
+
+
+def published(words: Sequence[str]) -> Trained:
+    """One of torchvision's models with the weights that it publishes."""
+    recipe = recipes.load(None, *words)
+    if recipe.model.weights is None or recipe.data.root is None:
+        raise RecipeError(
+            "predict needs a model and images: checkpoint=RUN data.root=FOLDER, or without a checkpoint "
+            "model.name=resnet50 model.weights=DEFAULT data.root=FOLDER"
+        )
+    if recipe.predict.split is not None:
+        raise RecipeError("predict.split names a part of a run's data set, so it needs checkpoint=RUN")
+    classes, preset, size = _published(recipe)
+    model = build(recipe.model, len(classes), 3, size)
+    return Trained(
+        recipe, model, classes, Preparation(size, 3, *IMAGENET, preset), None, _fingerprint(model.state_dict())
+    )
+
+
+def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
+    """Classes, transforms and image size that torchvision publishes with weights."""
+    try:
+        weights = get_model_weights(recipe.model.name)[recipe.model.weights]
+    except (KeyError, ValueError):
+        build(recipe.model, 1000, 3, 224)  # says what is wrong with the name
+        raise RecipeError(
+            f"model.weights={recipe.model.weights}: {recipe.model.name} has no published weights"
+        ) from None
+    preset = weights.transforms()
+    if not hasattr(preset, "crop_size"):
+        raise RecipeError(f"model.name={recipe.model.name} is no classifier of images: predict is for those")
+    return tuple(weights.meta["categories"]), preset, preset.crop_size[0]
+
+
+def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().contiguous()
+        found.update(name.encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]

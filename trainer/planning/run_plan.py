@@ -1,0 +1,197 @@
+"""The keys of a plan: what `plan` returns and `plan --json` prints. They are stable.
+
+Sizes are bytes, times seconds; None is what is not known.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class ModelFigures(TypedDict):
+    name: str
+    parameters: int
+    forward_flops_per_image: int
+    precision: str
+
+
+class DataFigures(TypedDict):
+    """`source` tells how they are known."""
+
+    name: str
+    train_samples: int | None
+    val_samples: int | None
+    classes: int
+    channels: int
+    image_size: int
+    source: str
+
+
+BatchFigures = TypedDict(
+    "BatchFigures",
+    {
+        "global": int,
+        "shards": int,
+        "per_shard": int,
+        "per_device": float,
+        "accumulate": int,
+        "per_pass": int,
+        "microbatch": int | None,
+        "wider": str | None,  # words to try where GPUs get few images each
+    },
+)
+
+
+class StepFigures(TypedDict):
+    per_epoch: int | None
+    epochs: int
+    total: int | None
+
+
+class RateFigures(TypedDict):
+    """The learning rate at its highest and, where the number of steps is known, at the first and the last."""
+
+    schedule: str
+    warmup_epochs: float
+    highest: float
+    first: float | None
+    last: float | None
+
+
+class DeviceFigures(TypedDict):
+    """Bytes on one device, as `planning.memory.Device` tells them."""
+
+    device: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    buffers: int
+    images: int
+    activations: int
+    peak: int
+
+
+class LimitFigures(TypedDict):
+    """What a device has, how much of it can be used, and how that is known."""
+
+    bytes: int
+    usable: float
+    source: str
+
+
+class Advice(TypedDict):
+    """Words that make the run fit, and the peak that they lead to."""
+
+    words: str
+    peak: int
+    note: str
+
+
+class MemoryFigures(TypedDict):
+    memory_per_device: list[DeviceFigures]
+    memory_limit: LimitFigures | None
+    peak: int
+    fits: bool | None
+    advice: list[Advice]
+
+
+class StageFigures(TypedDict):
+    device: str
+    parameters: int
+    forward_flops: int
+    flops_share: float
+    sent_bytes: int
+
+
+class BubbleFigures(TypedDict):
+    """A schedule's ideal bubble, and the most micro-batches that a worker has begun and not finished."""
+
+    schedule: str
+    microbatches: int
+    bubble: float
+    in_flight: int
+
+
+class PipelineFigures(TypedDict):
+    schedule: str
+    microbatches: int
+    rows: int
+    cuts: list[str]
+    balanced_by: str
+    stages: list[StageFigures]
+    bubble_ideal: float | None
+    bubbles: list[BubbleFigures]
+
+
+class TrafficFigures(TypedDict):
+    """What goes between devices in a step, and what that takes at a stated bandwidth."""
+
+    all_reduce_bytes_per_device: int
+    crossing_bytes: int
+    every_steps: int | None
+    epoch_bytes_per_device: int
+    seconds: float | None
+
+
+class DiskFigures(TypedDict):
+    """A checkpoint, a weights file, a run folder when it is fullest."""
+
+    checkpoint: int
+    weights: int
+    folder: int
+
+
+class PredictionFigures(TypedDict):
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    optimizer_seconds: float
+    other_seconds: float
+    bubble: float | None
+    samples_per_sec: float
+
+
+class ScalingFigures(TypedDict):
+    """The same global batch over so many devices."""
+
+    devices: int
+    step_seconds: float
+    samples_per_sec: float
+    efficiency: float
+
+
+class ModeFigures(TypedDict):
+    """A mode on as many devices: bytes on the fullest one, or why it cannot be."""
+
+    mode: str
+    world_size: int | None
+    devices: int | None
+    peak: int | None
+    activations: int | None
+    fits: bool | None
+    error: str | None
+
+
+class RunPlan(MemoryFigures):
+    """All of it."""
+
+    recipe: str
+    mode: str
+    world_size: int
+    devices: list[str]
+    model: ModelFigures
+    data: DataFigures
+    batch: BatchFigures
+    steps: StepFigures
+    learning_rate: RateFigures
+    pipeline: PipelineFigures | None
+    communication: TrafficFigures
+    disk: DiskFigures
+    prediction: PredictionFigures | None
+    scaling: list[ScalingFigures]
+    predicted_samples_per_sec: float | None
+    commands: list[str]
+    needs_folder: bool
+    assumptions: list[str]
+    modes: list[ModeFigures] | None

@@ -1,0 +1,98 @@
+"""Weights by plain name, in files for users: last.safetensors and best.safetensors, and whatever holds weights."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+from trainer.saving.checkpoint import State, checkpoints_in, is_checkpoint, load
+from trainer.saving.files import put, remove, writing
+from trainer.saving.tensor_files import fault_point, parsed, require_finite, serialised, sync_folder, write_synced
+
+
+def save_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a .safetensors file for users, atomically: the name always holds a whole file.
+
+    Raises:
+        NotFiniteError, DiskFullError, SetupError: as `commit`; the file that was there before is intact.
+    """
+    require_finite(path.name, tensors)
+    draft = path.with_name(f".{path.name}.tmp")
+    with writing(path.parent):
+        remove(draft)  # of a writer that died, or whatever else has the name
+        try:
+            write_synced(draft, serialised(tensors, {"format": "pt", **metadata}), "weights")
+            fault_point("rename", "weights")
+            put(draft, path)
+            sync_folder(path.parent)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights by plain name on the CPU, and the file's metadata.
+
+    `path` is a .safetensors file, a run folder (its last.safetensors), a checkpoint folder (its averaged weights where
+    it has them; metadata "weights" is "ema" or "model"), or a .pt or .pth file of tensors; pickled code is never run.
+
+    Raises:
+        CheckpointError: nothing usable there; says what to give.
+    """
+    wanted = "give a run folder, a checkpoint folder, or a .safetensors, .pt or .pth file of weights"
+    file = path
+    try:
+        if path.is_dir():
+            if is_checkpoint(path):
+                return _saved_weights(load(path))
+            file = path / "last.safetensors"
+        if not file.is_file():
+            have = checkpoints_in(path / "checkpoints")
+            raise CheckpointError(f"{file} is not there; {f'give {have[0]}' if have else wanted}")
+        if file.suffix in (".pt", ".pth"):
+            return _unpickled(file), {}
+        if file.suffix != ".safetensors":
+            raise CheckpointError(f"{file} is not a kind of file that is read here; {wanted}")
+        with safe_open(file, "pt") as whole:  # before anything as large as the file says is allocated
+            metadata = whole.metadata() or {}
+        return parsed(file.read_bytes()), metadata
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); {wanted}") from error
+    except (ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file ({error}); {wanted}") from error
+
+
+def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
+    model, ema = state.tensors.get("model", {}), state.tensors.get("ema", {})
+    kind = "ema" if ema else "model"
+    at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
+    return {**model, **ema}, {"format": "pt", "weights": kind, **at}
+
+
+def _refuse_to_inflate(file: Path) -> None:
+    """torch stores tensors as they are: what would unpack to more than the file has was made to fill the memory."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as whole:
+            if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
+                raise ValueError("compressed")
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
+    try:
+        _refuse_to_inflate(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises about anything here
+        advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"
+        raise CheckpointError(f"{file} is not a file of plain tensors ({type(error).__name__}); {advice}") from None
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{file} holds no dictionary of tensors; give a file with a model's state_dict()")
+    return {str(name): tensor for name, tensor in content.items()}

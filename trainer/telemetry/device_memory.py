@@ -1,0 +1,66 @@
+"""Bytes: held at most, still free, kept by autograd."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this rank has held: torch's allocations on CUDA, the process's resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_memory(devices: Sequence[torch.device]) -> None:
+    """Give back the memory that torch keeps for later, and begin its peaks anew: what was tried is no training."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on the device; on CPU what the machine and the control group leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as info:
+            free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
+        with open("/sys/fs/cgroup/memory.stat") as stat:  # cached files are given up when memory is wanted
+            cached = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file"))
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            free = min(free, int(limit.read()) - int(used.read()) + cached)
+    except (OSError, ValueError, StopIteration):
+        pass  # no such file, or "max": no limit
+    return free
+
+
+def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
+    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, from shapes alone.
+
+    Raises:
+        NotImplementedError: the model has an operator that cannot run on shapes alone.
+    """
+    probe = copy.deepcopy(model).to("meta").train()
+    own = {p.untyped_storage()._cdata for p in probe.parameters()}
+    kept: dict[int, Tensor] = {}  # by storage: views and in-place results of one tensor count once
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in own:
+            kept.setdefault(storage, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        probe(torch.empty(tuple(shape), device="meta"))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

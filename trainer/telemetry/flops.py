@@ -1,0 +1,67 @@
+"""Floating point operations: of a model, and at most of a card."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.devices.precision import computed_in
+
+# Dense peaks in TFLOP/s from NVIDIA's data sheets, by torch's name of the card: a chip has others in other shapes,
+# and a part of one (MIG) none. fp32 is without tensor cores; what a card computes by other means only has no peak.
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+_HOPPER, _AMPERE = (67.0, 495.0, 989.0, 989.0), (19.5, 156.0, 312.0, 312.0)
+PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
+    "NVIDIA H200": _HOPPER,
+    "NVIDIA H100 80GB HBM3": _HOPPER,
+    "NVIDIA H100 PCIe": (51.0, 378.0, 756.0, 756.0),
+    "NVIDIA A100-SXM4-40GB": _AMPERE,
+    "NVIDIA A100-SXM4-80GB": _AMPERE,
+    "NVIDIA A100-PCIE-40GB": _AMPERE,
+    "NVIDIA A100 80GB PCIe": _AMPERE,
+    "NVIDIA L40S": (91.6, 183.0, 362.0, 362.0),
+    "NVIDIA L40": (90.5, 90.5, 181.0, 181.0),
+    "NVIDIA L4": (30.3, 60.0, 121.0, 121.0),
+    "NVIDIA A40": (37.4, 74.8, 149.7, 149.7),
+    "NVIDIA A30": (10.3, 82.0, 165.0, 165.0),
+    "NVIDIA A10": (31.2, 62.5, 125.0, 125.0),
+    "Tesla V100-SXM2-16GB": (15.7, None, 125.0, None),
+    "Tesla V100-SXM2-32GB": (15.7, None, 125.0, None),
+    "Tesla V100-PCIE-16GB": (14.0, None, 112.0, None),
+    "Tesla V100-PCIE-32GB": (14.0, None, 112.0, None),
+    "Tesla T4": (8.1, None, 65.0, None),
+}
+
+
+def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
+    """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone.
+
+    Raises:
+        NotImplementedError: the model has an operator that cannot run on shapes alone.
+    """
+    probe = copy.deepcopy(model).to("meta").eval()
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        probe(torch.empty(tuple(shape), device="meta"))
+    return int(counter.get_total_flops())
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's published dense peak in FLOP/s in a precision, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    peak = known[_PRECISIONS.index(computed_in(precision, device))] if known else None
+    return None if peak is None else 1e12 * peak
+
+
+def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak: float) -> float:
+    """Share of the devices' peak that forward and backward (3 x forward) amount to.
+
+    Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
+    """
+    return samples_per_sec * 3 * flops_per_sample / peak

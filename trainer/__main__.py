@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from trainer import recipe
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
 from trainer.launch import launching
-from trainer.processes import interrupts, world
+from trainer.processes import interrupts
 from trainer.processes.interrupts import leave_now
+from trainer.processes.rank import place
 from trainer.recipe import checks
 from trainer.recipe.words import split
 from trainer.saving.files import open_streams
@@ -73,7 +74,7 @@ def answer(words: Sequence[str]) -> int:
         line, code = explain(error)
         line = launching.last_look(line, code, error)
     launching.leave_report(line, code, now)
-    if not launching.has_speaker() and (not _launched() or world.place().is_main):
+    if not launching.has_speaker() and (not _launched() or place().is_main):
         launching.say(line, code)
     return code
 
@@ -184,7 +185,7 @@ def _recipe_lines(indent: str = "") -> str:
 
 def _launched() -> bool:
     try:
-        return world.place().launched
+        return place().launched
     except TrainerError:
         return False
 

@@ -13,6 +13,7 @@ from trainer.devices import cards
 from trainer.errors import DeviceMemoryError, SetupError
 from trainer.launch import launching
 from trainer.processes import world
+from trainer.processes.rank import Place
 from trainer.recipe import load
 from trainer.training import loop
 
@@ -250,7 +251,7 @@ def test_a_copy_that_corrupts_is_found(monkeypatch, copy):
 def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
     """Copies from the second card to the first are wrong here, those the other way are right."""
     monkeypatch.setattr(world, "cuda_count", lambda: 2)
-    monkeypatch.setattr(world, "place", world.Place)
+    monkeypatch.setattr(world, "place", Place)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     checked = []
     monkeypatch.setattr(cards, "check", lambda device, count: checked.append((str(device), count)))
@@ -273,7 +274,7 @@ def joined(monkeypatch):
 
 def test_ranks_on_cards_need_nccl(joined, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    rank = world.World(world.Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
+    rank = world.World(Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
     with pytest.raises(SetupError, match="no NCCL"):
         rank.connect(1.0)
 
@@ -284,10 +285,10 @@ def test_ranks_on_cards_sum_a_pattern_first(joined, monkeypatch):
     monkeypatch.setattr(dist, "all_gather_object", lambda names, mine: names.__setitem__(slice(None), [mine, "other"]))
     monkeypatch.setattr(dist, "all_reduce", lambda numbers: None)  # the other rank's part is lost
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
-    rank = world.World(world.Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
+    rank = world.World(Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
     with pytest.raises(SetupError, match="a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1"):
         rank.connect(1.0)
-    alone = world.World(world.Place(0, 2, 0, 2, 0, True), torch.device("cpu"), 1, ())
+    alone = world.World(Place(0, 2, 0, 2, 0, True), torch.device("cpu"), 1, ())
     joined.set("device/1", "cpu")
     alone.connect(1.0)  # gloo's sums need no test
 

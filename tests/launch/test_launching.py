@@ -28,10 +28,10 @@ STAND_IN = """
 import json, os, signal, sys, time, types
 from pathlib import Path
 from trainer import errors
-from trainer.processes import world
+from trainer.processes.rank import place
 
 def run(recipe, own_process=False):
-    me, case = world.place(), os.environ.get("CASE", "")
+    me, case = place(), os.environ.get("CASE", "")
     print(f"rank {me.rank} of {me.size} pid {os.getpid()} at {os.environ['MASTER_ADDR']}", flush=True)
     if case in ("nan", "kill"):
         if me.rank == 1 and case == "nan":

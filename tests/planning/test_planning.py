@@ -26,7 +26,8 @@ from trainer.planning.layout import every_mode, lay_out
 from trainer.planning.memory import footprint
 from trainer.planning.shadow import Shadow
 from trainer.processes import world
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe.words import split
 from trainer.training.optimization import build_optimizer, optimizer_state
 

@@ -10,7 +10,8 @@ from tests.commands import QUIET, ok, result, torchrun
 from trainer.data import Batch
 from trainer.errors import CheckpointError
 from trainer.modes import Strategy
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.training.evaluation import evaluate, evaluate_run
 
 

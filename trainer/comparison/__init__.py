@@ -16,7 +16,7 @@ from trainer.comparison.comparing import Comparison
 from trainer.comparison.folder import claim
 from trainer.errors import RecipeError
 from trainer.launch import launching
-from trainer.processes import world
+from trainer.processes.rank import place
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
 from trainer.recipe.words import split
@@ -82,7 +82,7 @@ def compare(
         FolderInUseError: the folder holds a comparison, or another run writes there.
         Interrupted: Ctrl-C; the tables hold what was done before.
     """
-    if world.place().launched:
+    if place().launched:
         raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
     if not recipe:
         raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")

@@ -39,7 +39,8 @@ from trainer.inference.watching import Watch
 from trainer.launch import launching
 from trainer.models.zoo import build, initialise
 from trainer.pool import DevicePool, ItemError
-from trainer.processes.world import Place, World, cores, cuda_for, place
+from trainer.processes.rank import Place, place
+from trainer.processes.world import World, cores, cuda_for
 from trainer.recipe import Recipe
 from trainer.recipe.words import split
 from trainer.saving.checkpoint import read_weights

@@ -22,7 +22,8 @@ import torch
 from trainer.errors import FolderInUseError, SetupError
 from trainer.inference.labelling import Labels
 from trainer.inference.sources import Item, one_line
-from trainer.processes.world import World, lost_peers, place
+from trainer.processes.rank import place
+from trainer.processes.world import World, lost_peers
 from trainer.saving.files import draft_of, put, read_json, remove, writing
 from trainer.saving.run_folder import write_atomically
 

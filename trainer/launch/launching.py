@@ -28,6 +28,7 @@ from trainer.devices.assignment import assign_devices
 from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
 from trainer.launch.topology import Launch, topology
 from trainer.processes import family, interrupts, world
+from trainer.processes.rank import place
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.saving.run_folder import fresh_folder
@@ -48,7 +49,7 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
     Raises:
         RecipeError: it cannot run like this; the line says what can.
     """
-    me = world.place()
+    me = place()
     if me.launched:
         if nproc is not None and nproc != str(me.local_size):
             raise RecipeError(
@@ -114,10 +115,10 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
     follows = {130: 1, PeerError.code: 2, 143: 3}
     late = min(end.time for end in endings) + KILLED_LATE
 
-    def place(end: Ending) -> tuple[int, bool, float, int]:
+    def precedence(end: Ending) -> tuple[int, bool, float, int]:
         return follows.get(_exit_code(end.code), 0), end.code >= 0 or end.time > late, end.time, end.rank
 
-    first = min(endings, key=place)
+    first = min(endings, key=precedence)
     return Ending(first.rank, _exit_code(first.code), first.line or _obituary(first), first.time)
 
 
@@ -250,7 +251,7 @@ def leave_report(line: str, code: int, now: float) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": world.place().rank}
+    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": place().rank}
     with suppress(OSError):  # the exit code still tells
         Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
 
@@ -275,13 +276,13 @@ def say(line: str, code: int) -> None:
 
 def has_speaker() -> bool:
     """Whether a launcher of ours prints for this rank."""
-    return PARENT in os.environ and world.place().launched
+    return PARENT in os.environ and place().launched
 
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies, so that no rank outlives its launcher."""
     parent = os.environ.get(PARENT)
-    if parent is None and not world.place().launched:
+    if parent is None and not place().launched:
         return
     before = int(parent) if parent and parent.isdigit() else os.getppid()
     family.die_with(before)

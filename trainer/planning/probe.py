@@ -32,7 +32,8 @@ from trainer.planning.images import Images
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
 from trainer.processes import world
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.telemetry.metrics import synchronise
 from trainer.training.optimization import Updater, build_optimizer
 

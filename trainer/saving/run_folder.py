@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError
-from trainer.processes.world import job_id, place
+from trainer.processes.rank import job_id, place
 from trainer.recipe import Recipe
 from trainer.saving.files import Growing, draft_of, opened, put, read, usable_json, why, writing
 

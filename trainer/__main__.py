@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from trainer import recipe
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
 from trainer.launch import launching
-from trainer.processes import interrupts
+from trainer.processes import family, interrupts
 from trainer.processes.interrupts import leave_now
 from trainer.processes.rank import place
 from trainer.recipe import checks
@@ -66,7 +66,7 @@ def main() -> None:
 def answer(words: Sequence[str]) -> int:
     """The exit code of a command, after printing the one line of what went wrong, if anything did."""
     try:
-        launching.die_with_parent()
+        family.die_with_parent()
         check_folder()
         return run(words)
     except (Exception, KeyboardInterrupt) as error:

@@ -12,7 +12,7 @@ from trainer import __main__ as cli
 from trainer.devices import cards
 from trainer.errors import DeviceMemoryError, SetupError
 from trainer.launch import launching
-from trainer.processes import world
+from trainer.processes import family, world
 from trainer.processes.rank import Place
 from trainer.recipe import load
 from trainer.training import loop
@@ -48,9 +48,9 @@ def machine(monkeypatch):
 def typed(monkeypatch, capsys, *words):
     """What a user sees who types this: exit code, stderr, and the recipes that came as far as training."""
     ran = []
-    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", launching.PARENT):
+    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", family.PARENT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launching, "die_with_parent", lambda: None)
+    monkeypatch.setattr(family, "die_with_parent", lambda: None)
     monkeypatch.setattr(loop, "run", lambda recipe, own_process: ran.append(recipe))
     monkeypatch.setattr(launching, "start", lambda recipe, words, launch: ran.append(launch) or 0)
     code = cli.answer(words)

@@ -22,6 +22,7 @@ from tests.commands import PROJECT
 from trainer.errors import NotFiniteError, PeerError, RecipeError, SetupError, TrainerError
 from trainer.launch import launching
 from trainer.launch.launching import Ending, first_cause
+from trainer.processes import family
 from trainer.recipe import load
 
 STAND_IN = """
@@ -71,7 +72,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
-    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "CASE", "SLURM_STEP_ID", launching.PARENT):
+    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "CASE", "SLURM_STEP_ID", family.PARENT):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -231,7 +232,7 @@ def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:
 
 
 def test_a_rank_whose_launcher_died_before_it_started_leaves(work: Path) -> None:
-    environment = {**os.environ, launching.PARENT: "1", "RANK": "0", "WORLD_SIZE": "2"}
+    environment = {**os.environ, family.PARENT: "1", "RANK": "0", "WORLD_SIZE": "2"}
     assert subprocess.run(command(), env=environment, timeout=60, check=False).returncode == PeerError.code
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from trainer.comparison.entries import Entry
 from trainer.errors import SetupError, TrainerError
 from trainer.launch import launching
+from trainer.processes import family
 from trainer.recipe import Recipe
 from trainer.saving.files import read, read_json, writing
 from trainer.saving.run_folder import read_steps, write_atomically
@@ -234,7 +235,7 @@ def execute(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), launching.PARENT: str(os.getpid())},
+                env={**os.environ, **(environment or {}), family.PARENT: str(os.getpid())},
                 start_new_session=True,
             )
         except OSError as error:

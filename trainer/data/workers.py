@@ -10,7 +10,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -222,17 +221,8 @@ def _as_it_is(report: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """In a new worker: leave signals to the parent, and go when it goes, however it goes."""
-    fork_server.ignore_signals()
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_follow, args=[parent.sentinel], daemon=True).start()
-
-
-def _follow(sentinel: int) -> None:
-    # PR_SET_PDEATHSIG would watch the fork server, which lives as long as its children: wait for the rank itself.
-    connection.wait([sentinel])
-    os._exit(1)
+    """In a new worker."""
+    fork_server.begin_worker()
 
 
 def _kill(processes: list[BaseProcess]) -> None:

@@ -33,8 +33,6 @@ from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.saving.run_folder import fresh_folder
 
-# Set by our launcher for its ranks and by the API for the trainer it starts: whom to die with, who speaks for them.
-PARENT = "TRAINER_PARENT"
 EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
 SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
@@ -160,7 +158,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     else:
         arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[family.PARENT] = str(os.getpid())
     # torchrun would set 1, and the user's own 1 could not be told from it.
     os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
     quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
@@ -276,16 +274,7 @@ def say(line: str, code: int) -> None:
 
 def has_speaker() -> bool:
     """Whether a launcher of ours prints for this rank."""
-    return PARENT in os.environ and place().launched
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, so that no rank outlives its launcher."""
-    parent = os.environ.get(PARENT)
-    if parent is None and not place().launched:
-        return
-    before = int(parent) if parent and parent.isdigit() else os.getppid()
-    family.die_with(before)
+    return family.PARENT in os.environ and place().launched
 
 
 def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
@@ -305,7 +294,7 @@ def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, An
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**os.environ, PARENT: str(os.getpid())},
+            env={**os.environ, family.PARENT: str(os.getpid())},
             start_new_session=True,
         )
         try:

@@ -31,7 +31,7 @@ from trainer.planning import schedules
 from trainer.planning.images import Images
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
-from trainer.processes import world
+from trainer.processes import family, world
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.telemetry.metrics import synchronise
@@ -106,7 +106,7 @@ def _run(task: dict[str, Any], count: int) -> list[dict[str, Any]]:
         path = Path(folder)
         (path / "task.json").write_text(json.dumps({**task, "count": count}))
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        environment |= {launching.PARENT: str(os.getpid())}
+        environment |= {family.PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "trainer.planning.probe", folder]
         children = [
             subprocess.Popen([*command, str(rank)], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -133,7 +133,7 @@ def _run(task: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 def main(folder: Path, rank: int) -> None:
     """Measure, and leave the answer, or the line of what went wrong, where `_run` looks for it."""
-    launching.die_with_parent()
+    family.die_with_parent()
     try:
         answer = _measure(json.loads((folder / "task.json").read_text()), folder, rank)
     except Exception as error:

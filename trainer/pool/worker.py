@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
 from trainer.pool.transport import Extent, Message, Parcel, Slot, fetch, pack, pack_rows, store
-from trainer.processes import family, fork_server
+from trainer.processes import fork_server
 
 
 class Kind(IntEnum):
@@ -142,8 +141,7 @@ def main(
     environment: dict[str, str],
 ) -> None:
     """A worker process, from its start to the parent's end of the pipe closing."""
-    fork_server.ignore_signals()
-    die_with_parent()
+    fork_server.begin_worker()
     for name in os.environ.keys() - environment.keys():  # the fork server's is as old as the server
         del os.environ[name]
     os.environ.update(environment)
@@ -159,19 +157,6 @@ def main(
         serve(connection, slots, caller)
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process with its parent: the pool's, or the fork server, which ends with that."""
-    server: Any = forkserver._forkserver
-    alive = server._forkserver_alive_fd
-    if alive is not None:  # the server waits until all have closed it; one that hangs would keep it for ever
-        os.close(alive)
-        server._forkserver_alive_fd = server._forkserver_address = None
-    family.die_with(os.getppid())
-    parent = parent_process()
-    if parent is None or not parent.is_alive():  # it died before we asked
-        os._exit(1)
 
 
 def serve(connection: Connection, slots: list[Slot], caller: Caller) -> None:

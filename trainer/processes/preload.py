@@ -7,8 +7,8 @@ import os
 
 from trainer.processes import family, fork_server
 
-parent = os.environ.pop(fork_server.PARENT, "")
+parent = os.environ.pop(fork_server.SERVED, "")
 if parent:
-    family.die_with(int(parent))
+    family.die_with_parent(int(parent))
     server = os.getpid()
-    os.register_at_fork(after_in_child=lambda: family.die_with(server))
+    os.register_at_fork(after_in_child=lambda: family.die_with_parent(server))

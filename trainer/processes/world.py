@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.devices import cards
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import SetupError, TrainerError
+from trainer.processes.family import PARENT
 from trainer.processes.peers import check_sums
 from trainer.processes.peers import lost_peers as lost_peers
 from trainer.processes.rank import Place, place
@@ -69,7 +70,7 @@ def threads_per_process(recipe: Recipe, local_size: int, environment: Mapping[st
     if recipe.threads:
         return recipe.threads
     chosen = environment.get("OMP_NUM_THREADS", "")
-    torchruns = chosen == "1" and "TORCHELASTIC_RUN_ID" in environment and "TRAINER_PARENT" not in environment
+    torchruns = chosen == "1" and "TORCHELASTIC_RUN_ID" in environment and PARENT not in environment
     if chosen.isdigit() and int(chosen) > 0 and not torchruns:
         return int(chosen)
     return max(1, cores() // local_size)

@@ -21,6 +21,10 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"comparison"},
     {"__main__"},
 ]
+OWNERS = {  # what is delicate is done in one place
+    "prctl(": "processes/family.py",
+    "subprocess.Popen(": "processes/children.py",
+}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FOLDERS = sorted({path.parent for path in FILES} - {HOME})
 
@@ -62,6 +66,11 @@ def test_a_room_says_what_lives_there_and_what_it_imports(folder):
         said = re.search(r"^Imports: ([\w, ]+)\.$", text, re.M)
         assert said, f"Imports: {', '.join(sorted(found, key=FLOOR.get))}."
         assert {*said[1].split(", ")} == found, sorted(found, key=FLOOR.get)
+
+
+@pytest.mark.parametrize("call", OWNERS)
+def test_what_is_delicate_has_one_owner(call):
+    assert [str(path.relative_to(HOME)) for path in FILES if call in path.read_text()] == [OWNERS[call]]
 
 
 def test_nothing_lies_loose():

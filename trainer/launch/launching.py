@@ -27,7 +27,7 @@ from typing import Any
 from trainer.devices.assignment import assign_devices
 from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
 from trainer.launch.topology import Launch, topology
-from trainer.processes import family, interrupts, world
+from trainer.processes import children, family, interrupts, world
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
@@ -288,25 +288,8 @@ def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, An
         file = Path(temporary, f"{recipe.name}.yaml")
         file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
         command = [sys.executable, "-m", "trainer", f"recipe={file}", *([f"plugin={plugin}"] if plugin else [])]
-        # A session of its own: Ctrl-C reaches the child once, from here.
-        child = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**os.environ, family.PARENT: str(os.getpid())},
-            start_new_session=True,
-        )
-        try:
+        with children.started(command, leaves=_pass_on, stderr=subprocess.PIPE) as child:
             last = _pass_on(child)
-        except KeyboardInterrupt:
-            child.send_signal(signal.SIGINT)
-            _pass_on(child)
-            raise
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
     code = _exit_code(child.returncode)
     if code == 0:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())

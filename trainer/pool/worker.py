@@ -17,8 +17,9 @@ import torch
 
 from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
-from trainer.pool.transport import Extent, Message, Parcel, Slot, fetch, pack, pack_rows, store
+from trainer.pool.transport import Extent, Message, Parcel, fetch, new_slot, pack, pack_rows, store
 from trainer.processes import fork_server
+from trainer.processes.memory import MemoryFile
 
 
 class Kind(IntEnum):
@@ -118,12 +119,12 @@ def _checked(results: Any, count: int) -> Any:
 class Definition:
     """The worker and its arguments, taken apart once and mapped by every process: weights are in memory once."""
 
-    slot: Slot
+    slot: MemoryFile
     extent: Extent
 
     @classmethod
     def of(cls, worker: Callable[..., Any], arguments: Sequence[Any]) -> Definition:
-        slot = Slot()
+        slot = new_slot()
         return cls(slot, store(pack((worker, tuple(arguments))), slot))
 
     def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -134,7 +135,7 @@ class Definition:
 
 def main(
     connection: Connection,
-    slots: list[Slot],
+    slots: list[MemoryFile],
     definition: Definition,
     device: str,
     threads: int,
@@ -159,7 +160,7 @@ def main(
     sys.stderr.flush()
 
 
-def serve(connection: Connection, slots: list[Slot], caller: Caller) -> None:
+def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> None:
     """Answer batches and jobs, in order."""
     while True:
         try:

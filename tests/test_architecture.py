@@ -22,6 +22,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"__main__"},
 ]
 OWNERS = {  # what is delicate is done in one place
+    "flock(": "saving/locks.py",
     "memfd_create(": "processes/memory.py",
     "prctl(": "processes/family.py",
     "subprocess.Popen(": "processes/children.py",

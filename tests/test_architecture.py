@@ -23,7 +23,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
 ]
 OWNERS = {  # what is delicate is done in one place
     "flock(": "saving/locks.py",
-    "memfd_create(": "processes/memory.py",
+    "memfd_create(": "processes/memory_file.py",
     "prctl(": "processes/family.py",
     "subprocess.Popen(": "processes/children.py",
 }
@@ -73,6 +73,13 @@ def test_a_room_says_what_lives_there_and_what_it_imports(folder):
 @pytest.mark.parametrize("call", OWNERS)
 def test_what_is_delicate_has_one_owner(call):
     assert [str(path.relative_to(HOME)) for path in FILES if call in path.read_text()] == [OWNERS[call]]
+
+
+def test_a_class_has_a_name_of_its_own():
+    bodies = {path: ast.parse(path.read_text()).body for path in FILES}
+    named = [(node.name, path) for path, body in bodies.items() for node in body if isinstance(node, ast.ClassDef)]
+    homes = dict(named)
+    assert [(name, path) for name, path in named if homes[name] != path] == []
 
 
 def test_nothing_lies_loose():

@@ -134,7 +134,7 @@ def train(words: Sequence[str]) -> int:
     if "plugin" not in own:
         checks.check_model_name(chosen.model.name)
         checks.check_dataset_name(chosen.data.name)
-    launch = launching.prepare(chosen, own.get("nproc"))
+    launch = launching.launch_to_start(chosen, own.get("nproc"))
     if launch is not None:
         return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)
     launching.load_plugin(own.get("plugin"))

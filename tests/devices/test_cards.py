@@ -193,7 +193,7 @@ def card(monkeypatch):
 def test_a_card_that_this_torch_has_no_code_for(card):
     card((6, 1))
     with pytest.raises(SetupError) as old:
-        cards.check(CUDA[1], 3)
+        cards.check_card(CUDA[1], 3)
     for part in (
         "cuda:1 (Tesla P40) has compute capability 6.1",
         "code for 7.5, 8.0",
@@ -203,21 +203,21 @@ def test_a_card_that_this_torch_has_no_code_for(card):
         assert part in str(old.value)
     card((12, 0))
     with pytest.raises(SetupError, match=r"a newer torch.*devices=\[cpu\]"):
-        cards.check(CUDA[0], 1)
+        cards.check_card(CUDA[0], 1)
     card((8, 6))
-    cards.check(CUDA[0], 1)
+    cards.check_card(CUDA[0], 1)
 
 
 def test_a_card_that_does_not_compute(card):
     card((8, 0), RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore\nlines"))
     with pytest.raises(SetupError, match=r"cuda:0 \(Tesla P40\) does not compute .*ECC.*\[cuda:1\]"):
-        cards.check(CUDA[0], 2)
+        cards.check_card(CUDA[0], 2)
     card((8, 0), RuntimeError("CUDA error: out of memory"))
     with pytest.raises(DeviceMemoryError, match="full before anything was loaded"):
-        cards.check(CUDA[0], 1)
+        cards.check_card(CUDA[0], 1)
     card((8, 0), total=7)
     with pytest.raises(SetupError, match="computes wrongly"):
-        cards.check(CUDA[0], 1)
+        cards.check_card(CUDA[0], 1)
 
 
 def test_every_way_between_cards_is_taken():
@@ -254,7 +254,7 @@ def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
     monkeypatch.setattr(world, "place", Place)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     checked = []
-    monkeypatch.setattr(cards, "check", lambda device, count: checked.append((str(device), count)))
+    monkeypatch.setattr(cards, "check_card", lambda device, count: checked.append((str(device), count)))
     monkeypatch.setattr(cards, "copies", lambda source, target, pattern: source == CUDA[0])
     with pytest.raises(SetupError, match=r"\(cuda:1 to cuda:0\)"):
         world.locate(load(None, *words, "threads=2"))

@@ -107,7 +107,7 @@ def two_cards(quick, monkeypatch):
     for name, value in about.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(cards, "look", lambda: cards.Cards(2))
-    monkeypatch.setattr(cards, "check", lambda device, count: None)
+    monkeypatch.setattr(cards, "check_card", lambda device, count: None)
     monkeypatch.setattr(cards, "copies", lambda source, target, pattern: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -133,7 +133,7 @@ def test_cards_that_fail(two_cards, monkeypatch):
     found = doctor.examine()
     assert rows(found)["between cards", "copies"] == "WRONG, see below"
     assert len(found.problems) == 1 and "(cuda:1 to cuda:0)" in found.problems[0]
-    monkeypatch.setattr(cards, "check", check)
+    monkeypatch.setattr(cards, "check_card", check)
     found = doctor.examine()
     assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED")
     assert found.problems == ["cuda:1 does not compute"]

@@ -136,26 +136,26 @@ def test_prepare_under_torchrun_takes_what_is_given(monkeypatch: pytest.MonkeyPa
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     recipe = load(None, "devices=[cpu]")
-    assert launching.prepare(recipe) is None
-    assert launching.prepare(recipe, "2") is None
+    assert launching.launch_to_start(recipe) is None
+    assert launching.launch_to_start(recipe, "2") is None
     with pytest.raises(RecipeError, match="nproc=3 but torchrun started 2 here: leave nproc= out, or type torchrun"):
-        launching.prepare(recipe, "3")
+        launching.launch_to_start(recipe, "3")
     with pytest.raises(RecipeError, match="mode=single runs in 1 process, not 4"):
-        launching.prepare(load(None, "mode=single", "devices=[cpu]"))
+        launching.launch_to_start(load(None, "mode=single", "devices=[cpu]"))
     with pytest.raises(RecipeError, match="batch_size=6 does not divide among 4 processes; try batch_size=4 or 8"):
-        launching.prepare(load(None, "batch_size=6", "devices=[cpu]"))
+        launching.launch_to_start(load(None, "batch_size=6", "devices=[cpu]"))
 
 
 def test_prepare_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("trainer.processes.world.cuda_count", lambda: 4)
-    assert launching.prepare(load(None)) == launching.Launch(4)
-    assert launching.prepare(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
-    assert launching.prepare(load(None, "mode=single")) is None
-    assert launching.prepare(load(None), "1") is None
+    assert launching.launch_to_start(load(None)) == launching.Launch(4)
+    assert launching.launch_to_start(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
+    assert launching.launch_to_start(load(None, "mode=single")) is None
+    assert launching.launch_to_start(load(None), "1") is None
     with pytest.raises(RecipeError, match="8 processes for 4 devices"):
-        launching.prepare(load(None), "8")
+        launching.launch_to_start(load(None), "8")
 
 
 def test_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeyp
     assert not launching.wants_children(load("digits", "mode=single", "devices=[cpu]"))
     result: dict[str, Any] = launching.train_in_children(recipe, "stand_in")
     assert result == {
-        "world_size": launching.topology(os.environ, None, recipe, lambda: 0, os.cpu_count() or 1).size
+        "world_size": launching.choose_launch(os.environ, None, recipe, lambda: 0, os.cpu_count() or 1).size
     } | {"recipe": "digits"}
     (folder,) = (work / "runs").iterdir()
     assert re.fullmatch(r"digits-ddp-\d{8}-\d{6}", folder.name)

@@ -16,7 +16,8 @@ from tests.worlds import on_ranks
 from trainer import train
 from trainer.errors import SetupError
 from trainer.modes import create
-from trainer.modes.hogwild import ALIGNMENT, mapped, zeros
+from trainer.modes.hogwild import mapped, zeros
+from trainer.processes.memory_file import ALIGNMENT
 from trainer.recipe import load
 
 # --- the memory ---------------------------------------------------------------------------------------------------

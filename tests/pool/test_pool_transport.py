@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from trainer.errors import SetupError
-from trainer.pool.transport import ALIGNMENT, SMALLEST, Extent, Message, fetch, new_slot, pack, pack_rows, store
-from trainer.processes.memory import MemoryFile
+from trainer.pool.transport import SMALLEST, Extent, Message, fetch, new_slot, pack, pack_rows, store
+from trainer.processes.memory_file import ALIGNMENT, MemoryFile
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ TINY = 64  # images of this size and less are not zoomed into
 NEIGHBOURS = 100  # how many further samples are tried in place of one that cannot be read
 
 Key = tuple[int, int | None, Array]  # slot to fill; epoch, or None for evaluation; sample indices
-Failure = tuple[str, str]  # what could not be read, and why
+Unreadable = tuple[str, str]  # what could not be read, and why
 
 
 def for_evaluation(image: Tensor, size: int) -> Tensor:
@@ -88,7 +88,7 @@ class Reader:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, key: Key) -> tuple[int, list[Failure], bool]:
+    def __getitems__(self, key: Key) -> tuple[int, list[Unreadable], bool]:
         """Fill a slot. Returns how many rows are real, what could not be read, and whether that is the end."""
         slot, epoch, index = key
         images, labels = self.images[slot], self.labels[slot]
@@ -96,9 +96,9 @@ class Reader:
             return self._evaluation(images, labels, index)
         return self._training(images, labels, epoch, index)
 
-    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Failure], bool]:
+    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Unreadable], bool]:
         draws = PhotoDraws(self.augment, self.seed, epoch, index)
-        failures: list[Failure] = []
+        failures: list[Unreadable] = []
         with private_random_state():
             for row, sample in enumerate(index.tolist()):
                 image, label, failed = self._readable(sample)
@@ -110,8 +110,8 @@ class Reader:
                 labels[row] = label
         return len(index), failures, False
 
-    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> tuple[int, list[Failure], bool]:
-        failures: list[Failure] = []
+    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> tuple[int, list[Unreadable], bool]:
+        failures: list[Unreadable] = []
         row = 0
         for sample in index.tolist():
             image, label, failed = self._try(sample)
@@ -127,7 +127,7 @@ class Reader:
         labels[row:] = labels[row - 1] if row else 0
         return row, failures, False
 
-    def _readable(self, sample: int) -> tuple[Tensor | None, int, list[Failure]]:
+    def _readable(self, sample: int) -> tuple[Tensor | None, int, list[Unreadable]]:
         """The sample or, where skipping is allowed, the next one that can be read."""
         image, label, failures = self._try(sample)
         for step in range(1, NEIGHBOURS):
@@ -136,7 +136,7 @@ class Reader:
             image, label, _ = self._try((sample + step) % len(self.source))
         return image, label, failures
 
-    def _try(self, sample: int) -> tuple[Tensor | None, int, list[Failure]]:
+    def _try(self, sample: int) -> tuple[Tensor | None, int, list[Unreadable]]:
         try:
             image, label = self.source.read(sample, self.channels)
             return image, label, []

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from trainer.data.copies import Copies
 from trainer.data.folders import unreadable
 from trainer.data.order import Array
-from trainer.data.photos import Failure, Key, Reader
+from trainer.data.photos import Key, Reader, Unreadable
 from trainer.data.sets import PhotoSource
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
@@ -80,7 +80,7 @@ class PhotoFeed:
         if workers:
             for buffer in (self.images, self.labels):
                 buffer.share_memory_()  # type: ignore[no-untyped-call]
-        self.failures: list[Failure] = []
+        self.failures: list[Unreadable] = []
         self._reader = Reader(source, self.images, self.labels, recipe.augment, recipe.seed, self.skip)
         self._keys: list[Key] = []
         self._loader: Any = None
@@ -181,12 +181,12 @@ class PhotoFeed:
             return False
         return True
 
-    def _next(self, n: int, key: Key) -> tuple[int, list[Failure], bool]:
+    def _next(self, n: int, key: Key) -> tuple[int, list[Unreadable], bool]:
         """The report of the n-th batch, within `timeout` seconds."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
-                report: tuple[int, list[Failure], bool] = next(self._batches)
+                report: tuple[int, list[Unreadable], bool] = next(self._batches)
                 return report
             except (RuntimeError, OSError, EOFError) as error:
                 if "timed out" in str(error) and time.monotonic() < deadline:

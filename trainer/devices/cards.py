@@ -228,7 +228,7 @@ def driver_version() -> str:
 # --- one card ---------------------------------------------------------------------------------------------------------
 
 
-def check(device: torch.device, count: int) -> None:
+def check_card(device: torch.device, count: int) -> None:
     """Compute a little on a card.
 
     Args:

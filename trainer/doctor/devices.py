@@ -44,7 +44,7 @@ def look_at_cards(found: Findings) -> int:
 def _card(found: Findings, device: torch.device, count: int) -> bool:
     """A card's row; whether it computes."""
     before = len(found.problems)
-    found.trying(str(device), cards.check, device, count)
+    found.trying(str(device), cards.check_card, device, count)
     computes = len(found.problems) == before
     about = found.trying(str(device), _about, device) or "cannot be asked"
     found.row(CARDS, str(device), f"{about}, {'computes rightly' if computes else 'CANNOT BE USED'}")

@@ -26,7 +26,7 @@ from typing import Any
 
 from trainer.devices.assignment import assign_devices
 from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
-from trainer.launch.topology import Launch, topology
+from trainer.launch.topology import Launch, choose_launch
 from trainer.processes import children, family, interrupts, world
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
@@ -38,7 +38,7 @@ KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes 
 SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
 
 
-def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
+def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
     """Hold a recipe against processes and devices before anything heavy starts.
 
     Returns:
@@ -56,7 +56,7 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
             )
         launch, size = Launch(me.local_size), me.size
     else:
-        launch = topology(os.environ, nproc, recipe, world.cuda_count, world.cores())
+        launch = choose_launch(os.environ, nproc, recipe, world.cuda_count, world.cores())
         size = launch.size
     check_processes(recipe, size, size // launch.nproc)
     assign_devices(recipe, launch.nproc, world.cuda_wanted(recipe))
@@ -65,7 +65,7 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
 
 def wants_children(recipe: Recipe) -> bool:
     """Whether the Python API has to start torchrun for this recipe here."""
-    return prepare(recipe) is not None
+    return launch_to_start(recipe) is not None
 
 
 def load_plugin(name: str | None) -> None:

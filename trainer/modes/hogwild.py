@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from trainer.data import Batch, Shard
 from trainer.errors import SetupError
 from trainer.modes.base import Strategy
-from trainer.processes.memory import Address, Elsewhere, MemoryFile
+from trainer.processes.memory_file import Address, Elsewhere, MemoryFile, aligned
 from trainer.processes.world import lost_peers
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 
 
@@ -89,7 +88,7 @@ def byte_offsets(tensors: Sequence[Tensor]) -> list[int]:
     offsets = [0]
     for tensor in tensors:
         end = offsets[-1] + extent(tensor) * tensor.element_size()
-        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        offsets.append(aligned(end))
     return offsets
 
 

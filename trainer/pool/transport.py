@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.processes.memory import MemoryFile
+from trainer.processes.memory_file import MemoryFile, aligned
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 SMALLEST = 1 << 16  # bytes of a slot at first
 LITTLE = 1 << 15  # elements that torch copies in one thread; for more it starts threads, and the parent has no cores
 
@@ -153,10 +152,6 @@ def fetch(memory: mmap.mmap, extent: Extent, own: bool) -> Parcel:
         else:
             buffers.append(bytearray(view[offset:end]) if own else view[offset:end])
     return Parcel(body, buffers, extent.rows)
-
-
-def aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 class _Pickler(pickle.Pickler):

@@ -19,7 +19,7 @@ from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
 from trainer.pool.transport import Extent, Message, Parcel, fetch, new_slot, pack, pack_rows, store
 from trainer.processes import fork_server
-from trainer.processes.memory import MemoryFile
+from trainer.processes.memory_file import MemoryFile
 
 
 class Kind(IntEnum):

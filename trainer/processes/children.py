@@ -15,17 +15,15 @@ from typing import IO
 from trainer.errors import SetupError
 from trainer.processes.family import PARENT
 
-Stream = int | IO[str] | None
-
 
 @contextmanager
 def started(
     command: Sequence[str],
     leaves: Callable[[subprocess.Popen[str]], object] | None = None,
     environment: Mapping[str, str] | None = None,
-    stdin: Stream = None,
-    stdout: Stream = None,
-    stderr: Stream = None,
+    stdin: int | IO[str] | None = None,
+    stdout: int | IO[str] | None = None,
+    stderr: int | IO[str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """A command at work, within this block; behind the block it has ended.
 

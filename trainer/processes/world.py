@@ -265,7 +265,7 @@ def locate(recipe: Recipe) -> World:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         for card in dict.fromkeys(drives):
-            cards.check(card, cuda)
+            cards.check_card(card, cuda)
         torch.cuda.set_device(device)
         cards.check_copies(cards.edges([drive for drive in drives if drive.type == "cuda"]))
     shared = device.type == "cuda" and len(set(assigned)) < len(assigned)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from trainer.errors import SetupError
 
+ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+
 
 class MemoryFile:
     """A file in memory, mapped; it grows.
@@ -63,6 +65,11 @@ class MemoryFile:
 
 def _received(descriptor: Any) -> MemoryFile:
     return MemoryFile(descriptor.detach())
+
+
+def aligned(offset: int) -> int:
+    """The next offset at which a tensor may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 class Elsewhere(Exception):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import SetupError
-from trainer.processes.memory import Elsewhere, MemoryFile
+from trainer.processes.memory_file import Elsewhere, MemoryFile
 
 
 @pytest.fixture

@@ -57,6 +57,40 @@ def test_no_module_imports_itself_in_a_circle():
         follow(name, ())
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
+def test_what_is_private_stays_in_its_file(path):
+    tree = ast.parse(path.read_text())
+    assert borrowed(tree) == []
+
+
+def borrowed(tree: ast.Module) -> list[str]:
+    """Private names of other modules of ours that a module uses."""
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    froms = [node for node in froms if (node.module or "").split(".")[0] == "trainer"]
+    ours = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            whole = [alias for alias in node.names if alias.name.split(".")[0] == "trainer"]
+            ours |= {alias.asname or alias.name: alias.name for alias in whole}
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ours]
+    found = [f"{ours[ast.unparse(node.value)]}.{node.attr}" for node in used] + list(ours.values())
+    return [name for name in found if re.search(r"\._(?!_)", name)]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from trainer.pool.stream import _lane", ["trainer.pool.stream._lane"]),
+        ("from trainer.pool import stream; stream._lane", ["trainer.pool.stream._lane"]),
+        ("import trainer.pool.stream as stream; stream._lane()", ["trainer.pool.stream._lane"]),
+        ("import trainer.pool.stream; trainer.pool.stream._lane", ["trainer.pool.stream._lane"]),
+        ("from trainer.pool import stream; stream.Lane.__name__; self._lane; torch._C", []),
+    ],
+)
+def test_what_would_be_borrowed(line, found):
+    assert borrowed(ast.parse(line)) == found
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(HOME)))
 def test_a_room_says_what_lives_there_and_what_it_imports(folder):
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

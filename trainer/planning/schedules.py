@@ -15,7 +15,7 @@ from trainer.models.balance import BlockCost, balance
 from trainer.models.partition import Traced, choose
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Task
-from trainer.modes.pipeline.ranks import SCHEDULES, _tasks, ranks_of_stages
+from trainer.modes.pipeline.ranks import SCHEDULES, ranks_of_stages, tasks_of
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.planning.layout import Layout
 from trainer.planning.shadow import Shadow, StagePass
@@ -90,7 +90,7 @@ def cuts(traced: Traced, layout: Layout, costs: Sequence[BlockCost]) -> tuple[st
 def candidates(layout: Layout) -> list[int]:
     """The numbers of micro-batches that training would measure."""
     stages, counts = layout.workers * layout.virtual, tuple(layout.microbatches)
-    return tuning._candidates(Pipe(stages, layout.workers, (layout.schedule,), layout.rows, counts))
+    return tuning.counts_to_try(Pipe(stages, layout.workers, (layout.schedule,), layout.rows, counts))
 
 
 def default_microbatches(layout: Layout) -> int:
@@ -115,7 +115,7 @@ def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int)
     )
     made: Any = SCHEDULES[schedule]
     listed = made([stands_in] * virtual, microbatches, loss_fn=lambda outputs, targets: outputs).pipeline_order
-    return [list(_tasks(listed[rank])) for rank in range(workers)]
+    return [list(tasks_of(listed[rank])) for rank in range(workers)]
 
 
 def held(tasks: Sequence[Task], stages: Sequence[StagePass]) -> int:

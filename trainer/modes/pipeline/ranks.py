@@ -51,11 +51,11 @@ def ranks_of_stages(schedule: str, ranks: int, virtual: int) -> list[int]:
     return list(range(ranks)) * virtual
 
 
-def _tasks(actions: Sequence[Any]) -> Iterator[Task]:
+def tasks_of(actions: Sequence[Any]) -> Iterator[Task]:
     """Torch's actions of one rank as tasks; what is neither forward nor backward is left out."""
     for action in actions:
         if action is not None and action.sub_actions:
-            yield from _tasks(action.sub_actions)
+            yield from tasks_of(action.sub_actions)
         elif action is not None and action.computation_type.name in LETTERS:
             yield Task(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
 
@@ -144,7 +144,7 @@ class ProcessPipeline(Staged):
             for stage, pair in enumerate(self.known["stage_seconds"])
             for kind, cost in zip("FB", pair, strict=True)
         }
-        spans = orders.simulate([list(_tasks(order[rank])) for rank in range(self.ranks)], seconds)
+        spans = orders.simulate([list(tasks_of(order[rank])) for rank in range(self.ranks)], seconds)
         bubble = orders.idle_share(spans, self.ranks)
         self.known["predicted"] = {"step_seconds": max(span.end for span in spans), "bubble": bubble}
 

@@ -17,7 +17,7 @@ import pytest
 from tests.commands import environment
 from trainer import __main__ as cli
 from trainer.errors import CheckpointError, DeviceMemoryError, PeerError, RecipeError
-from trainer.launch import launching
+from trainer.launch import endings, launching
 from trainer.processes import family
 from trainer.recipe import load, shipped_recipes
 
@@ -160,7 +160,7 @@ def test_a_rank_that_woke_another_has_failed_before_it(
         time.sleep(0.01)
         return "rank 1 was silent"
 
-    monkeypatch.setattr(launching, "last_look", wake)
+    monkeypatch.setattr(endings, "last_look", wake)
     for name, value in {**RANK_0, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}.items():
         monkeypatch.setenv(name, value)
     outcome(capsys, "recipe=digts")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from trainer import recipe
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.launch import launching
+from trainer.launch import endings, launching
 from trainer.processes import family, interrupts
 from trainer.processes.interrupts import leave_now
 from trainer.processes.rank import place
@@ -72,10 +72,10 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        line = launching.last_look(line, code, error)
-    launching.leave_report(line, code, now)
-    if not launching.has_speaker() and (not _launched() or place().is_main):
-        launching.say(line, code)
+        line = endings.last_look(line, code, error)
+    endings.leave_report(line, code, now)
+    if not endings.has_speaker() and (not _launched() or place().is_main):
+        endings.say(line, code)
     return code
 
 

@@ -21,7 +21,6 @@ import pytest
 from tests.commands import PROJECT
 from trainer.errors import NotFiniteError, PeerError, RecipeError, SetupError, TrainerError
 from trainer.launch import launching
-from trainer.launch.launching import Ending, first_cause
 from trainer.processes import family
 from trainer.recipe import load
 
@@ -109,30 +108,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("endings", "rank", "code", "line"),
-    [
-        ([Ending(0, 7, "lost", 1.0), Ending(1, 5, "nan", 2.0)], 1, 5, "nan"),
-        ([Ending(0, -15, "", 1.0), Ending(1, 1, "", 2.0)], 1, 1, "rank 1 ended with exit code 1"),
-        ([Ending(0, 143, "saved", 1.0), Ending(1, 7, "lost", 2.0)], 1, 7, "lost"),
-        ([Ending(0, 7, "lost", 1.0), Ending(1, -9, "", 2.0)], 1, 7, "rank 1 was killed by SIGKILL (the system may be "),
-        ([Ending(0, -11, "", 1.0), Ending(1, 7, "lost", 0.0)], 0, 7, "rank 0 was killed by SIGSEGV"),
-        ([Ending(0, 3, "b", 2.0), Ending(1, 2, "a", 1.0)], 1, 2, "a"),
-        ([Ending(1, 2, "same", 1.0), Ending(0, 2, "same", 1.0)], 0, 2, "same"),
-        ([Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)], 0, 7, "rank 1 was silent"),  # torchrun's
-        ([Ending(0, 143, "saved", 1.0), Ending(1, 143, "saved", 1.0)], 0, 143, "saved"),
-        ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
-        ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),
-        ([Ending(0, -64, "", 1.0)], 0, 7, "rank 0 was killed by "),
-    ],
-)
-def test_verdict(endings: list[Ending], rank: int, code: int, line: str) -> None:
-    found = first_cause(endings)
-    assert (found.rank, found.code) == (rank, code)
-    assert found.line.startswith(line)
-
-
-def test_prepare_under_torchrun_takes_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     recipe = load(None, "devices=[cpu]")
@@ -146,7 +122,7 @@ def test_prepare_under_torchrun_takes_what_is_given(monkeypatch: pytest.MonkeyPa
         launching.launch_to_start(load(None, "batch_size=6", "devices=[cpu]"))
 
 
-def test_prepare_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("trainer.processes.world.cuda_count", lambda: 4)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.devices import cards
+from trainer.devices import cards, health
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import SetupError, TrainerError
 from trainer.processes.family import PARENT
@@ -265,9 +265,9 @@ def locate(recipe: Recipe) -> World:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         for card in dict.fromkeys(drives):
-            cards.check_card(card, cuda)
+            health.check_card(card, cuda)
         torch.cuda.set_device(device)
-        cards.check_copies(cards.edges([drive for drive in drives if drive.type == "cuda"]))
+        health.check_copies(health.edges([drive for drive in drives if drive.type == "cuda"]))
     shared = device.type == "cuda" and len(set(assigned)) < len(assigned)
     world = World(me, device, threads, (), drives, shared)
     world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))

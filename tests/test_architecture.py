@@ -21,6 +21,12 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"comparison"},
     {"__main__"},
 ]
+OWNERS = {  # what is delicate is done in one place
+    "flock(": "saving/locks.py",
+    "memfd_create(": "processes/memory_file.py",
+    "prctl(": "processes/family.py",
+    "subprocess.Popen(": "processes/children.py",
+}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FOLDERS = sorted({path.parent for path in FILES} - {HOME})
 
@@ -51,6 +57,40 @@ def test_no_module_imports_itself_in_a_circle():
         follow(name, ())
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
+def test_what_is_private_stays_in_its_file(path):
+    tree = ast.parse(path.read_text())
+    assert borrowed(tree) == []
+
+
+def borrowed(tree: ast.Module) -> list[str]:
+    """Private names of other modules of ours that a module uses."""
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    froms = [node for node in froms if (node.module or "").split(".")[0] == "trainer"]
+    ours = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            whole = [alias for alias in node.names if alias.name.split(".")[0] == "trainer"]
+            ours |= {alias.asname or alias.name: alias.name for alias in whole}
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ours]
+    found = [f"{ours[ast.unparse(node.value)]}.{node.attr}" for node in used] + list(ours.values())
+    return [name for name in found if re.search(r"\._(?!_)", name)]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from trainer.pool.stream import _lane", ["trainer.pool.stream._lane"]),
+        ("from trainer.pool import stream; stream._lane", ["trainer.pool.stream._lane"]),
+        ("import trainer.pool.stream as stream; stream._lane()", ["trainer.pool.stream._lane"]),
+        ("import trainer.pool.stream; trainer.pool.stream._lane", ["trainer.pool.stream._lane"]),
+        ("from trainer.pool import stream; stream.Lane.__name__; self._lane; torch._C", []),
+    ],
+)
+def test_what_would_be_borrowed(line, found):
+    assert borrowed(ast.parse(line)) == found
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(HOME)))
 def test_a_room_says_what_lives_there_and_what_it_imports(folder):
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
@@ -62,6 +102,18 @@ def test_a_room_says_what_lives_there_and_what_it_imports(folder):
         said = re.search(r"^Imports: ([\w, ]+)\.$", text, re.M)
         assert said, f"Imports: {', '.join(sorted(found, key=FLOOR.get))}."
         assert {*said[1].split(", ")} == found, sorted(found, key=FLOOR.get)
+
+
+@pytest.mark.parametrize("call", OWNERS)
+def test_what_is_delicate_has_one_owner(call):
+    assert [str(path.relative_to(HOME)) for path in FILES if call in path.read_text()] == [OWNERS[call]]
+
+
+def test_a_class_has_a_name_of_its_own():
+    bodies = {path: ast.parse(path.read_text()).body for path in FILES}
+    named = [(node.name, path) for path, body in bodies.items() for node in body if isinstance(node, ast.ClassDef)]
+    homes = dict(named)
+    assert [(name, path) for name, path in named if homes[name] != path] == []
 
 
 def test_nothing_lies_loose():

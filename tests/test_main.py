@@ -17,7 +17,8 @@ import pytest
 from tests.commands import environment
 from trainer import __main__ as cli
 from trainer.errors import CheckpointError, DeviceMemoryError, PeerError, RecipeError
-from trainer.launch import launching
+from trainer.launch import endings, launching
+from trainer.processes import family
 from trainer.recipe import load, shipped_recipes
 
 ROOT = Path(__file__).parent.parent
@@ -28,9 +29,9 @@ RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's variables, whatever runs these tests."""
-    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE", launching.PARENT):
+    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE", family.PARENT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launching, "die_with_parent", lambda: None)
+    monkeypatch.setattr(family, "die_with_parent", lambda: None)
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -130,7 +131,7 @@ def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
 
     assert as_rank(RANK_0).count("did you mean recipe=digits?") == 1
     assert as_rank(RANK_1) == ""
-    monkeypatch.setenv(launching.PARENT, str(os.getppid()))  # under our own launcher, which prints for all
+    monkeypatch.setenv(family.PARENT, str(os.getppid()))  # under our own launcher, which prints for all
     assert as_rank(RANK_0) == ""
 
 
@@ -159,7 +160,7 @@ def test_a_rank_that_woke_another_has_failed_before_it(
         time.sleep(0.01)
         return "rank 1 was silent"
 
-    monkeypatch.setattr(launching, "last_look", wake)
+    monkeypatch.setattr(endings, "last_look", wake)
     for name, value in {**RANK_0, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}.items():
         monkeypatch.setenv(name, value)
     outcome(capsys, "recipe=digts")

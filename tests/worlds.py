@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 
 
 class ThreadWorld(World):

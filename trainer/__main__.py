@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 from trainer import recipe
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.launch import launching
-from trainer.processes import interrupts, world
+from trainer.launch import endings, launching
+from trainer.processes import family, interrupts
 from trainer.processes.interrupts import leave_now
+from trainer.processes.rank import place
 from trainer.recipe import checks
 from trainer.recipe.words import split_words
 from trainer.saving.files import open_streams
@@ -65,16 +66,16 @@ def main() -> None:
 def answer(words: Sequence[str]) -> int:
     """The exit code of a command, after printing the one line of what went wrong, if anything did."""
     try:
-        launching.die_with_parent()
+        family.die_with_parent()
         check_folder()
         return run(words)
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        line = launching.last_look(line, code, error)
-    launching.leave_report(line, code, now)
-    if not launching.has_speaker() and (not _launched() or world.place().is_main):
-        launching.say(line, code)
+        line = endings.last_look(line, code, error)
+    endings.leave_report(line, code, now)
+    if not endings.has_speaker() and (not _launched() or place().is_main):
+        endings.say(line, code)
     return code
 
 
@@ -133,7 +134,7 @@ def train(words: Sequence[str]) -> int:
     if "plugin" not in own:
         checks.check_model_name(chosen.model.name)
         checks.check_dataset_name(chosen.data.name)
-    launch = launching.prepare(chosen, own.get("nproc"))
+    launch = launching.launch_to_start(chosen, own.get("nproc"))
     if launch is not None:
         return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)
     launching.load_plugin(own.get("plugin"))
@@ -184,7 +185,7 @@ def _recipe_lines(indent: str = "") -> str:
 
 def _launched() -> bool:
     try:
-        return world.place().launched
+        return place().launched
     except TrainerError:
         return False
 

@@ -554,15 +554,24 @@ def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
     assert time.monotonic() - start < 40
 
 
-def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
+@pytest.mark.parametrize("thread", ["main", "lesser"])
+def test_workers_go_when_their_rank_is_killed_and_not_before(thread, tmp_path):
+    """Also those of a fork server that a lesser thread started, to which the kernel does not tell of the rank's end."""
     script = textwrap.dedent(f"""
-        import multiprocessing, sys, time
+        import multiprocessing, sys, threading, time
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import test_loaders as t
+        def begin():
+            next(batches)
         if __name__ == "__main__":
             recipe = t.load(None, "batch_size=8", "data.workers=2")
             batches = t.Loader(t.photo_sets(), recipe, None, t.Shard(), t.CPU).training(0)
-            next(batches)
+            if {thread == "lesser"}:
+                first = threading.Thread(target=begin)
+                first.start()
+                first.join()
+            else:
+                begin()
             print(*(child.pid for child in multiprocessing.active_children()), flush=True)
             sys.stdin.readline()
             print(sum(1 for _ in batches), flush=True)

@@ -10,10 +10,10 @@ import torch
 
 from trainer import __main__ as cli
 from trainer.devices import cards
-from trainer.errors import DeviceMemoryError, SetupError
+from trainer.errors import SetupError
 from trainer.launch import launching
-from trainer.processes import world
-from trainer.recipe import load
+from trainer.processes import family, world
+from trainer.processes.rank import Place
 from trainer.training import loop
 
 CUDA = [torch.device("cuda", index) for index in range(4)]
@@ -47,9 +47,9 @@ def machine(monkeypatch):
 def typed(monkeypatch, capsys, *words):
     """What a user sees who types this: exit code, stderr, and the recipes that came as far as training."""
     ran = []
-    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", launching.PARENT):
+    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", family.PARENT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launching, "die_with_parent", lambda: None)
+    monkeypatch.setattr(family, "die_with_parent", lambda: None)
     monkeypatch.setattr(loop, "run", lambda recipe, own_process: ran.append(recipe))
     monkeypatch.setattr(launching, "start", lambda recipe, words, launch: ran.append(launch) or 0)
     code = cli.answer(words)
@@ -154,112 +154,6 @@ def test_fewer_cards_than_processes(machine, monkeypatch, capsys):
     assert code == 2 and "4 processes for 2 devices" in line and "nproc=2" in line
 
 
-@pytest.mark.parametrize(
-    ("capability", "builds", "runs"),
-    [
-        ((8, 9), ["sm_75", "sm_80", "sm_86", "sm_90"], True),  # machine code of its generation
-        ((8, 0), ["sm_75", "sm_86", "sm_90"], False),  # from its own number on
-        ((6, 1), ["sm_75", "sm_80"], False),
-        ((12, 0), ["sm_80", "sm_90"], False),
-        ((12, 0), ["sm_80", "compute_90"], True),  # PTX, compiled when it starts
-        ((8, 0), ["compute_90"], False),
-        ((9, 0), ["sm_90a"], True),
-        ((10, 0), ["sm_90a", "compute_90a"], False),
-        ((10, 3), ["sm_100f"], True),
-        ((12, 1), ["sm_100f", "sm_120"], True),
-    ],
-)
-def test_which_cards_a_build_has_code_for(capability, builds, runs):
-    assert cards.runs_on(capability, builds) is runs
-
-
-@pytest.fixture
-def card(monkeypatch):
-    def make(capability, error=None, total=4096 * 4095 // 2):
-        def arange(*_, **__):
-            if error is not None:
-                raise error
-            return torch.tensor([total])
-
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P40")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
-        monkeypatch.setattr(torch, "arange", arange)
-
-    return make
-
-
-def test_a_card_that_this_torch_has_no_code_for(card):
-    card((6, 1))
-    with pytest.raises(SetupError) as old:
-        cards.check(CUDA[1], 3)
-    for part in (
-        "cuda:1 (Tesla P40) has compute capability 6.1",
-        "code for 7.5, 8.0",
-        cards.CUDA_12,
-        "[cuda:0,cuda:2]",
-    ):
-        assert part in str(old.value)
-    card((12, 0))
-    with pytest.raises(SetupError, match=r"a newer torch.*devices=\[cpu\]"):
-        cards.check(CUDA[0], 1)
-    card((8, 6))
-    cards.check(CUDA[0], 1)
-
-
-def test_a_card_that_does_not_compute(card):
-    card((8, 0), RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore\nlines"))
-    with pytest.raises(SetupError, match=r"cuda:0 \(Tesla P40\) does not compute .*ECC.*\[cuda:1\]"):
-        cards.check(CUDA[0], 2)
-    card((8, 0), RuntimeError("CUDA error: out of memory"))
-    with pytest.raises(DeviceMemoryError, match="full before anything was loaded"):
-        cards.check(CUDA[0], 1)
-    card((8, 0), total=7)
-    with pytest.raises(SetupError, match="computes wrongly"):
-        cards.check(CUDA[0], 1)
-
-
-def test_every_way_between_cards_is_taken():
-    assert cards.edges(CUDA[:1]) == [] == cards.edges([CUDA[0], CUDA[0]])
-    assert set(cards.edges(CUDA[:2])) == {(CUDA[0], CUDA[1]), (CUDA[1], CUDA[0])}
-    ways = {(a.index, b.index) for a, b in cards.edges(CUDA)}
-    chain, star = [(0, 1), (1, 2), (2, 3)], [(0, 2), (0, 3)]
-    assert ways == {way for a, b in chain + star for way in ((a, b), (b, a))}
-
-
-def nothing(target, source, non_blocking=False):
-    return target
-
-
-def one_bit(target, source, non_blocking=False):
-    target.add_(source)
-    target[-1] ^= 1 << 20
-    return target
-
-
-@pytest.mark.parametrize("copy", [nothing, one_bit])
-def test_a_copy_that_corrupts_is_found(monkeypatch, copy):
-    here = torch.device("cpu")
-    cards.check_copies([(here, here)])
-    monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    with pytest.raises(SetupError, match=r"cpu to cpu\): switch the IOMMU.*NCCL_P2P_DISABLE=1 and mode=ddp"):
-        cards.check_copies([(here, here)])
-
-
-@pytest.mark.parametrize("words", [["mode=dp"], ["mode=split"], ["mode=pipeline"]])
-def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
-    """Copies from the second card to the first are wrong here, those the other way are right."""
-    monkeypatch.setattr(world, "cuda_count", lambda: 2)
-    monkeypatch.setattr(world, "place", world.Place)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    checked = []
-    monkeypatch.setattr(cards, "check", lambda device, count: checked.append((str(device), count)))
-    monkeypatch.setattr(cards, "copies", lambda source, target, pattern: source == CUDA[0])
-    with pytest.raises(SetupError, match=r"\(cuda:1 to cuda:0\)"):
-        world.locate(load(None, *words, "threads=2"))
-    assert checked == [("cuda:0", 2), ("cuda:1", 2)]
-
-
 @pytest.fixture
 def joined(monkeypatch):
     """Two ranks meet: this one is rank 0, and the other has said in the store what it is on."""
@@ -273,7 +167,7 @@ def joined(monkeypatch):
 
 def test_ranks_on_cards_need_nccl(joined, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    rank = world.World(world.Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
+    rank = world.World(Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
     with pytest.raises(SetupError, match="no NCCL"):
         rank.connect(1.0)
 
@@ -284,10 +178,10 @@ def test_ranks_on_cards_sum_a_pattern_first(joined, monkeypatch):
     monkeypatch.setattr(dist, "all_gather_object", lambda names, mine: names.__setitem__(slice(None), [mine, "other"]))
     monkeypatch.setattr(dist, "all_reduce", lambda numbers: None)  # the other rank's part is lost
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
-    rank = world.World(world.Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
+    rank = world.World(Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
     with pytest.raises(SetupError, match="a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1"):
         rank.connect(1.0)
-    alone = world.World(world.Place(0, 2, 0, 2, 0, True), torch.device("cpu"), 1, ())
+    alone = world.World(Place(0, 2, 0, 2, 0, True), torch.device("cpu"), 1, ())
     joined.set("device/1", "cpu")
     alone.connect(1.0)  # gloo's sums need no test
 

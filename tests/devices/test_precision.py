@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.commands import QUIET, losses, ok, result
-from trainer.devices.precision import computed_in, described, set_precision
+from trainer.devices.precision import computed_in, set_precision, told
 from trainer.training.randomness import seed_everything
 
 AMPERE, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -31,12 +31,12 @@ def test_matrix_products_and_convolutions_have_the_precision_asked_for(switches,
 
 
 def test_what_a_device_computes_in(monkeypatch):
-    assert computed_in("tf32", CPU) == "fp32" and "this device has no TF32" in described("tf32", CPU)
-    assert described("fp32", CPU) == "fp32" and described("bf16", CPU) == computed_in("bf16", CPU) == "bf16"
+    assert computed_in("tf32", CPU) == "fp32" and "this device has no TF32" in told("tf32", CPU)
+    assert told("fp32", CPU) == "fp32" and told("bf16", CPU) == computed_in("bf16", CPU) == "bf16"
     for capability, found in (((8, 0), "tf32"), ((7, 5), "fp32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         assert computed_in("tf32", AMPERE) == found
-        assert ("precision=tf32" in described("fp32", AMPERE)) == (found == "tf32")
+        assert ("precision=tf32" in told("fp32", AMPERE)) == (found == "tf32")
 
 
 def test_on_a_cpu_tf32_is_fp32_and_the_run_says_so(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from tests.commands import trainer
 from trainer import doctor
-from trainer.devices import cards
+from trainer.devices import cards, health
 from trainer.doctor import devices, machine, software
 from trainer.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
@@ -107,8 +107,8 @@ def two_cards(quick, monkeypatch):
     for name, value in about.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(cards, "look", lambda: cards.Cards(2))
-    monkeypatch.setattr(cards, "check", lambda device, count: None)
-    monkeypatch.setattr(cards, "copies", lambda source, target, pattern: True)
+    monkeypatch.setattr(health, "check_card", lambda device, count: None)
+    monkeypatch.setattr(health, "copies", lambda source, target, pattern: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
 
@@ -129,11 +129,11 @@ def test_cards_that_fail(two_cards, monkeypatch):
         if device.index == 1:
             raise SetupError("cuda:1 does not compute")
 
-    monkeypatch.setattr(cards, "copies", lambda source, target, pattern: source.index == 0)
+    monkeypatch.setattr(health, "copies", lambda source, target, pattern: source.index == 0)
     found = doctor.examine()
     assert rows(found)["between cards", "copies"] == "WRONG, see below"
     assert len(found.problems) == 1 and "(cuda:1 to cuda:0)" in found.problems[0]
-    monkeypatch.setattr(cards, "check", check)
+    monkeypatch.setattr(health, "check_card", check)
     found = doctor.examine()
     assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED")
     assert found.problems == ["cuda:1 does not compute"]

@@ -21,17 +21,17 @@ import pytest
 from tests.commands import PROJECT
 from trainer.errors import NotFiniteError, PeerError, RecipeError, SetupError, TrainerError
 from trainer.launch import launching
-from trainer.launch.launching import Ending, first_cause
+from trainer.processes import family
 from trainer.recipe import load
 
 STAND_IN = """
 import json, os, signal, sys, time, types
 from pathlib import Path
 from trainer import errors
-from trainer.processes import world
+from trainer.processes.rank import place
 
 def run(recipe, own_process=False):
-    me, case = world.place(), os.environ.get("CASE", "")
+    me, case = place(), os.environ.get("CASE", "")
     print(f"rank {me.rank} of {me.size} pid {os.getpid()} at {os.environ['MASTER_ADDR']}", flush=True)
     if case in ("nan", "kill"):
         if me.rank == 1 and case == "nan":
@@ -71,7 +71,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
-    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "CASE", "SLURM_STEP_ID", launching.PARENT):
+    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "CASE", "SLURM_STEP_ID", family.PARENT):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -108,53 +108,30 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("endings", "rank", "code", "line"),
-    [
-        ([Ending(0, 7, "lost", 1.0), Ending(1, 5, "nan", 2.0)], 1, 5, "nan"),
-        ([Ending(0, -15, "", 1.0), Ending(1, 1, "", 2.0)], 1, 1, "rank 1 ended with exit code 1"),
-        ([Ending(0, 143, "saved", 1.0), Ending(1, 7, "lost", 2.0)], 1, 7, "lost"),
-        ([Ending(0, 7, "lost", 1.0), Ending(1, -9, "", 2.0)], 1, 7, "rank 1 was killed by SIGKILL (the system may be "),
-        ([Ending(0, -11, "", 1.0), Ending(1, 7, "lost", 0.0)], 0, 7, "rank 0 was killed by SIGSEGV"),
-        ([Ending(0, 3, "b", 2.0), Ending(1, 2, "a", 1.0)], 1, 2, "a"),
-        ([Ending(1, 2, "same", 1.0), Ending(0, 2, "same", 1.0)], 0, 2, "same"),
-        ([Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)], 0, 7, "rank 1 was silent"),  # torchrun's
-        ([Ending(0, 143, "saved", 1.0), Ending(1, 143, "saved", 1.0)], 0, 143, "saved"),
-        ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
-        ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),
-        ([Ending(0, -64, "", 1.0)], 0, 7, "rank 0 was killed by "),
-    ],
-)
-def test_verdict(endings: list[Ending], rank: int, code: int, line: str) -> None:
-    found = first_cause(endings)
-    assert (found.rank, found.code) == (rank, code)
-    assert found.line.startswith(line)
-
-
-def test_prepare_under_torchrun_takes_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     recipe = load(None, "devices=[cpu]")
-    assert launching.prepare(recipe) is None
-    assert launching.prepare(recipe, "2") is None
+    assert launching.launch_to_start(recipe) is None
+    assert launching.launch_to_start(recipe, "2") is None
     with pytest.raises(RecipeError, match="nproc=3 but torchrun started 2 here: leave nproc= out, or type torchrun"):
-        launching.prepare(recipe, "3")
+        launching.launch_to_start(recipe, "3")
     with pytest.raises(RecipeError, match="mode=single runs in 1 process, not 4"):
-        launching.prepare(load(None, "mode=single", "devices=[cpu]"))
+        launching.launch_to_start(load(None, "mode=single", "devices=[cpu]"))
     with pytest.raises(RecipeError, match="batch_size=6 does not divide among 4 processes; try batch_size=4 or 8"):
-        launching.prepare(load(None, "batch_size=6", "devices=[cpu]"))
+        launching.launch_to_start(load(None, "batch_size=6", "devices=[cpu]"))
 
 
-def test_prepare_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("trainer.processes.world.cuda_count", lambda: 4)
-    assert launching.prepare(load(None)) == launching.Launch(4)
-    assert launching.prepare(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
-    assert launching.prepare(load(None, "mode=single")) is None
-    assert launching.prepare(load(None), "1") is None
+    assert launching.launch_to_start(load(None)) == launching.Launch(4)
+    assert launching.launch_to_start(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
+    assert launching.launch_to_start(load(None, "mode=single")) is None
+    assert launching.launch_to_start(load(None), "1") is None
     with pytest.raises(RecipeError, match="8 processes for 4 devices"):
-        launching.prepare(load(None), "8")
+        launching.launch_to_start(load(None), "8")
 
 
 def test_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +208,7 @@ def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:
 
 
 def test_a_rank_whose_launcher_died_before_it_started_leaves(work: Path) -> None:
-    environment = {**os.environ, launching.PARENT: "1", "RANK": "0", "WORLD_SIZE": "2"}
+    environment = {**os.environ, family.PARENT: "1", "RANK": "0", "WORLD_SIZE": "2"}
     assert subprocess.run(command(), env=environment, timeout=60, check=False).returncode == PeerError.code
 
 
@@ -269,7 +246,7 @@ def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeyp
     assert not launching.wants_children(load("digits", "mode=single", "devices=[cpu]"))
     result: dict[str, Any] = launching.train_in_children(recipe, "stand_in")
     assert result == {
-        "world_size": launching.topology(os.environ, None, recipe, lambda: 0, os.cpu_count() or 1).size
+        "world_size": launching.choose_launch(os.environ, None, recipe, lambda: 0, os.cpu_count() or 1).size
     } | {"recipe": "digits"}
     (folder,) = (work / "runs").iterdir()
     assert re.fullmatch(r"digits-ddp-\d{8}-\d{6}", folder.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.launch.topology import Launch, hosts, topology
+from trainer.launch.topology import Launch, choose_launch, hosts
 from trainer.recipe import load
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "1234567"}
@@ -42,7 +42,7 @@ NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
 def test_topology(
     environment: dict[str, str], nproc: str | None, words: tuple[str, ...], cuda: int, cores: int, expected: Launch
 ) -> None:
-    assert topology(environment, nproc, load(None, *words), lambda: cuda, cores) == expected
+    assert choose_launch(environment, nproc, load(None, *words), lambda: cuda, cores) == expected
 
 
 def test_gpus_are_counted_only_where_they_decide() -> None:
@@ -50,7 +50,7 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
         raise AssertionError("counted")
 
     for environment, nproc, words in (({}, "2", ()), ({"NPROC": "2"}, None, ()), ({}, None, ("devices=[cpu]",))):
-        assert topology(environment, nproc, load(None, *words), never, 2).nproc == 2
+        assert choose_launch(environment, nproc, load(None, *words), never, 2).nproc == 2
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
 )
 def test_what_makes_no_sense_is_one_line(environment: dict[str, str], nproc: str | None, expected: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        topology(environment, nproc, load(None), lambda: 0, 2)
+        choose_launch(environment, nproc, load(None), lambda: 0, 2)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 

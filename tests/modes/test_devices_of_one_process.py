@@ -13,7 +13,8 @@ from tests.simulated.simcuda import runs, simulated
 from trainer.data import Batch
 from trainer.models import zoo
 from trainer.modes.pipeline import stages, streams
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import load
 from trainer.saving import checkpoint
 from trainer.training.randomness import random_states, restore_random_states

@@ -9,7 +9,8 @@ from torch import nn
 from tests.contexts import mode_of
 from trainer.data import Batch
 from trainer.modes.dp import rows_of_devices
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import load
 
 CPU = torch.device("cpu")

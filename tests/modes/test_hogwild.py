@@ -16,7 +16,8 @@ from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer import train
 from trainer.errors import SetupError
-from trainer.modes.hogwild import ALIGNMENT, MemoryFile
+from trainer.modes.hogwild import mapped, zeros
+from trainer.processes.memory_file import ALIGNMENT
 from trainer.recipe import load
 
 # --- the memory ---------------------------------------------------------------------------------------------------
@@ -64,17 +65,18 @@ def test_all_ranks_have_the_same_memory():
 
 
 def test_where_memory_cannot_be_shared(monkeypatch):
-    file = MemoryFile.create(64)
-    file.map()[:] = bytes(range(64))
-    assert file.map()[:] == bytes(range(64))
+    file = zeros(64)
+    address = file.address()
+    mapped(address)[:] = bytes(range(64))
+    assert mapped(address)[:] == file.memory[:] == bytes(range(64))
     with pytest.raises(SetupError, match="do not see each other's processes"):
-        MemoryFile(file.pid, file.descriptor, file.inode + 1).map()
-    os.close(file.descriptor)
+        mapped(address._replace(inode=address.inode + 1))
+    file.close()
     with pytest.raises(SetupError, match=r"cannot be opened.*mode=local_sgd"):
-        file.map()
+        mapped(address)
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(SetupError, match=r"only Linux.*mode=local_sgd"):
-        MemoryFile.create(64)
+        zeros(64)
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from trainer.modes import STRATEGIES, sync_batchnorm
 from trainer.modes.ddp import read_in_training
 from trainer.modes.pipeline.ranks import Wire
 from trainer.modes.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import MODES, ModelRecipe, load
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from trainer.data import Batch
 from trainer.models.zoo import build
 from trainer.planning.dataset_facts import dataset_facts
 from trainer.planning.shadow import Shadow
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 
 MODELS = {
     "resnet18": 64,

@@ -24,8 +24,8 @@ from trainer.planning.layout import lay_out
 )
 def test_orders_are_torchs(schedule, virtual, microbatches, flying):
     listed = schedules.pipeline_order(schedule, 2, virtual, microbatches)
-    assert [schedules.in_flight(tasks) for tasks in listed] == flying
-    done = [(task.stage, task.microbatch) for tasks in listed for task in tasks if task.kind == "F"]
+    assert [schedules.in_flight(actions) for actions in listed] == flying
+    done = [(action.stage, action.microbatch) for actions in listed for action in actions if action.kind == "F"]
     assert sorted(done) == [(stage, m) for stage in range(2 * virtual) for m in range(microbatches)]
 
 

@@ -8,7 +8,7 @@ from tests.planning.plans import MODELS, alone, measured_peak, real, recipe_of, 
 from trainer.__main__ import answer
 from trainer.data import Batch
 from trainer.models.zoo import build
-from trainer.modes.pipeline.orders import Task, issue_order
+from trainer.modes.pipeline.orders import Action, issue_order
 from trainer.planning import schedules
 from trainer.planning.dataset_facts import dataset_facts
 from trainer.planning.layout import lay_out
@@ -123,7 +123,7 @@ def test_split_holds_what_the_profiler_sees():
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
     shadow, layout = shadow_of(recipe), lay_out(recipe)
     both = schedules.cut(shadow, layout).stages
-    together = [Task("F", 0, 0), Task("F", 1, 0), Task("B", 1, 0), Task("B", 0, 0)]
+    together = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
     assert schedules.held(together, both) == pytest.approx(peak, rel=0.15)
     assert len(footprint(shadow, layout)) == 2
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from trainer.errors import SetupError
-from trainer.pool.transport import ALIGNMENT, SMALLEST, Extent, Message, Slot, fetch, pack, pack_rows, store
+from trainer.pool.transport import SMALLEST, Extent, Message, fetch, new_slot, pack, pack_rows, store
+from trainer.processes.memory_file import ALIGNMENT, MemoryFile
 
 
 @pytest.fixture
 def slot():
-    slot = Slot()
+    slot = new_slot()
     yield slot
     slot.close()
 
@@ -150,7 +151,7 @@ def test_what_is_owned_survives_the_slot(slot):
 
 def test_a_slot_grows_in_both_processes(slot):
     """The other process's map follows; what looks at the old one stays valid."""
-    theirs = Slot(os.dup(slot.descriptor))
+    theirs = MemoryFile(os.dup(slot.descriptor))
     small = there_and_back(torch.ones(10), slot, own=False)
     big = torch.arange(SMALLEST)
     extent = store(pack(big), slot, start=SMALLEST // 2)
@@ -200,7 +201,7 @@ def test_nothing_has_a_name_and_all_is_given_back():
         return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
 
     before = set(os.listdir("/proc/self/fd")), named()
-    slot = Slot()
+    slot = new_slot()
     there_and_back(torch.ones(SMALLEST), slot, own=True)
     assert named() == before[1]
     slot.close()
@@ -211,4 +212,4 @@ def test_nothing_has_a_name_and_all_is_given_back():
 def test_only_linux_has_it(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(SetupError, match="flavour='thread'"):
-        Slot()
+        new_slot()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.commands import PROJECT, QUIET, trainer
 from trainer.errors import PeerError, SetupError, explain
 from trainer.processes import peers
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.training.meeting import Meeting
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"

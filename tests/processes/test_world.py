@@ -1,31 +1,13 @@
-"""Place, devices and threads as pure tables."""
+"""Devices and threads as pure tables."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from trainer.errors import PeerError, SetupError
 from trainer.processes import world
+from trainer.processes.rank import Place
 from trainer.recipe import load
-
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "TORCHELASTIC_RESTART_COUNT": "1",
-}
-
-
-def test_place():
-    assert world.place({}) == world.Place()
-    me = world.place(TORCHRUN)
-    assert (me.rank, me.size, me.local_rank, me.local_size, me.restarts, me.launched) == (3, 4, 1, 2, 1, True)
-    assert not me.is_main and world.place({}).is_main
-    with pytest.raises(SetupError, match="RANK"):
-        world.place({**TORCHRUN, "RANK": "x"})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +44,7 @@ def test_a_broken_collective_is_a_lost_peer():
 def test_alone_every_exchange_is_the_identity():
     import torch
 
-    alone = world.World(world.Place(), torch.device("cpu"), 1, ("cpu",))
+    alone = world.World(Place(), torch.device("cpu"), 1, ("cpu",))
     alone.connect(1.0)
     assert alone.share({"a": 1}) == {"a": 1} and alone.gather(3) == [3] and alone.name == "cpu"
     assert alone.sum_(torch.tensor([2.0])).item() == 2
@@ -78,7 +60,7 @@ def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
     def agree(*found):
         store, size = HashStore(), len(found)
         worlds = [
-            world.World(world.Place(rank, size, rank % 2, 2, 0, True), torch.device(name), 1, (), (), shared)
+            world.World(Place(rank, size, rank % 2, 2, 0, True), torch.device(name), 1, (), (), shared)
             for rank, (name, shared) in enumerate(found)
         ]
         with ThreadPoolExecutor(size) as pool:
@@ -97,13 +79,3 @@ def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
     assert [one.sharing() for one in agree(("cpu", False), ("cpu", False))] == [2, 2]
     with pytest.raises(SetupError, match=r"rank 1 trains on a GPU and rank 0 has none.*devices=\[cpu\]"):
         agree(("cpu", False), ("cuda:0", False))
-
-
-def test_jobs_have_names_of_their_own():
-    ours = world.job_id()
-    done = subprocess.run(
-        [sys.executable, "-c", "from trainer.processes import world; print(world.job_id())"],
-        capture_output=True,
-        text=True,
-    )
-    assert ours == world.job_id() != done.stdout.strip() != ""

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.modes.pipeline import stages
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 
 SECONDS = 180  # after which a rank's thread that waits for another gives up; a machine may have other work
 

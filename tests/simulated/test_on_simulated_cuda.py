@@ -24,7 +24,8 @@ from trainer.modes import Strategy
 from trainer.modes.sync_batchnorm import convert_sync_batchnorm
 from trainer.planning import plan
 from trainer.pool.checks import check_devices
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
 from trainer.telemetry.verdict import Setting, StepParts, judge
 from trainer.training.speed_test import speed_recipe

@@ -24,7 +24,8 @@ from trainer.modes.pipeline.tuning import Plan
 from trainer.planning import probe
 from trainer.pool.transport import pack, pack_rows
 from trainer.pool.worker import Caller
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
 from trainer.telemetry.clocks import Ledger, StepTimer, Stopwatch
 

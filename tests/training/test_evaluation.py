@@ -8,7 +8,8 @@ from tests.worlds import on_ranks
 from trainer import tasks
 from trainer.data import Batch
 from trainer.modes import Strategy
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import load
 from trainer.training.evaluation import Sums, evaluate
 

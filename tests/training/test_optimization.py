@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, Se
 from tests.contexts import mode_of
 from trainer.errors import CheckpointError
 from trainer.modes import Strategy
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import load
 from trainer.training.optimization import (
     MovingAverage,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import load
 from trainer.training import speed_test
 from trainer.training.speed_test import pieces_that_fit

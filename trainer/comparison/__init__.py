@@ -16,7 +16,7 @@ from trainer.comparison.comparison_report import Asked, ComparisonReport
 from trainer.comparison.folder import claim
 from trainer.errors import RecipeError
 from trainer.launch import launching
-from trainer.processes import world
+from trainer.processes.rank import place
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
 from trainer.recipe.words import split_words
@@ -107,7 +107,7 @@ def compare(
 
 def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:
     """Raises RecipeError where words are missing or contradict each other, before anything is read."""
-    if world.place().launched:
+    if place().launched:
         raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
     if not recipe:
         raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")

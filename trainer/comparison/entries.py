@@ -216,7 +216,7 @@ def _entry(
         chosen = chosen.replace(devices=chosen.devices[:1])
     listed = (*words.values(), f"mode={mode}")
     try:
-        launch = launching.prepare(chosen, nproc)
+        launch = launching.launch_to_start(chosen, nproc)
     except RecipeError as error:
         return Entry(name, listed, chosen, value, series, problem=(str(error), error.code))
     if launch is None:  # one process; said again, or the run would start as many as the machine suggests

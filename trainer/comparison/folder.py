@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.comparison.comparison_report import Asked
-from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.errors import FolderInUseError, RecipeError
+from trainer.saving import locks
 from trainer.saving.files import usable_json
 from trainer.saving.run_folder import write_atomically
 
@@ -35,16 +35,8 @@ def claim(output: str | None, name: str, resume: bool, asked: Asked) -> Iterator
     while not output and path.exists():
         number += 1
         path = Path(f"{stem}-{number}")
+    lock = locks.hold(path, "run")
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise SetupError(f"output={path} cannot be written ({error.strerror}); choose another folder") from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise FolderInUseError(f"{path} is in use by another run; choose another output=") from None
         before = previous(path).get("asked")
         before = before if isinstance(before, dict) else None
         used = before is not None or any((path / file).exists() for file in ("runs", "recipe.yaml", "result.json"))

@@ -18,8 +18,9 @@ from typing import Any
 
 from trainer.comparison.comparison_report import LengthFigures
 from trainer.comparison.entries import Entry
-from trainer.errors import SetupError, TrainerError
+from trainer.errors import TrainerError
 from trainer.launch import launching
+from trainer.processes import children
 from trainer.recipe import Recipe
 from trainer.saving.files import read, read_json, writing
 from trainer.saving.run_folder import read_steps, write_atomically
@@ -230,30 +231,14 @@ def execute(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
     """Run to the end with its output in `log`; Ctrl-C is passed on, and waited for."""
     with writing(log.parent):
         output = log.open("w", encoding="utf-8")
-    with output:
-        try:
-            # A session of its own: Ctrl-C reaches it once, from here. It asks the kernel to die with us.
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), launching.PARENT: str(os.getpid())},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SetupError(f"{command[0]} cannot be started ({error.strerror})") from None
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            child.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(LINGER)
-            raise
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+    variables = {**os.environ, **(environment or {})}
+    with output, children.started(command, _linger, variables, subprocess.DEVNULL, output, subprocess.STDOUT) as child:
+        return child.wait()
+
+
+def _linger(child: subprocess.Popen[str]) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(LINGER)
 
 
 def failure_line(log: Path, code: int) -> str:

@@ -5,13 +5,10 @@ The data folder is `data.root`, else $TRAINER_DATA, else ~/.cache/trainer.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import pickle
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from torchvision import datasets as published
 from trainer.data.images import reason
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
+from trainer.saving import locks
 
 PATIENCE = 30  # seconds without a byte before a download is given up
 Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
@@ -78,7 +76,7 @@ def load_published(data: DataRecipe) -> tuple[Split, Split, tuple[str, ...]]:
         why = "data.download=false"
         if data.download:
             try:
-                with _alone(root, data.name):  # the ranks that waited find it there
+                with locks.in_turn(root, f".{data.name}.lock"):  # the ranks that waited find it there
                     found = _load(known, root) or _download(known, root, data.name)
             except (OSError, RuntimeError, EOFError, ValueError) as error:
                 why = f"the download failed: {reason(error)}"
@@ -127,12 +125,3 @@ def _download(known: Published, root: Path, name: str) -> tuple[Split, Split, tu
         socket.setdefaulttimeout(patience)
         shutil.rmtree(place, ignore_errors=True)
     return _load(known, root)
-
-
-@contextlib.contextmanager
-def _alone(root: Path, name: str) -> Iterator[None]:
-    """Hold this node's lock on a set. The kernel lets go of it when the holder dies."""
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / f".{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.copies import on_device
 from trainer.data.order import Array
-from trainer.data.photos import Failure
+from trainer.data.photos import Unreadable
 from trainer.data.sets import ImageSet, LabelledSource, PhotoSource, TensorSet
 from trainer.recipe import AugmentRecipe
 
@@ -22,7 +22,7 @@ BLOCK = 16_384  # rows whose random draws are made at once
 class Feed(Protocol):
     """uint8 images (n, H, W, C), or inputs (n, ...) that are none, and labels (n, ...) on the device, in batches."""
 
-    failures: list[Failure]
+    failures: list[Unreadable]
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]: ...
 
@@ -41,7 +41,7 @@ class MemoryFeed:
         augment: AugmentRecipe,
         seed: int,
         device: torch.device,
-        failures: list[Failure],
+        failures: list[Unreadable],
     ) -> None:
         self.failures = failures
         self._length, self._pool = len(images), len(images.labels)
@@ -78,7 +78,7 @@ class TensorFeed:
     """Batches of inputs that lie in memory and are no images."""
 
     def __init__(self, samples: TensorSet, rows: int, device: torch.device) -> None:
-        self.failures: list[Failure] = []
+        self.failures: list[Unreadable] = []
         self._inputs, self._labels = samples.inputs.to(device), samples.labels.to(device)
         self._rows, self._device = rows, device
 
@@ -102,7 +102,7 @@ class LabelFeed:
 
     def __init__(self, labels: Tensor, length: int, rows: int, device: torch.device) -> None:
         """Sample i of `length` has the label i % len(labels), as in an `ImageSet`."""
-        self.failures: list[Failure] = []
+        self.failures: list[Unreadable] = []
         self._labels, self._nothing = labels.to(device), torch.empty(0, device=device)
         self._length, self._rows, self._device = length, rows, device
 
@@ -126,7 +126,7 @@ class NoFeed:
     """Batches that hold neither images nor labels: there are as many, and that is all."""
 
     def __init__(self, device: torch.device) -> None:
-        self.failures: list[Failure] = []
+        self.failures: list[Unreadable] = []
         self._nothing = torch.empty(0, device=device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from trainer.data import order
 from trainer.data.augment import Finish
 from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, TensorFeed, labels_at_hand
 from trainer.data.order import Array, Mix
-from trainer.data.photos import Failure
+from trainer.data.photos import Unreadable
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
 from trainer.data.workers import PhotoFeed, buffered, check_shared_memory, slots
 from trainer.errors import RecipeError
@@ -153,7 +153,7 @@ class Loader:
         return len(self._train.failures) + len(self._val.failures) if self._shard.inputs else 0
 
     @property
-    def last_skipped(self) -> Failure | None:
+    def last_skipped(self) -> Unreadable | None:
         """(path, reason) of one of them."""
         failures = self._train.failures or self._val.failures
         return failures[-1] if failures else None

@@ -20,7 +20,7 @@ TINY = 64  # images of this size and less are not zoomed into
 NEIGHBOURS = 100  # how many further samples are tried in place of one that cannot be read
 
 Key = tuple[int, int | None, Array]  # slot to fill; epoch, or None for evaluation; sample indices
-Failure = tuple[str, str]  # what could not be read, and why
+Unreadable = tuple[str, str]  # what could not be read, and why
 
 
 def for_evaluation(image: Tensor, size: int) -> Tensor:
@@ -90,7 +90,7 @@ class Reader:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, key: Key) -> tuple[int, list[Failure], bool]:
+    def __getitems__(self, key: Key) -> tuple[int, list[Unreadable], bool]:
         """Fill a slot. Returns how many rows are real, what could not be read, and whether that is the end."""
         slot, epoch, index = key
         images, labels = self.images[slot], self.labels[slot]
@@ -98,9 +98,9 @@ class Reader:
             return self._evaluation(images, labels, index)
         return self._training(images, labels, epoch, index)
 
-    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Failure], bool]:
+    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Unreadable], bool]:
         prepare = self._for_training(epoch, index)
-        failures: list[Failure] = []
+        failures: list[Unreadable] = []
         with private_random_state():
             for row, sample in enumerate(index.tolist()):
                 image, label, failed = self._readable(sample)
@@ -111,8 +111,8 @@ class Reader:
                 labels[row] = label
         return len(index), failures, False
 
-    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> tuple[int, list[Failure], bool]:
-        failures: list[Failure] = []
+    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> tuple[int, list[Unreadable], bool]:
+        failures: list[Unreadable] = []
         row = 0
         for sample in index.tolist():
             image, label, failed = self._try(sample)
@@ -136,7 +136,7 @@ class Reader:
     def _for_evaluation(self, image: Tensor) -> Tensor:
         return for_evaluation(image, self.size).permute(1, 2, 0)
 
-    def _readable(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Failure]]:
+    def _readable(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
         """The sample or, where skipping is allowed, the next one that can be read."""
         image, label, failures = self._try(sample)
         for step in range(1, NEIGHBOURS):
@@ -145,7 +145,7 @@ class Reader:
             image, label, _ = self._try((sample + step) % len(self.source))
         return image, label, failures
 
-    def _try(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Failure]]:
+    def _try(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
         try:
             image, label = self.source.read(sample, self.channels)
             return image, label, []

@@ -10,7 +10,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader
 from trainer.data.copies import Copies
 from trainer.data.folders import unreadable
 from trainer.data.order import Array
-from trainer.data.photos import Failure, Key, PlainReader, Reader
+from trainer.data.photos import Key, PlainReader, Reader, Unreadable
 from trainer.data.sets import Datasets, PhotoSource, TensorSpec
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
@@ -87,7 +86,7 @@ class PhotoFeed:
         if workers:
             for buffer in (self.images, self.labels):
                 buffer.share_memory_()  # type: ignore[no-untyped-call]
-        self.failures: list[Failure] = []
+        self.failures: list[Unreadable] = []
         prepare = PlainReader if datasets.plain else Reader
         self._reader = prepare(source, self.images, self.labels, recipe.augment, recipe.seed, self.skip)
         self._keys: list[Key] = []
@@ -189,12 +188,12 @@ class PhotoFeed:
             return False
         return True
 
-    def _next(self, n: int, key: Key) -> tuple[int, list[Failure], bool]:
+    def _next(self, n: int, key: Key) -> tuple[int, list[Unreadable], bool]:
         """The report of the n-th batch, within `timeout` seconds."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
-                report: tuple[int, list[Failure], bool] = next(self._batches)
+                report: tuple[int, list[Unreadable], bool] = next(self._batches)
                 return report
             except (RuntimeError, OSError, EOFError) as error:
                 if "timed out" in str(error) and time.monotonic() < deadline:
@@ -229,17 +228,8 @@ def _as_it_is(report: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """In a new worker: leave signals to the parent, and go when it goes, however it goes."""
-    fork_server.ignore_signals()
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_follow, args=[parent.sentinel], daemon=True).start()
-
-
-def _follow(sentinel: int) -> None:
-    # PR_SET_PDEATHSIG would watch the fork server, which lives as long as its children: wait for the rank itself.
-    connection.wait([sentinel])
-    os._exit(1)
+    """In a new worker."""
+    fork_server.begin_worker()
 
 
 def _kill(processes: list[BaseProcess]) -> None:

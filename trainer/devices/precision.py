@@ -26,7 +26,7 @@ def computed_in(precision: str, device: torch.device) -> str:
     return "fp32" if precision == "tf32" and not has_tf32(device) else precision
 
 
-def described(precision: str, device: torch.device) -> str:
+def told(precision: str, device: torch.device) -> str:
     """The precision for the banner."""
     if computed_in(precision, device) != precision:
         return f"{precision}, computed as fp32: this device has no TF32"

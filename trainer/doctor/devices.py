@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from trainer.devices import cards
+from trainer.devices import cards, health
 from trainer.doctor.findings import Findings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def look_at_cards(found: Findings) -> int:
 def _card(found: Findings, device: torch.device, count: int) -> bool:
     """A card's row; whether it computes."""
     before = len(found.problems)
-    found.trying(str(device), cards.check, device, count)
+    found.trying(str(device), health.check_card, device, count)
     computes = len(found.problems) == before
     about = found.trying(str(device), _about, device) or "cannot be asked"
     found.row(CARDS, str(device), f"{about}, {'computes rightly' if computes else 'CANNOT BE USED'}")
@@ -74,7 +74,7 @@ def _links(found: Findings, devices: list[torch.device]) -> None:
         found.row("between cards", f"{device} reaches directly", reach)
     ways = list(permutations(devices, 2))
     before = len(found.problems)
-    found.trying("copies between cards", cards.check_copies, ways)
+    found.trying("copies between cards", health.check_copies, ways)
     right = len(found.problems) == before
     found.row("between cards", "copies", f"right in all {len(ways)} ways" if right else "WRONG, see below")
 

@@ -46,7 +46,7 @@ def resources(found: Findings) -> None:
         )
 
 
-def check_shared_memory() -> None:
+def try_loader_memory() -> None:
     """Raises SetupError where loader workers would find too little."""
     from trainer.data import workers  # needs torch
 

@@ -30,7 +30,8 @@ from trainer.inference.trained import Trained, from_checkpoint, published
 from trainer.inference.watching import Watch
 from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
-from trainer.processes.world import Place, World, cores, cuda_for, place
+from trainer.processes.rank import Place, place
+from trainer.processes.world import World, cores, cuda_for
 from trainer.recipe import Recipe
 from trainer.recipe.words import split_words
 from trainer.saving.run_folder import write_atomically

@@ -16,7 +16,7 @@ from trainer.data.augment import Finish
 from trainer.data.folders import PhotoFolder
 from trainer.data.images import read_image, reason, with_channels
 from trainer.data.photos import for_evaluation
-from trainer.devices import cards
+from trainer.devices import cards, health
 from trainer.devices.precision import set_precision
 from trainer.modes.base import AUTOCAST
 from trainer.recipe import Recipe
@@ -69,7 +69,7 @@ class Labeller:
             # Kernels add up in another order on another number of threads, and a fixed batch promises the same bytes.
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
-            cards.check(device, cards.look().count)
+            health.check_card(device, cards.look().count)
         set_precision(recipe.precision)
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device

@@ -5,7 +5,6 @@ At the end rank 0 puts the parts together that the ranks have written.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Sequence
@@ -14,9 +13,11 @@ from typing import Any
 
 import torch
 
-from trainer.errors import FolderInUseError, SetupError
+from trainer.errors import FolderInUseError
 from trainer.inference.rows import COUNTS, Counts, PredictionSettings, check_settings, header
-from trainer.processes.world import World, lost_peers, place
+from trainer.processes.rank import place
+from trainer.processes.world import World, lost_peers
+from trainer.saving import locks
 from trainer.saving.files import draft_of, put, read_json, writing
 
 BLOCK = 2**24  # bytes of a part that travel at once
@@ -29,15 +30,7 @@ def claim(folder: Path) -> None:
         FolderInUseError: another command writes there.
         SetupError: it cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / f".lock-{place().rank:04}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise FolderInUseError(f"{folder} is in use by another command; choose another output=") from None
+    locks.hold(folder, "command", f".lock-{place().rank:04}")
     if (folder / "recipe.yaml").exists() or (folder / "result.json").exists():
         raise FolderInUseError(f"{folder} holds a training run; choose another output=")
 

@@ -11,35 +11,32 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.devices.assignment import assign_devices
 from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
-from trainer.launch.topology import Launch, topology
-from trainer.processes import family, interrupts, world
+from trainer.launch import endings
+from trainer.launch.endings import Ending
+from trainer.launch.topology import Launch, choose_launch
+from trainer.processes import children, family, interrupts, world
+from trainer.processes.rank import place
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.saving.run_folder import fresh_folder
 
-# Set by our launcher for its ranks and by the API for the trainer it starts: whom to die with, who speaks for them.
-PARENT = "TRAINER_PARENT"
 EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
-KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
 SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
 
 
-def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
+def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
     """Hold a recipe against processes and devices before anything heavy starts.
 
     Returns:
@@ -48,7 +45,7 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
     Raises:
         RecipeError: it cannot run like this; the line says what can.
     """
-    me = world.place()
+    me = place()
     if me.launched:
         if nproc is not None and nproc != str(me.local_size):
             raise RecipeError(
@@ -57,7 +54,7 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
             )
         launch, size = Launch(me.local_size), me.size
     else:
-        launch = topology(os.environ, nproc, recipe, world.cuda_count, world.cores())
+        launch = choose_launch(os.environ, nproc, recipe, world.cuda_count, world.cores())
         size = launch.size
     check_processes(recipe, size, size // launch.nproc)
     assign_devices(recipe, launch.nproc, world.cuda_wanted(recipe))
@@ -66,7 +63,7 @@ def prepare(recipe: Recipe, nproc: str | None = None) -> Launch | None:
 
 def wants_children(recipe: Recipe) -> bool:
     """Whether the Python API has to start torchrun for this recipe here."""
-    return prepare(recipe) is not None
+    return launch_to_start(recipe) is not None
 
 
 def load_plugin(name: str | None) -> None:
@@ -93,52 +90,6 @@ def load_plugin(name: str | None) -> None:
 # --- starting torchrun ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How one rank failed: its exit code as the system gives it (negative: killed by a signal), its line, when."""
-
-    rank: int
-    code: int
-    line: str = ""
-    time: float = 0.0
-
-
-def first_cause(endings: Iterable[Ending]) -> Ending:
-    """The failure that explains the others, with the code and the line that the launcher passes on.
-
-    A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
-    counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
-    One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause.
-    """
-    endings = list(endings)
-    follows = {130: 1, PeerError.code: 2, 143: 3}
-    late = min(end.time for end in endings) + KILLED_LATE
-
-    def place(end: Ending) -> tuple[int, bool, float, int]:
-        return follows.get(_exit_code(end.code), 0), end.code >= 0 or end.time > late, end.time, end.rank
-
-    first = min(endings, key=place)
-    return Ending(first.rank, _exit_code(first.code), first.line or _obituary(first), first.time)
-
-
-def _exit_code(code: int) -> int:
-    if code >= 0:
-        return code
-    return 128 - code if -code in (signal.SIGINT, signal.SIGTERM) else PeerError.code
-
-
-def _obituary(end: Ending) -> str:
-    if end.code >= 0:
-        return f"rank {end.rank} ended with exit code {end.code}"
-    try:
-        name = signal.Signals(-end.code).name
-    except ValueError:
-        name = f"signal {-end.code}"
-    return f"rank {end.rank} was killed by {name}" + (
-        " (the system may be short of memory)" if name == "SIGKILL" else ""
-    )
-
-
 def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     """Run `python -m trainer words...` under torchrun, within this process.
 
@@ -159,7 +110,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     else:
         arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[family.PARENT] = str(os.getpid())
     # torchrun would set 1, and the user's own 1 could not be told from it.
     os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
     quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
@@ -177,7 +128,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
                 signal.signal(number, handler)
     if ending is None:
         return 0
-    say(ending.line, ending.code)
+    endings.say(ending.line, ending.code)
     return ending.code
 
 
@@ -207,16 +158,17 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
     try:
         torchrun()
     except ChildFailedError as failed:
-        reports = _reports(logs)
-        return first_cause(
-            reports.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
+        found = endings.reports(logs)
+        return endings.first_cause(
+            found.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
             for rank, failure in failed.failures.items()
         )
     except SignalException as stopped:
         # The agent has passed the signal on and waited. A rank that could not save tells by a code of its own.
         code = interrupts.exit_code(stopped.sigval)
         ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())
-        return first_cause([ours, *(end for end in _reports(logs).values() if end.code != PeerError.code)])
+        others = [end for end in endings.reports(logs).values() if end.code != PeerError.code]
+        return endings.first_cause([ours, *others])
     except Exception as error:
         if not type(error).__name__.startswith(("Dist", "Rendezvous")):
             raise
@@ -225,66 +177,7 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
     return None
 
 
-def _reports(logs: Path) -> dict[int, Ending]:
-    """What the ranks of this node wrote when they failed, by rank."""
-    found: dict[int, Ending] = {}
-    for path in logs.glob("*/attempt_*/*/error.json"):
-        try:
-            message = json.loads(path.read_text())["message"]
-            extra = message["extraInfo"]
-            end = Ending(extra["rank"], message["errorCode"], extra["py_callstack"], extra["time"])
-            found[end.rank] = end
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return found
-
-
-# --- being a rank, or a child -----------------------------------------------------------------------------------------
-
-
-def leave_report(line: str, code: int, now: float) -> None:
-    """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it.
-
-    `now` is the time of the failure itself: who found a rank stopped and woke it must not seem to come after it.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": world.place().rank}
-    with suppress(OSError):  # the exit code still tells
-        Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
-
-
-def last_look(line: str, code: int, error: BaseException) -> str:
-    """The line of a rank that lost another, which names those that were silent because somebody had stopped them."""
-    stopped = family.wake() if code == PeerError.code else []
-    if not stopped:
-        return line
-    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", str(error.__cause__))
-    silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
-    names = ", ".join(map(str, stopped))
-    return f"rank {names}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
-
-
-def say(line: str, code: int) -> None:
-    """Print a run's last word: one line on stderr (or a bug's traceback)."""
-    prefix = "" if line.startswith("Traceback") else "trainer: " if code in (130, 143) else "trainer: error: "
-    with suppress(OSError):  # the terminal may be gone
-        print(f"{prefix}{line}", file=sys.stderr, flush=True)
-
-
-def has_speaker() -> bool:
-    """Whether a launcher of ours prints for this rank."""
-    return PARENT in os.environ and world.place().launched
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, so that no rank outlives its launcher."""
-    parent = os.environ.get(PARENT)
-    if parent is None and not world.place().launched:
-        return
-    before = int(parent) if parent and parent.isdigit() else os.getppid()
-    family.die_with(before)
+# --- for the Python API -----------------------------------------------------------------------------------------------
 
 
 def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
@@ -298,26 +191,9 @@ def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, An
         file = Path(temporary, f"{recipe.name}.yaml")
         file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
         command = [sys.executable, "-m", "trainer", f"recipe={file}", *([f"plugin={plugin}"] if plugin else [])]
-        # A session of its own: Ctrl-C reaches the child once, from here.
-        child = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**os.environ, PARENT: str(os.getpid())},
-            start_new_session=True,
-        )
-        try:
+        with children.started(command, leaves=_pass_on, stderr=subprocess.PIPE) as child:
             last = _pass_on(child)
-        except KeyboardInterrupt:
-            child.send_signal(signal.SIGINT)
-            _pass_on(child)
-            raise
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    code = _exit_code(child.returncode)
+    code = endings.public_code(child.returncode)
     if code == 0:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result

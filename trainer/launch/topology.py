@@ -31,7 +31,7 @@ class Launch:
         return self.nproc * self.nnodes
 
 
-def topology(
+def choose_launch(
     environment: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int
 ) -> Launch:
     """Ranks and nodes from the nproc= word, NPROC and companions, SLURM, the devices, the cores: the first that says.

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from trainer import recipe as recipes
 from trainer.errors import RecipeError
-from trainer.models.graphs import BY_MODE, ByMode, Recording, Tracer, Untraceable, attribute, cut_points, record
+from trainer.models.graphs import BY_MODE, ByMode, Recording, Tracer, Untraceable, attribute, record
+from trainer.models.liveness import cut_points
 
 
 class Traced:

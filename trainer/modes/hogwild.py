@@ -7,9 +7,7 @@ Recht, Re, Wright and Niu, "Hogwild!: A Lock-Free Approach to Parallelizing Stoc
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,10 +16,11 @@ from torch import Tensor, nn
 from trainer.data import Batch, Shard
 from trainer.errors import SetupError
 from trainer.modes.base import Strategy
+from trainer.processes.memory_file import Address, Elsewhere, MemoryFile, aligned
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import Recipe
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 
 
 class Hogwild(Strategy):
@@ -39,11 +38,11 @@ class Hogwild(Strategy):
         """
         super().setup(model)
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        file = self.world.share(MemoryFile.create(byte_offsets(tensors)[-1]) if self.world.is_main else None)
-        move(tensors, file.map(), fill=self.world.is_main)
+        file = zeros(byte_offsets(tensors)[-1]) if self.world.is_main else None
+        move(tensors, mapped(self.world.share(file and file.address())), fill=self.world.is_main)
         self.world.barrier()
-        if self.world.is_main:
-            os.close(file.descriptor)
+        if file:
+            file.close()
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
@@ -70,38 +69,20 @@ class Hogwild(Strategy):
         }
 
 
-@dataclass(frozen=True)
-class MemoryFile:
-    """A file in memory without a name: it is gone with its processes, however they end, and needs no /dev/shm."""
-
-    pid: int
-    descriptor: int
-    inode: int
-
-    @classmethod
-    def create(cls, size: int) -> MemoryFile:
-        """`size` bytes of zeros, in this process."""
-        if not hasattr(os, "memfd_create"):
-            raise SetupError(f"mode=hogwild shares memory in a way that only Linux has: {INSTEAD}")
-        descriptor = os.memfd_create("trainer-hogwild")
-        os.ftruncate(descriptor, size)
-        return cls(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
-
-    def map(self) -> mmap.mmap:
-        """Its bytes in this process's memory, whichever process of this machine made it."""
-        try:
-            descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SetupError(f"mode=hogwild: rank 0's memory cannot be opened ({error.strerror}): {INSTEAD}") from error
-        try:
-            if os.fstat(descriptor).st_ino != self.inode:  # another container's process of that number
-                raise SetupError(f"mode=hogwild: the ranks do not see each other's processes: {INSTEAD}")
-            return mmap.mmap(descriptor, 0)
-        finally:
-            os.close(descriptor)
+def zeros(size: int) -> MemoryFile:
+    """`size` bytes of memory in rank 0, for all ranks."""
+    refusal = f"mode=hogwild shares memory in a way that only Linux has: {INSTEAD}"
+    return MemoryFile.create("trainer-hogwild", size, refusal)
 
 
-INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
+def mapped(address: Address) -> mmap.mmap:
+    """Rank 0's memory, in this rank's."""
+    try:
+        return address.open()
+    except Elsewhere:
+        raise SetupError(f"mode=hogwild: the ranks do not see each other's processes: {INSTEAD}") from None
+    except OSError as error:
+        raise SetupError(f"mode=hogwild: rank 0's memory cannot be opened ({error.strerror}): {INSTEAD}") from error
 
 
 def byte_offsets(tensors: Sequence[Tensor]) -> list[int]:
@@ -109,7 +90,7 @@ def byte_offsets(tensors: Sequence[Tensor]) -> list[int]:
     offsets = [0]
     for tensor in tensors:
         end = offsets[-1] + extent(tensor) * tensor.element_size()
-        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        offsets.append(aligned(end))
     return offsets
 
 

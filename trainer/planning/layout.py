@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import RecipeError
-from trainer.launch.topology import topology
+from trainer.launch.topology import choose_launch
 from trainer.processes import world
 from trainer.recipe import TRAITS, Recipe, checks
 
@@ -73,7 +73,7 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None) -> Layout:
         RecipeError: training would refuse it on a machine that has all devices.
     """
     word = None if nproc is None else str(nproc)
-    processes = topology(os.environ, word, recipe, world.cuda_count, world.cores()).size
+    processes = choose_launch(os.environ, word, recipe, world.cuda_count, world.cores()).size
     checks.check_processes(recipe, processes)
     assigned = assign_devices(recipe, processes, _pretended(recipe, processes))
     names = assigned[0] if processes == 1 else [own[0] for own in assigned]

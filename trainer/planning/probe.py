@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -33,8 +34,9 @@ from trainer.planning import schedules
 from trainer.planning.dataset_facts import DatasetFacts
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
-from trainer.processes import world
-from trainer.processes.world import Place, World
+from trainer.processes import children, family, world
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.telemetry.clocks import synchronise
 from trainer.training.wiring import wire
 
@@ -148,20 +150,16 @@ def _run(task: _Task) -> list[_Answer]:
         path = Path(folder)
         (path / "task.json").write_text(json.dumps(task))
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        environment |= {launching.PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "trainer.planning.probe", folder]
-        children = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-            for rank in range(count)
-        ]
-        try:
-            while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+        with ExitStack() as all_end:
+            started = [
+                all_end.enter_context(
+                    children.started([*command, str(rank)], environment=environment, stdin=subprocess.DEVNULL)
+                )
+                for rank in range(count)
+            ]
+            while any(child.poll() is None for child in started) and not any(child.poll() for child in started):
                 time.sleep(0.02)
-        finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-                child.wait()
         found = [path / f"{rank}.json" for rank in range(count)]
         answers = [json.loads(file.read_text()) for file in found if file.exists()]
     errors = [answer["error"] for answer in answers if "error" in answer]
@@ -175,7 +173,7 @@ def _run(task: _Task) -> list[_Answer]:
 
 def main(folder: Path, rank: int) -> None:
     """Measure, and leave the answer, or the line of what went wrong, where `_run` looks for it."""
-    launching.die_with_parent()
+    family.die_with_parent()
     answer: _Answer | _Failure
     try:
         answer = _measure(json.loads((folder / "task.json").read_text()), folder, rank)

@@ -14,8 +14,8 @@ from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost, balance
 from trainer.models.partition import Traced, choose
 from trainer.modes.pipeline import orders, tuning
-from trainer.modes.pipeline.orders import Task
-from trainer.modes.pipeline.ranks import SCHEDULES, _tasks, ranks_of_stages
+from trainer.modes.pipeline.orders import Action
+from trainer.modes.pipeline.ranks import SCHEDULES, actions_of, ranks_of_stages
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.planning.layout import Layout
 from trainer.planning.run_plan import BubbleFigures
@@ -91,7 +91,7 @@ def cuts(traced: Traced, layout: Layout, costs: Sequence[BlockCost]) -> tuple[st
 def candidates(layout: Layout) -> list[int]:
     """The numbers of micro-batches that training would measure."""
     stages, counts = layout.workers * layout.virtual, tuple(layout.microbatches)
-    return tuning._candidates(Pipe(stages, layout.workers, (layout.schedule,), layout.rows, counts))
+    return tuning.counts_to_try(Pipe(stages, layout.workers, (layout.schedule,), layout.rows, counts))
 
 
 def default_microbatches(layout: Layout) -> int:
@@ -100,14 +100,14 @@ def default_microbatches(layout: Layout) -> int:
     return min(layout.microbatches, key=lambda m: (abs(m - wanted), m))
 
 
-def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Task]]:
-    """Each worker's tasks, in torch's own order for the schedules that are torch's.
+def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Action]]:
+    """Each worker's actions, in torch's own order for the schedules that are torch's.
 
     Raises:
         ValueError: torch has no such order for these numbers.
     """
     if schedule == IN_TURN:
-        return [[Task("F", worker, 0), Task("B", worker, 0)] for worker in range(workers)]
+        return [[Action("F", worker, 0), Action("B", worker, 0)] for worker in range(workers)]
     if schedule in ("gpipe", "1f1b", STREAMS):
         kind = orders.gpipe if schedule == "gpipe" else orders.one_forward_one_backward
         return [kind(worker, workers, microbatches) for worker in range(workers)]
@@ -116,13 +116,13 @@ def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int)
     )
     made: Any = SCHEDULES[schedule]
     listed = made([stands_in] * virtual, microbatches, loss_fn=lambda outputs, targets: outputs).pipeline_order
-    return [list(_tasks(listed[rank])) for rank in range(workers)]
+    return [list(actions_of(listed[rank])) for rank in range(workers)]
 
 
-def held(tasks: Sequence[Task], stages: Sequence[StagePass]) -> int:
+def held(actions: Sequence[Action], stages: Sequence[StagePass]) -> int:
     """Most bytes that a worker holds at once for activations, of all micro-batches it has begun."""
     live = most = 0
-    for kind, stage, _ in tasks:
+    for kind, stage, _ in actions:
         memory, received = stages[stage].memory, stages[stage].received if stage else 0
         if kind == "F":
             most = max(most, live + received + memory.forward)
@@ -134,19 +134,19 @@ def held(tasks: Sequence[Task], stages: Sequence[StagePass]) -> int:
     return most
 
 
-def in_flight(tasks: Sequence[Task]) -> int:
+def in_flight(actions: Sequence[Action]) -> int:
     """Most micro-batches that a worker has begun and not finished, over all its stages."""
     live = most = 0
-    for task in tasks:
-        live += {"F": 1, "I": 0}.get(task.kind, -1)
+    for action in actions:
+        live += {"F": 1, "I": 0}.get(action.kind, -1)
         most = max(most, live)
     return most
 
 
 def simulated(
-    listed: Sequence[Sequence[Task]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
+    listed: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
 ) -> tuple[float, float]:
-    """Length and bubble of a step, from each task's seconds."""
+    """Length and bubble of a step, from each action's seconds."""
     spans = orders.simulate(listed, seconds, transfer)
     return max(span.end for span in spans), orders.idle_share(spans, len(listed))
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from trainer.pool.failures import Failure
-from trainer.pool.transport import Message, Parcel, Slot, fetch, pack_rows, store
+from trainer.pool.transport import Message, Parcel, fetch, new_slot, pack_rows, store
 from trainer.pool.worker import Caller, Definition, Kind, main
 
 DEPTH = 2  # batches that a worker has at most: one that it does, one that waits, so that it never waits itself
@@ -41,7 +41,7 @@ class ProcessHandle:
 
     def __init__(self, context: BaseContext, definition: Definition, device: str, threads: int, name: str) -> None:
         self.connection, theirs = context.Pipe()
-        self.slots = [Slot() for _ in range(DEPTH)]
+        self.slots = [new_slot() for _ in range(DEPTH)]
         self.free = deque(range(DEPTH))
         self.lost = False  # the pipe is closed at its other end
         arguments = (theirs, self.slots, definition, device, threads, dict(os.environ))

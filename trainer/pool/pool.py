@@ -131,8 +131,8 @@ class DevicePool:
         taken = given = 0
         try:
             while True:
-                chunk = stream.get()
-                if chunk is None:
+                results = stream.get()
+                if results is None:
                     if stream.ended and given == taken:
                         return
                     if stream.ended or taken - given >= stream.window:
@@ -143,14 +143,14 @@ class DevicePool:
                         taken += 1
                     except StopIteration:
                         stream.end()
-                elif not isinstance(chunk, ItemError):
-                    given += len(chunk)
-                    yield from chunk
+                elif not isinstance(results, ItemError):
+                    given += len(results)
+                    yield from results
                 elif self._skip:
                     given += 1
-                    yield chunk
+                    yield results
                 else:
-                    raise chunk
+                    raise results
         finally:
             self._engine.close_stream(stream)
 

@@ -1,6 +1,6 @@
-"""Who gets what: batches and jobs, at first and again.
+"""Who gets what: chunks and jobs, at first and again.
 
-A batch is held by a worker until its answer is there. What a lost worker held goes to the front of what waits: nothing
+A chunk is held by a worker until its answer is there. What a lost worker held goes to the front of what waits: nothing
 is lost, and of two answers the first counts. All methods are called by the engine's thread, but those that say so.
 """
 
@@ -18,7 +18,7 @@ from trainer.errors import PredictionError
 from trainer.pool.batching import Batching
 from trainer.pool.failures import Failure, ItemError
 from trainer.pool.handles import DEPTH, Answer, ProcessHandle, ThreadHandle
-from trainer.pool.stream import Batch, Lane, Stream
+from trainer.pool.stream import Chunk, Lane, Stream
 
 LINGER = 0.002  # seconds that an idle worker waits for more items than there are
 
@@ -42,7 +42,7 @@ class Seat:
     device: str
     handle: ProcessHandle | ThreadHandle | None = None
     ready: bool = False
-    queue: deque[Batch | Job] = field(default_factory=deque)  # its tasks, the oldest is the one it does
+    queue: deque[Chunk | Job] = field(default_factory=deque)  # its tasks, the oldest is the one it does
     since: float = 0.0  # when it began with that, or with its setup
     starts: int = 0  # since a worker last did something
     done: int = 0  # items and jobs
@@ -50,7 +50,7 @@ class Seat:
 
     @property
     def held(self) -> int:
-        return sum(len(task.items) for task in list(self.queue) if isinstance(task, Batch))
+        return sum(len(task.items) for task in list(self.queue) if isinstance(task, Chunk))
 
     @property
     def has_job(self) -> bool:
@@ -127,13 +127,13 @@ class Scheduler:
             return False
         for stream in list(self.streams):
             again = stream.again[self._lane(seat)]
-            batch = again.popleft() if again else self._take(seat, stream)
-            if batch:
-                self._give(seat, batch)
+            chunk = again.popleft() if again else self._take(seat, stream)
+            if chunk:
+                self._give(seat, chunk)
                 return True
         return not seat.queue and not self.round_robin and self._do_again(seat)
 
-    def _take(self, seat: Seat, stream: Stream) -> Batch | None:
+    def _take(self, seat: Seat, stream: Stream) -> Chunk | None:
         """The next items for a worker, or None: there are too few, or others are done with them sooner."""
         lane = stream.lanes[self._lane(seat)]
         size = self.batching.size(seat.index)
@@ -153,7 +153,7 @@ class Scheduler:
         return lane.take(count, stream)
 
     def _settle_for(self, stream: Stream, pending: int) -> bool:
-        """Whether to take less than a batch: the caller waits for results, or no item has come for a while."""
+        """Whether to take less than a full batch: the caller waits for results, or no item has come for a while."""
         if not pending or self.batching.fixed:
             return False
         now = time.monotonic()
@@ -163,27 +163,27 @@ class Scheduler:
         stream.due = stream.since + LINGER
         return False
 
-    def _give(self, seat: Seat, batch: Batch) -> None:
+    def _give(self, seat: Seat, chunk: Chunk) -> None:
         assert seat.handle
         if not seat.queue:
             seat.since = time.monotonic()
         try:
-            seat.handle.send_batch(batch.items)
+            seat.handle.send_batch(chunk.items)
         except Exception as error:
-            self._refuse(seat, batch, error)
+            self._refuse(seat, chunk, error)
             return
-        batch.holders += 1
-        seat.queue.append(batch)
+        chunk.holders += 1
+        seat.queue.append(chunk)
 
-    def _refuse(self, seat: Seat, batch: Batch, error: Exception) -> None:
+    def _refuse(self, seat: Seat, chunk: Chunk, error: Exception) -> None:
         """Items that cannot travel: find which."""
-        batch.done = True
-        if len(batch.items) > 1:
-            batch.stream.again[self._lane(seat)].extendleft(reversed(batch.singles(batch.tries)))
+        chunk.done = True
+        if len(chunk.items) > 1:
+            chunk.stream.again[self._lane(seat)].extendleft(reversed(chunk.singles(chunk.tries)))
             return
         failure = Failure.of(error)
         message = f"it cannot be sent to a worker: {failure.message}"
-        batch.stream.deliver(batch.indices, ItemError(batch.indices.start, message, failure.traceback))
+        chunk.stream.deliver(chunk.indices, ItemError(chunk.indices.start, message, failure.traceback))
 
     def _give_job(self, seat: Seat, job: Job) -> None:
         assert seat.handle
@@ -198,12 +198,12 @@ class Scheduler:
         """An idle fast device does what a slow one of another kind still holds."""
         now = time.monotonic()
         for other in self.seats:
-            for place, batch in enumerate(other.queue):
-                if isinstance(batch, Job) or batch.done or batch.holders > 1 or other is seat:
+            for place, chunk in enumerate(other.queue):
+                if isinstance(chunk, Job) or chunk.done or chunk.holders > 1 or other is seat:
                     continue
                 elapsed = now - other.since if not place else 0.0
-                if self.batching.again(seat.index, other.index, len(batch.items), elapsed):
-                    self._give(seat, batch)
+                if self.batching.again(seat.index, other.index, len(chunk.items), elapsed):
+                    self._give(seat, chunk)
                     return True
         return False
 
@@ -231,7 +231,7 @@ class Scheduler:
             seat.done += len(task.items)
             task.stream.deliver(task.indices, answer.open)
 
-    def _sort_out(self, seat: Seat, batch: Batch, answer: Answer) -> None:
+    def _sort_out(self, seat: Seat, chunk: Chunk, answer: Answer) -> None:
         """Deliver the results that there are; do again, or report, what failed."""
         try:
             results = answer.open()
@@ -239,20 +239,20 @@ class Scheduler:
             failure = Failure.of(error)
             results = [replace(failure, whole=True)]
         if type(results[0]) is Failure and results[0].whole:
-            results = results * len(batch.items)
+            results = results * len(chunk.items)
             if results[0].memory:
-                self.batching.shrink(seat.index, len(batch.items))
-        for single, result in zip(batch.singles(batch.tries + 1), results, strict=True):
+                self.batching.shrink(seat.index, len(chunk.items))
+        for single, result in zip(chunk.singles(chunk.tries + 1), results, strict=True):
             if type(result) is not Failure:
                 seat.done += 1
-                batch.stream.deliver(single.indices, lambda result=result: [result])
-            elif len(batch.items) > 1 and result.whole:  # the others are not to blame: each gets a try by itself
+                chunk.stream.deliver(single.indices, lambda result=result: [result])
+            elif len(chunk.items) > 1 and result.whole:  # the others are not to blame: each gets a try by itself
                 single.tries = min(single.tries, self.retries - 1)
-                batch.stream.again[self._lane(seat)].append(single)
+                chunk.stream.again[self._lane(seat)].append(single)
             else:
                 self._try_again(seat, single, result.message, result.traceback)
 
-    def _try_again(self, seat: Seat, single: Batch, message: str, traceback: str = "") -> None:
+    def _try_again(self, seat: Seat, single: Chunk, message: str, traceback: str = "") -> None:
         """An item failed by itself: once more, or report it."""
         if single.tries < self.retries:
             single.stream.again[self._lane(seat)].append(single)
@@ -266,7 +266,7 @@ class Scheduler:
         tasks, seat.queue = list(seat.queue), deque()
         for task in reversed(tasks):
             begun = task is tasks[0]
-            if isinstance(task, Batch):
+            if isinstance(task, Chunk):
                 self._rescue(seat, task, begun, how)
                 continue
             task.tries += begun
@@ -276,19 +276,19 @@ class Scheduler:
                 text = f"{seat} ended with the job, {task.tries} times: {how}"
                 _resolve(task.future, error=PredictionError(text))
 
-    def _rescue(self, seat: Seat, batch: Batch, begun: bool, how: str) -> None:
-        batch.holders -= 1
-        if batch.done or batch.holders:
+    def _rescue(self, seat: Seat, chunk: Chunk, begun: bool, how: str) -> None:
+        chunk.holders -= 1
+        if chunk.done or chunk.holders:
             return
-        batch.tries += begun
-        again = batch.stream.again[self._lane(seat)]
-        if not begun or (batch.tries < self.retries and len(batch.items) > 1):
-            again.appendleft(batch)  # as it was: results depend on the batch, if only in the last bits
-        elif len(batch.items) > 1:
-            batch.done = True
-            again.extendleft(reversed(batch.singles(self.retries - 1)))
+        chunk.tries += begun
+        again = chunk.stream.again[self._lane(seat)]
+        if not begun or (chunk.tries < self.retries and len(chunk.items) > 1):
+            again.appendleft(chunk)  # as it was: results depend on the batch, if only in the last bits
+        elif len(chunk.items) > 1:
+            chunk.done = True
+            again.extendleft(reversed(chunk.singles(self.retries - 1)))
         else:
-            self._try_again(seat, batch, how)
+            self._try_again(seat, chunk, how)
 
 
 def _finish(future: Future[Any], answer: Answer) -> None:

@@ -24,28 +24,28 @@ class Lane:
         self.items: deque[Any] = deque()
         self.next, self.step, self.skip = first, step, skip
 
-    def take(self, count: int, stream: Stream) -> Batch:
+    def take(self, count: int, stream: Stream) -> Chunk:
         items = [self.items.popleft() for _ in range(count)]
         indices = range(self.next, self.next + count * self.step, self.step)
         self.next += count * self.step + self.skip
-        return Batch(stream, indices, items)
+        return Chunk(stream, indices, items)
 
 
 @dataclass(eq=False)
-class Batch:
-    """Items of one stream that are done together."""
+class Chunk:
+    """Items of one stream that are done together: a worker's batch."""
 
     stream: Stream
     indices: range
     items: Sequence[Any]
     tries: int = 0
     holders: int = 0  # workers that have it
-    done: bool = False  # answered, or done again as other batches
+    done: bool = False  # answered, or done again as other chunks
 
-    def singles(self, tries: int) -> list[Batch]:
+    def singles(self, tries: int) -> list[Chunk]:
         """Its items, each by itself."""
         pairs = zip(self.indices, self.items, strict=True)
-        return [Batch(self.stream, range(index, index + 1), [item], tries) for index, item in pairs]
+        return [Chunk(self.stream, range(index, index + 1), [item], tries) for index, item in pairs]
 
 
 class Stream:
@@ -65,7 +65,7 @@ class Stream:
         self, ordered: bool, lanes: list[Lane], wake: Callable[[], None], window: int, width: int | None
     ) -> None:
         self.ordered, self.lanes, self.wake, self.window, self.width = ordered, lanes, wake, window, width or 1
-        self.again: list[deque[Batch]] = [deque() for _ in lanes]  # batches that come before new ones, by lane
+        self.again: list[deque[Chunk]] = [deque() for _ in lanes]  # chunks that come before new ones, by lane
         self.arrived: deque[tuple[range, Any]] = deque()
         self.news = threading.Event()
         self.error: BaseException | None = None
@@ -94,26 +94,26 @@ class Stream:
         """Caller's side: the next results (a list), the next `ItemError`, or None if they are not there yet."""
         arrived, early = self.arrived, self._early
         while arrived:
-            indices, chunk = arrived.popleft()
-            if not isinstance(chunk, ItemError):
+            indices, results = arrived.popleft()
+            if not isinstance(results, ItemError):
                 try:
-                    chunk = chunk()
+                    results = results()
                 except Exception as error:  # it came through pickle there, and does not here
                     text = f"the result does not unpickle: {type(error).__name__}: {error}"
                     arrived.extendleft((range(i, i + 1), ItemError(i, text)) for i in reversed(indices))
                     continue
             if not self.ordered:
-                return chunk
-            if indices.step == 1 or isinstance(chunk, ItemError):
-                early[indices.start] = chunk
+                return results
+            if indices.step == 1 or isinstance(results, ItemError):
+                early[indices.start] = results
             else:
-                early.update((index, [value]) for index, value in zip(indices, chunk, strict=True))
-        chunk = early.pop(self._next, None)
-        if chunk is None and self.error:
+                early.update((index, [value]) for index, value in zip(indices, results, strict=True))
+        results = early.pop(self._next, None)
+        if results is None and self.error:
             raise self.error
-        if chunk is not None:
-            self._next += 1 if isinstance(chunk, ItemError) else len(chunk)
-        return chunk
+        if results is not None:
+            self._next += 1 if isinstance(results, ItemError) else len(results)
+        return results
 
     def wait(self) -> None:
         """Caller's side: until there is news."""
@@ -124,10 +124,10 @@ class Stream:
             self.news.wait()
         self.waiting = False
 
-    def deliver(self, indices: range, chunk: Any) -> None:
+    def deliver(self, indices: range, results: Any) -> None:
         """Engine's side: what makes the list of results when it is called, or an `ItemError`."""
         if not self.closed:
-            self.arrived.append((indices, chunk))
+            self.arrived.append((indices, results))
             self.news.set()
 
     def fail(self, error: BaseException) -> None:

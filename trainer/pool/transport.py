@@ -9,60 +9,30 @@ from __future__ import annotations
 import io
 import math
 import mmap
-import os
 import pickle
 import struct
-import weakref
 from collections.abc import Sequence
-from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.errors import SetupError
+from trainer.processes.memory_file import MemoryFile, aligned
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 SMALLEST = 1 << 16  # bytes of a slot at first
 LITTLE = 1 << 15  # elements that torch copies in one thread; for more it starts threads, and the parent has no cores
 
 
-class Slot:
-    """Memory without a name that two processes share and that grows: gone with them, however they end.
+def new_slot() -> MemoryFile:
+    """Memory for what a worker gets and answers: of the two, one owns it by the messages that they exchange, and alone
+    writes.
 
-    At any time one of the two owns it, by the messages that they exchange: it alone writes.
+    Raises:
+        SetupError: this system does not have it.
     """
-
-    def __init__(self, descriptor: int | None = None) -> None:
-        if descriptor is None:
-            if not hasattr(os, "memfd_create"):
-                raise SetupError("worker processes share memory in a way that only Linux has: use flavour='thread'")
-            descriptor = os.memfd_create("trainer-pool", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, SMALLEST)
-        self.descriptor = descriptor
-        self.close = weakref.finalize(self, os.close, descriptor)
-        self.close.atexit = False
-        self.memory = mmap.mmap(descriptor, 0)
-
-    def reach(self, size: int) -> mmap.mmap:
-        """Its memory, of at least `size` bytes. What looks at the memory as it was before goes on to see the same."""
-        if len(self.memory) < size:
-            if os.fstat(self.descriptor).st_size < size:
-                os.ftruncate(self.descriptor, 1 << (size - 1).bit_length())
-            self.memory = mmap.mmap(self.descriptor, 0)
-        return self.memory
-
-    def private(self) -> mmap.mmap:
-        """The same bytes; what this process writes stays its own, page by page."""
-        return mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE)
-
-    def __reduce__(self) -> Any:
-        return _received, (reduction.DupFd(self.descriptor),)
-
-
-def _received(descriptor: Any) -> Slot:
-    return Slot(descriptor.detach())
+    refusal = "worker processes share memory in a way that only Linux has: use flavour='thread'"
+    return MemoryFile.create("trainer-pool", SMALLEST, refusal)
 
 
 class Extent(NamedTuple):
@@ -147,7 +117,7 @@ def pack_rows(values: Any) -> Parcel:
     return Parcel(pickle.dumps((rows.kind, rows.shape)), [rows], rows.count)
 
 
-def store(parcel: Parcel, slot: Slot, start: int = 0) -> Extent:
+def store(parcel: Parcel, slot: MemoryFile, start: int = 0) -> Extent:
     """Write a parcel at `start`: the sizes of its buffers, its body, its buffers."""
     sizes = [buffer.nbytes for buffer in parcel.buffers]
     begin = start + 8 * len(sizes)
@@ -182,10 +152,6 @@ def fetch(memory: mmap.mmap, extent: Extent, own: bool) -> Parcel:
         else:
             buffers.append(bytearray(view[offset:end]) if own else view[offset:end])
     return Parcel(body, buffers, extent.rows)
-
-
-def aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 class _Pickler(pickle.Pickler):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 
 from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
-from trainer.pool.transport import Extent, Message, Parcel, Slot, fetch, pack, pack_rows, store
-from trainer.processes import family, fork_server
+from trainer.pool.transport import Extent, Message, Parcel, fetch, new_slot, pack, pack_rows, store
+from trainer.processes import fork_server
+from trainer.processes.memory_file import MemoryFile
 
 
 class Kind(IntEnum):
@@ -119,12 +119,12 @@ def _checked(results: Any, count: int) -> Any:
 class Definition:
     """The worker and its arguments, taken apart once and mapped by every process: weights are in memory once."""
 
-    slot: Slot
+    slot: MemoryFile
     extent: Extent
 
     @classmethod
     def of(cls, worker: Callable[..., Any], arguments: Sequence[Any]) -> Definition:
-        slot = Slot()
+        slot = new_slot()
         return cls(slot, store(pack((worker, tuple(arguments))), slot))
 
     def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -135,15 +135,14 @@ class Definition:
 
 def main(
     connection: Connection,
-    slots: list[Slot],
+    slots: list[MemoryFile],
     definition: Definition,
     device: str,
     threads: int,
     environment: dict[str, str],
 ) -> None:
     """A worker process, from its start to the parent's end of the pipe closing."""
-    fork_server.ignore_signals()
-    die_with_parent()
+    fork_server.begin_worker()
     for name in os.environ.keys() - environment.keys():  # the fork server's is as old as the server
         del os.environ[name]
     os.environ.update(environment)
@@ -161,20 +160,7 @@ def main(
     sys.stderr.flush()
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process with its parent: the pool's, or the fork server, which ends with that."""
-    server: Any = forkserver._forkserver
-    alive = server._forkserver_alive_fd
-    if alive is not None:  # the server waits until all have closed it; one that hangs would keep it for ever
-        os.close(alive)
-        server._forkserver_alive_fd = server._forkserver_address = None
-    family.die_with(os.getppid())
-    parent = parent_process()
-    if parent is None or not parent.is_alive():  # it died before we asked
-        os._exit(1)
-
-
-def serve(connection: Connection, slots: list[Slot], caller: Caller) -> None:
+def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> None:
     """Answer batches and jobs, in order."""
     while True:
         try:

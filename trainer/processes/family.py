@@ -12,15 +12,28 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.processes.rank import place
+
+# Set by our launcher for its ranks and for whatever else we start: whom to die with; and who speaks for the ranks.
+PARENT = "TRAINER_PARENT"
 PARENT_DIED = 7  # the exit code of a child that finds no parent
 STACKS = signal.SIGUSR2  # a rank that gets it writes its stacks to stderr, and goes on
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when its parent dies, however it dies; or leave, if it is dead already.
 
     To the kernel a parent is the thread that started this process.
+
+    Args:
+        parent: process id. None: of whoever of ours started this, or any torchrun. What a user started by himself may
+            outlive his shell.
     """
+    if parent is None:
+        named = os.environ.get(PARENT)
+        if named is None and not place().launched:
+            return
+        parent = int(named) if named and named.isdigit() else os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died before we asked

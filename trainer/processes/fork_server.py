@@ -15,8 +15,10 @@ import threading
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+from trainer.processes import family
+
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
-PARENT = "TRAINER_FORK_PARENT"  # whom the server dies with
+SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with
 
 
 def context(*preload: str) -> Any:
@@ -33,17 +35,29 @@ def context(*preload: str) -> Any:
     resource_tracker.ensure_running()  # whose start unblocks some
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if threading.current_thread() is threading.main_thread():  # the kernel would kill the server with a lesser thread
-        os.environ[PARENT] = str(os.getpid())
+        os.environ[SERVED] = str(os.getpid())
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.pop(PARENT, None)
+        os.environ.pop(SERVED, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
 
 
-def ignore_signals() -> None:
-    """In a new worker: the parent decides when it ends."""
+def begin_worker() -> None:
+    """In a new worker: leave signals to the process that it works for, and go when that goes, however it goes.
+
+    The server's child is killed with the server, and the server ends with the process that it serves.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    server: Any = forkserver._forkserver
+    alive = server._forkserver_alive_fd
+    if alive is not None:  # the server waits until all have closed it; a worker that hangs would keep it for ever
+        os.close(alive)
+        server._forkserver_alive_fd = server._forkserver_address = None
+    family.die_with_parent(os.getppid())
+    served = multiprocessing.parent_process()
+    if served is None or not served.is_alive():  # it died before we asked
+        os._exit(1)

@@ -19,7 +19,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainer.processes import family, world
+from trainer.processes import family
+from trainer.processes.rank import place
 
 # Ctrl-C; and what asks to save and go: schedulers, a terminal that closes, SLURM's --signal=USR1.
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
@@ -140,7 +141,7 @@ class Interrupts:
             time.sleep(0.05)
 
     def _leave(self, number: signal.Signals, why: str) -> None:
-        rank = world.place().rank
+        rank = place().rank
         if why:
             print(f"trainer: rank {rank}: {why} after {number.name}; leaving without saving", file=sys.stderr)
             faulthandler.dump_traceback(all_threads=True)
@@ -151,7 +152,7 @@ class Interrupts:
 
 def launchers_patience() -> float:
     """Seconds from torchrun's SIGTERM to its SIGKILL; without one, for ever."""
-    if not world.place().launched:
+    if not place().launched:
         return float("inf")
     said = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     return float(said) if said.isdigit() else 30.0

@@ -37,7 +37,7 @@ class lost_peers:
                 faulthandler.dump_traceback(all_threads=True)
             raise PeerError(
                 f"rank {os.environ.get('RANK', '0')}: lost another rank (it died, or was silent for `timeout`): "
-                f"{last_line(error)}"
+                f"{telling_line(error)}"
             ) from error
 
 
@@ -95,7 +95,7 @@ def shared_memory() -> str:
     return f"{size} MiB, {free} free"
 
 
-def last_line(error: BaseException) -> str:
+def telling_line(error: BaseException) -> str:
     """The line that tells most of a collective's error, without the place in gloo's source or C++'s stack."""
     lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
     lines = [re.sub(PLACE, "", line, count=1).strip() for line in lines if line]

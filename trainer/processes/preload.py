@@ -3,12 +3,16 @@
 By itself it would notice only when it has imported everything, and when all its children have noticed.
 """
 
+import atexit
 import os
 
 from trainer.processes import family, fork_server
+from trainer.processes.interrupts import leave_now
 
-parent = os.environ.pop(fork_server.PARENT, "")
+server = os.getpid()
+# Its children live until it is gone, and with torch the interpreter's farewell takes seconds.
+atexit.register(lambda: leave_now(0) if os.getpid() == server else None)
+parent = os.environ.pop(fork_server.SERVED, "")
 if parent:
-    family.die_with(int(parent))
-    server = os.getpid()
-    os.register_at_fork(after_in_child=lambda: family.die_with(server))
+    family.die_with_parent(int(parent))
+    os.register_at_fork(after_in_child=lambda: family.die_with_parent(server))

@@ -1,6 +1,6 @@
-"""Who am I: rank, world size, devices, threads; and the few words that ranks exchange.
+"""A rank among its peers: its devices and threads, and the few words that ranks exchange.
 
-The only reader of RANK and its companions. Imports no torch at its top: "printed once" is decided in milliseconds.
+Imports no torch at its top, which much that is here does without.
 """
 
 from __future__ import annotations
@@ -12,55 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.devices import cards
+from trainer.devices import cards, health
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import SetupError, TrainerError
+from trainer.processes.family import PARENT
 from trainer.processes.peers import check_sums
 from trainer.processes.peers import lost_peers as lost_peers
+from trainer.processes.rank import Place, place
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch._C._distributed_c10d import Store
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among its peers, as the launcher says in the environment. Alone: rank 0 of 1."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    restarts: int = 0  # how often torchrun has restarted this job
-    launched: bool = False  # under torchrun
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-
-def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Read torchrun's variables."""
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
-        return Place()
-
-    def number(name: str, default: int) -> int:
-        return int(environment.get(name, default))
-
-    try:
-        size = number("WORLD_SIZE", 1)
-        return Place(
-            number("RANK", 0),
-            size,
-            number("LOCAL_RANK", 0),
-            number("LOCAL_WORLD_SIZE", size),
-            number("TORCHELASTIC_RESTART_COUNT", 0),
-            True,
-        )
-    except ValueError as error:
-        raise SetupError(f"the launcher's variables RANK, WORLD_SIZE, LOCAL_RANK make no sense: {error}") from None
 
 
 def cores() -> int:
@@ -106,7 +70,7 @@ def threads_per_process(recipe: Recipe, local_size: int, environment: Mapping[st
     if recipe.threads:
         return recipe.threads
     chosen = environment.get("OMP_NUM_THREADS", "")
-    torchruns = chosen == "1" and "TORCHELASTIC_RUN_ID" in environment and "TRAINER_PARENT" not in environment
+    torchruns = chosen == "1" and "TORCHELASTIC_RUN_ID" in environment and PARENT not in environment
     if chosen.isdigit() and int(chosen) > 0 and not torchruns:
         return int(chosen)
     return max(1, cores() // local_size)
@@ -301,9 +265,9 @@ def locate(recipe: Recipe) -> World:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         for card in dict.fromkeys(drives):
-            cards.check(card, cuda)
+            health.check_card(card, cuda)
         torch.cuda.set_device(device)
-        cards.check_copies(cards.edges([drive for drive in drives if drive.type == "cuda"]))
+        health.check_copies(health.edges([drive for drive in drives if drive.type == "cuda"]))
     shared = device.type == "cuda" and len(set(assigned)) < len(assigned)
     world = World(me, device, threads, (), drives, shared)
     world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))
@@ -319,14 +283,3 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_mmap_max, 0)  # no block a mapping of its own, which would go back when freed
     except (OSError, AttributeError):
         return  # another C library: nothing to tune
-
-
-def job_id() -> str:
-    """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
-    launcher = os.getppid() if place().launched else os.getpid()
-    try:
-        with open(f"/proc/{launcher}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
-            started = f"{boot.read().strip()}-{stat.read().rpartition(')')[2].split()[19]}"
-    except (OSError, IndexError):
-        started = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"{os.uname().nodename}-{launcher}-{started}"

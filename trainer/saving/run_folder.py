@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import fcntl
 import json
 import os
 import re
@@ -16,8 +15,9 @@ from typing import Any
 
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError
-from trainer.processes.world import job_id, place
+from trainer.processes.rank import job_id, place
 from trainer.recipe import Recipe
+from trainer.saving import locks
 from trainer.saving.files import Growing, draft_of, opened, put, read, usable_json, why, writing
 
 PHOTOS = {"data.image_size": 224, "data.channels": 3}
@@ -45,19 +45,7 @@ class RunFolder:
         """
         self.replaced = False
         self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # A link would have another file overwritten.
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise SetupError(
-                f"output={self.path} cannot be written ({error.strerror}); choose another folder"
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise FolderInUseError(f"{self.path} is in use by another run; choose another output=") from None
+        self._lock = locks.hold(self.path, "run")
         try:
             self.resuming = self._claim(recipe)
         except BaseException:

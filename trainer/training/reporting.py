@@ -12,8 +12,7 @@ import torchvision
 from torch import Tensor
 
 import trainer
-from trainer.devices.precision import computed_in
-from trainer.devices.precision import described as described_precision
+from trainer.devices import precision
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
 from trainer.training.evaluation import metrics_of
@@ -37,7 +36,7 @@ def banner(run: Run) -> str:
     part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
-    options.insert(0, described_precision(recipe.precision, world.device))
+    options.insert(0, precision.told(recipe.precision, world.device))
     local = recipe.batch_size // parts
     batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
     batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
@@ -227,7 +226,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "devices": list(run.world.devices),
             "batch_size": recipe.batch_size,
             "accumulate": recipe.accumulate,
-            "precision": computed_in(recipe.precision, run.world.device),
+            "precision": precision.computed_in(recipe.precision, run.world.device),
             "epochs": len(history.losses),
             "steps": run.position.step,
             "status": status,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError, TrainerError, is_out_of_memory, text_of
 from trainer.models.zoo import bare
-from trainer.processes.world import World, job_id
+from trainer.processes.rank import job_id
+from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving import checkpoint
 from trainer.saving.weights import save_weights

@@ -7,7 +7,7 @@ import pytest
 
 from trainer.modes.pipeline.orders import (
     Span,
-    Task,
+    Action,
     gpipe,
     ideal_bubble,
     idle_share,
@@ -22,20 +22,20 @@ COSTS = {(kind, stage): cost for stage in range(8) for kind, cost in (("F", 1.0)
 
 
 def order(text, stage):
-    """A stage's tasks: 0 is F of the first micro-batch, a its B, A its I, z its W."""
-    return [Task(KINDS[letter][0], stage, KINDS[letter][1]) for letter in text]
+    """A stage's actions: 0 is F of the first micro-batch, a its B, A its I, z its W."""
+    return [Action(KINDS[letter][0], stage, KINDS[letter][1]) for letter in text]
 
 
-def written(tasks):
-    return "".join(LETTERS[task.kind][task.microbatch] for task in tasks)
+def written(actions):
+    return "".join(LETTERS[action.kind][action.microbatch] for action in actions)
 
 
 def draw(spans):
     rows = [["."] * int(max(span.end for span in spans)) for _ in range(1 + max(span.worker for span in spans))]
-    for worker, task, begin, end in spans:
+    for worker, action, begin, end in spans:
         for second in range(int(begin), int(end)):
-            assert rows[worker][second] == ".", "two tasks at once"
-            rows[worker][second] = LETTERS[task.kind][task.microbatch]
+            assert rows[worker][second] == ".", "two actions at once"
+            rows[worker][second] = LETTERS[action.kind][action.microbatch]
     return "\n".join("".join(row) for row in rows)
 
 
@@ -169,23 +169,23 @@ def test_spans_come_in_the_order_of_their_begin():
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 21])
 def test_what_is_issued_never_waits_for_something_later(stages, microbatches):
     issued = issue_order(stages, microbatches)
-    place = {task: index for index, task in enumerate(issued)}
+    place = {action: index for index, action in enumerate(issued)}
     assert len(place) == len(issued) == 2 * stages * microbatches
     for kind, stage, m in issued:
-        here = place[Task(kind, stage, m)]
+        here = place[Action(kind, stage, m)]
         if kind == "F":
             assert stage == 0 or place["F", stage - 1, m] < here
         else:
             assert place["F", stage, m] < here
             assert stage == stages - 1 or place["B", stage + 1, m] < here
     for stage in range(stages):
-        own = [task for task in issued if task.stage == stage]
+        own = [action for action in issued if action.stage == stage]
         assert own == one_forward_one_backward(stage, stages, microbatches)
 
 
 def test_issue_order_is_the_drawing_read_column_by_column():
     """Of 3 stages and 4 micro-batches, above."""
-    found = [f"{task.stage}{written([task])}" for task in issue_order(3, 4)]
+    found = [f"{action.stage}{written([action])}" for action in issue_order(3, 4)]
     assert " ".join(found) == "00 01 10 02 11 20 2a 1a 21 2b 0a 12 1b 22 03 2c 0b 13 1c 23 2d 0c 1d 0d"
 
 
@@ -204,7 +204,7 @@ def test_ideal_bubble():
 
 def test_idle_share():
     def span(worker, begin, end):
-        return Span(worker, Task("F", worker, 0), begin, end)
+        return Span(worker, Action("F", worker, 0), begin, end)
 
     assert idle_share([], 2) == 0
     assert idle_share([span(0, 5, 5)], 1) == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.modes.pipeline import spans
-from trainer.modes.pipeline.orders import Span, Task
+from trainer.modes.pipeline.orders import Action, Span
 from trainer.modes.pipeline.spans import KEPT, Recorder
 
 CPU = torch.device("cpu")
@@ -20,14 +20,14 @@ def clock(monkeypatch):
     return found
 
 
-def work(recorder, clock, worker, task, seconds):
-    with recorder.task(worker, task):
+def work(recorder, clock, worker, action, seconds):
+    with recorder.action(worker, action):
         clock.now += seconds
 
 
 def test_the_spans_of_each_step(clock):
     recorder = Recorder((CPU, CPU))
-    first, second, third = Task("F", 0, 0), Task("F", 1, 0), Task("B", 1, 0)
+    first, second, third = Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0)
     for begun in (100.0, 200.0):
         clock.now = begun
         with recorder.step():
@@ -51,29 +51,29 @@ def test_the_last_few_steps_are_kept(clock):
     for number in range(KEPT + 3):
         clock.now = number
         with recorder.step():
-            work(recorder, clock, 0, Task("F", 0, number), 0.5)
+            work(recorder, clock, 0, Action("F", 0, number), 0.5)
     found = recorder.steps()
-    assert [steps[0].task.microbatch for steps in found] == list(range(3, KEPT + 3))
+    assert [steps[0].action.microbatch for steps in found] == list(range(3, KEPT + 3))
     assert [steps[0].begin for steps in found] == list(range(3, KEPT + 3))
 
 
 def test_tasks_without_a_step_and_steps_without_a_task_are_none(clock):
     recorder = Recorder((CPU,))
-    work(recorder, clock, 0, Task("F", 0, 0), 1)  # an evaluation
+    work(recorder, clock, 0, Action("F", 0, 0), 1)  # an evaluation
     with recorder.step():
         pass
     assert recorder.steps() == []
-    work(recorder, clock, 0, Task("F", 0, 0), 1)  # after a look, before the next step
+    work(recorder, clock, 0, Action("F", 0, 0), 1)  # after a look, before the next step
     assert recorder.steps() == []
 
 
 def test_a_task_that_fails_is_not_recorded(clock):
     recorder = Recorder((CPU,))
     with pytest.raises(ValueError), recorder.step():
-        work(recorder, clock, 0, Task("F", 0, 0), 1)
-        with recorder.task(0, Task("F", 0, 1)):
+        work(recorder, clock, 0, Action("F", 0, 0), 1)
+        with recorder.action(0, Action("F", 0, 1)):
             raise ValueError
-    assert [[span.task.microbatch for span in step] for step in recorder.steps()] == [[0]]
+    assert [[span.action.microbatch for span in step] for step in recorder.steps()] == [[0]]
 
 
 @pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_a_gpus_spans_are_its_work_on_the_cpus_clock():
     before = time.perf_counter()
     with recorder.step():
         for number in range(2):
-            with recorder.task(number, Task("F", number, 0)):
+            with recorder.action(number, Action("F", number, 0)):
                 for _ in range(50):
                     matrix @ matrix
     ((first, second),) = recorder.steps()

@@ -17,7 +17,8 @@ from tests.contexts import mode_of
 from trainer.data import Batch
 from trainer.models.zoo import build
 from trainer.modes.pipeline import streams
-from trainer.processes.world import Place, World
+from trainer.processes.rank import Place
+from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
 
 CPU = torch.device("cpu")

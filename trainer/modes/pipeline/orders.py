@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
-class Task(NamedTuple):
+class Action(NamedTuple):
     """One piece of work: F, B, I or W of a micro-batch on a stage."""
 
     kind: str
@@ -19,39 +19,39 @@ class Task(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a worker (a rank, or a device) did a task, in seconds."""
+    """When a worker (a rank, or a device) did an action, in seconds."""
 
     worker: int
-    task: Task
+    action: Action
     begin: float
     end: float
 
 
-def gpipe(stage: int, stages: int, microbatches: int) -> list[Task]:
+def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
     """All forward passes, then all backward passes (Huang et al., "GPipe", arXiv:1811.06965)."""
-    return [Task(kind, stage, m) for kind in "FB" for m in range(microbatches)]
+    return [Action(kind, stage, m) for kind in "FB" for m in range(microbatches)]
 
 
-def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Task]:
+def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
     """1F1B: a stage holds as many micro-batches as stages follow it, and one (Narayanan et al., arXiv:2104.04473)."""
     ahead = min(stages - stage, microbatches)
-    tasks = [Task("F", stage, m) for m in range(ahead)]
+    actions = [Action("F", stage, m) for m in range(ahead)]
     for m in range(microbatches):
-        tasks.append(Task("B", stage, m))
+        actions.append(Action("B", stage, m))
         if m + ahead < microbatches:
-            tasks.append(Task("F", stage, m + ahead))
-    return tasks
+            actions.append(Action("F", stage, m + ahead))
+    return actions
 
 
 def simulate(
-    orders: Sequence[Sequence[Task]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
+    orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
 ) -> list[Span]:
-    """When each worker does its tasks if every one starts as soon as it can.
+    """When each worker does its actions if every one starts as soon as it can.
 
     Args:
-        orders: each worker's tasks in its order.
+        orders: each worker's actions in its order.
         seconds: of each (kind, stage); half of B where I and W are not given.
-        transfer: seconds between the end of a task and the start of the one that waits for it on another worker.
+        transfer: seconds between the end of an action and the start of the one that waits for it on another worker.
 
     Returns:
         Spans, ordered by their begin.
@@ -59,24 +59,24 @@ def simulate(
     Raises:
         ValueError: the orders wait for each other in a circle.
     """
-    stages = 1 + max(task.stage for order in orders for task in order)
-    done: dict[Task, tuple[float, int]] = {}  # end, worker
+    stages = 1 + max(action.stage for order in orders for action in order)
+    done: dict[Action, tuple[float, int]] = {}  # end, worker
     clocks, at, spans = [0.0] * len(orders), [0] * len(orders), []
     left = sum(map(len, orders))
     while left:
         moved = False
         for worker, order in enumerate(orders):
             while at[worker] < len(order):
-                task = order[at[worker]]
-                needs = _needs(task, stages, done)
+                action = order[at[worker]]
+                needs = _needs(action, stages, done)
                 if needs is None:
                     break
                 ready = max((end + transfer * (other != worker) for end, other in needs), default=0.0)
                 begin = max(clocks[worker], ready)
-                cost = seconds.get((task.kind, task.stage), seconds.get(("B", task.stage), 0.0) / 2)
+                cost = seconds.get((action.kind, action.stage), seconds.get(("B", action.stage), 0.0) / 2)
                 clocks[worker] = begin + cost
-                done[task] = (begin + cost, worker)
-                spans.append(Span(worker, task, begin, begin + cost))
+                done[action] = (begin + cost, worker)
+                spans.append(Span(worker, action, begin, begin + cost))
                 at[worker] += 1
                 left -= 1
                 moved = True
@@ -85,17 +85,17 @@ def simulate(
     return sorted(spans, key=lambda span: (span.begin, span.worker))
 
 
-def _needs(task: Task, stages: int, done: Mapping[Task, tuple[float, int]]) -> list[tuple[float, int]] | None:
-    """Ends and workers of what a task waits for, or None while one of them is not done."""
-    kind, stage, m = task
+def _needs(action: Action, stages: int, done: Mapping[Action, tuple[float, int]]) -> list[tuple[float, int]] | None:
+    """Ends and workers of what an action waits for, or None while one of them is not done."""
+    kind, stage, m = action
     if kind == "F":
-        wanted = [[Task("F", stage - 1, m)]] if stage else []
+        wanted = [[Action("F", stage - 1, m)]] if stage else []
     elif kind == "W":
-        wanted = [[Task("I", stage, m)]]
+        wanted = [[Action("I", stage, m)]]
     else:
-        wanted = [[Task("F", stage, m)]]
+        wanted = [[Action("F", stage, m)]]
         if stage + 1 < stages:
-            wanted.append([Task("B", stage + 1, m), Task("I", stage + 1, m)])
+            wanted.append([Action("B", stage + 1, m), Action("I", stage + 1, m)])
     found = []
     for either in wanted:
         present = [done[one] for one in either if one in done]
@@ -105,7 +105,7 @@ def _needs(task: Task, stages: int, done: Mapping[Task, tuple[float, int]]) -> l
     return found
 
 
-def issue_order(stages: int, microbatches: int) -> list[Task]:
+def issue_order(stages: int, microbatches: int) -> list[Action]:
     """In which order one process issues the work of all its devices: 1F1B on each, merged as they would begin.
 
     A backward pass is taken as twice a forward pass. What is issued never waits for something issued later, so one
@@ -113,7 +113,7 @@ def issue_order(stages: int, microbatches: int) -> list[Task]:
     """
     orders = [one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
     seconds = {(kind, stage): cost for stage in range(stages) for kind, cost in (("F", 1.0), ("B", 2.0))}
-    return [span.task for span in simulate(orders, seconds)]
+    return [span.action for span in simulate(orders, seconds)]
 
 
 def idle_share(spans: Sequence[Span], workers: int) -> float:

@@ -23,7 +23,7 @@ from trainer.data import Batch, Shard
 from trainer.models.partition import Traced
 from trainer.modes.base import Communication, Context
 from trainer.modes.pipeline import orders
-from trainer.modes.pipeline.orders import Task
+from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.tuning import Pipe, Plan
 from trainer.processes.world import World, lost_peers
@@ -57,13 +57,13 @@ def holders(recipe: Recipe, processes: int) -> list[int]:
     return ranks_of_stages(schedule, ranks_per_pipeline(recipe, processes), virtual_stages(recipe, schedule))
 
 
-def _tasks(actions: Sequence[Any]) -> Iterator[Task]:
-    """Torch's actions of one rank as tasks; what is neither forward nor backward is left out."""
+def actions_of(actions: Sequence[Any]) -> Iterator[Action]:
+    """Torch's actions of one rank as actions; what is neither forward nor backward is left out."""
     for action in actions:
         if action is not None and action.sub_actions:
-            yield from _tasks(action.sub_actions)
+            yield from actions_of(action.sub_actions)
         elif action is not None and action.computation_type.name in LETTERS:
-            yield Task(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
+            yield Action(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
 
 
 class as_raised:
@@ -144,7 +144,7 @@ class ProcessPipeline(Staged):
         self._predict()
 
     def _predict(self) -> None:
-        """The bubble, from torch's own order of the ranks' tasks where it tells."""
+        """The bubble, from torch's own order of the ranks' actions where it tells."""
         order = getattr(self.schedule, "pipeline_order", None)
         if not order or isinstance(self.schedule, schedules.PipelineScheduleSingle):
             return  # torch 2.15 numbers 1F1B's forward passes on the last rank from 1; tuning has predicted these
@@ -153,7 +153,7 @@ class ProcessPipeline(Staged):
             for stage, pair in enumerate(self.known["stage_seconds"])
             for kind, cost in zip("FB", pair, strict=True)
         }
-        spans = orders.simulate([list(_tasks(order[rank])) for rank in range(self.ranks)], seconds)
+        spans = orders.simulate([list(actions_of(order[rank])) for rank in range(self.ranks)], seconds)
         bubble = orders.idle_share(spans, self.ranks)
         self.known["predicted"] = {"step_seconds": max(span.end for span in spans), "bubble": bubble}
 
@@ -220,16 +220,16 @@ class ProcessPipeline(Staged):
         forward, backward, weights = part.forward_one_chunk, part.backward_one_chunk, part.backward_weight_one_chunk
 
         def timed_forward(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.task(self.place, Task("F", index, chunk)), as_raised():
+            with self.recorder.action(self.place, Action("F", index, chunk)), as_raised():
                 return forward(chunk, *args, **kwargs)
 
         def timed_backward(chunk: int, *args: Any, **kwargs: Any) -> Any:
             kind = "B" if kwargs.get("full_backward", True) else "I"
-            with self.recorder.task(self.place, Task(kind, index, chunk)), as_raised():
+            with self.recorder.action(self.place, Action(kind, index, chunk)), as_raised():
                 return backward(chunk, *args, **kwargs)
 
         def timed_weights(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.task(self.place, Task("W", index, chunk)), as_raised():
+            with self.recorder.action(self.place, Action("W", index, chunk)), as_raised():
                 return weights(chunk, *args, **kwargs)
 
         for name, method in (

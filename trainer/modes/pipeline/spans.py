@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from trainer.modes.pipeline.orders import Span, Task
+from trainer.modes.pipeline.orders import Action, Span
 
 KEPT = 8  # steps between two looks
 Mark = Any  # a time, or a CUDA event
 
 
 class Recorder:
-    """Records the tasks of the steps since the last look; nothing here waits for a device before `steps`."""
+    """Records the actions of the steps since the last look; nothing here waits for a device before `steps`."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.cuda = devices[0].type == "cuda"
         self._devices = [device.index for device in dict.fromkeys(devices)] if self.cuda else []
-        self._steps: deque[list[tuple[int, Task, int, Mark, Mark]]] = deque(maxlen=KEPT)
+        self._steps: deque[list[tuple[int, Action, int, Mark, Mark]]] = deque(maxlen=KEPT)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -31,13 +31,13 @@ class Recorder:
         yield
 
     @contextmanager
-    def task(self, worker: int, task: Task) -> Iterator[None]:
-        """A task within the step, issued to the current stream of the current device."""
+    def action(self, worker: int, action: Action) -> Iterator[None]:
+        """An action within the step, issued to the current stream of the current device."""
         begin = self._mark()
         yield
         if self._steps:
             index = torch.cuda.current_device() if self.cuda else 0
-            self._steps[-1].append((worker, task, index, begin, self._mark()))
+            self._steps[-1].append((worker, action, index, begin, self._mark()))
 
     def _mark(self) -> Mark:
         if not self.cuda:
@@ -63,10 +63,10 @@ class Recorder:
         return moment, event
 
     def _span(
-        self, now: dict[int, tuple[float, Mark]], worker: int, task: Task, index: int, begin: Mark, end: Mark
+        self, now: dict[int, tuple[float, Mark]], worker: int, action: Action, index: int, begin: Mark, end: Mark
     ) -> Span:
         if not self.cuda:
-            return Span(worker, task, begin, end)
+            return Span(worker, action, begin, end)
         moment, event = now[index]
         start, stop = (moment - mark.elapsed_time(event) / 1e3 for mark in (begin, end))
-        return Span(worker, task, start, stop)
+        return Span(worker, action, start, stop)

@@ -158,7 +158,7 @@ class Staged(Strategy):
         """Seconds that each stage works in a step."""
         seconds = torch.zeros(self.pipe.stages, dtype=torch.float64)
         for span in spans:
-            seconds[span.task.stage] += span.end - span.begin
+            seconds[span.action.stage] += span.end - span.begin
         found: list[float] = (self.world.sum_(seconds) / self.shard.count).tolist()
         return found
 

@@ -1,8 +1,8 @@
 """`pipeline` in one process: micro-batches overlap because everything that a stage does is asynchronous CUDA work.
 
-One thread issues the tasks of all stages in an order in which none waits for a later one. A stage has a stream of its
+One thread issues the actions of all stages in an order in which none waits for a later one. A stage has a stream of its
 own on its device, and copies between neighbours have streams of theirs, so that a copy delays nobody but who needs it.
-On CPU devices, stand-ins for tests, the same code does one task at a time.
+On CPU devices, stand-ins for tests, the same code does one action at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.data import Batch
 from trainer.models.partition import Traced
-from trainer.modes.pipeline.orders import Task, issue_order
+from trainer.modes.pipeline.orders import Action, issue_order
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.tuning import Pipe, Plan
 from trainer.recipe.checks import microbatch_counts
@@ -109,10 +109,10 @@ class StreamPipeline(Staged):
         gradients: dict[tuple[int, int], Tensor] = {}
         losses = []
         with self._overlapped(), self.recorder.step():
-            for task in self.order(len(inputs)):
-                _, stage, m = task
-                with self.lanes[stage].working(), self.recorder.task(stage, task):
-                    if task.kind == "F":
+            for action in self.order(len(inputs)):
+                _, stage, m = action
+                with self.lanes[stage].working(), self.recorder.action(stage, action):
+                    if action.kind == "F":
                         out = self.run_stage(self.stages[stage], received[stage, m])
                         if stage == last:
                             out = self.weighted_loss(out, targets[m], weight)
@@ -122,19 +122,19 @@ class StreamPipeline(Staged):
                         self.backward(sent.pop((stage, m)))
                     else:
                         torch.autograd.backward(sent.pop((stage, m)), gradients.pop((stage, m)))
-                self._pass_on(task, received, sent, gradients)
+                self._pass_on(action, received, sent, gradients)
         self.commit_statistics()
         return torch.stack(losses).sum().to(self.device, non_blocking=True)
 
     def _pass_on(
         self,
-        task: Task,
+        action: Action,
         received: dict[tuple[int, int], Tensor],
         sent: dict[tuple[int, int], Tensor],
         gradients: dict[tuple[int, int], Tensor],
     ) -> None:
         """Give the neighbour what it waits for: the next stage an activation, the one before a gradient."""
-        kind, stage, m = task
+        kind, stage, m = action
         if kind == "F" and stage + 1 < len(self.lanes):
             received[stage + 1, m] = self.edges[stage, stage + 1].copy(sent[stage, m]).requires_grad_()
         elif kind == "B":

@@ -46,12 +46,12 @@ def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
 
 
 def picture(path: Path, spans: Sequence[Span]) -> None:
-    """One step: a row a stage, a bar a task with its micro-batch's number; what is empty is idle."""
+    """One step: a row a stage, a bar an action with its micro-batch's number; what is empty is idle."""
     from matplotlib.patches import Patch
 
     origin, length = min(span.begin for span in spans), max(span.end for span in spans)
     length -= origin
-    workers = {span.task.stage: span.worker for span in spans}
+    workers = {span.action.stage: span.worker for span in spans}
     rows = sorted(workers, key=lambda stage: (workers[stage], stage))
     figure, (axes,) = plots.canvas(12, 1.2 + 0.6 * len(rows))
     axes.grid(False)
@@ -69,7 +69,7 @@ def picture(path: Path, spans: Sequence[Span]) -> None:
     bubble = idle_share(spans, len(set(workers.values())))
     title = f"one training step; numbers are micro-batches; the workers are idle {bubble:.0%} of the time"
     axes.set_title(title, color=plots.INK)
-    kinds = [kind for kind in COLOURS if any(span.task.kind == kind for span in spans)]
+    kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, labelcolor=plots.INK)
     plots.save_picture(figure, path)

@@ -99,7 +99,7 @@ def find_plan(
         DeviceMemoryError: nothing of what was tried fits.
     """
     key = key_of(traced, recipe, pipe)
-    candidates = _candidates(pipe)
+    candidates = counts_to_try(pipe)
     if len(candidates) > 1:
         say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({', '.join(map(str, candidates))})")
     costs = _probed(traced, recipe, pipe, candidates, probe, room)
@@ -202,7 +202,7 @@ def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:
     return f"{recipe.model.name} {len(traced.cuts)} {recipe.mode} {pipe} {wanted} {recipe.precision}"
 
 
-def _candidates(pipe: Pipe) -> list[int]:
+def counts_to_try(pipe: Pipe) -> list[int]:
     """A handful of the possible numbers of micro-batches."""
     if len(pipe.counts) == 1:
         return list(pipe.counts)

@@ -1,0 +1,120 @@
+"""Whether cards compute and copy rightly, on stubs: one line with what to type where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.devices import cards, health
+from trainer.errors import DeviceMemoryError, SetupError
+from trainer.processes import world
+from trainer.processes.rank import Place
+from trainer.recipe import load
+
+CUDA = [torch.device("cuda", index) for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "builds", "runs"),
+    [
+        ((8, 9), ["sm_75", "sm_80", "sm_86", "sm_90"], True),  # machine code of its generation
+        ((8, 0), ["sm_75", "sm_86", "sm_90"], False),  # from its own number on
+        ((6, 1), ["sm_75", "sm_80"], False),
+        ((12, 0), ["sm_80", "sm_90"], False),
+        ((12, 0), ["sm_80", "compute_90"], True),  # PTX, compiled when it starts
+        ((8, 0), ["compute_90"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 0), ["sm_90a", "compute_90a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((12, 1), ["sm_100f", "sm_120"], True),
+    ],
+)
+def test_which_cards_a_build_has_code_for(capability, builds, runs):
+    assert health.runs_on(capability, builds) is runs
+
+
+@pytest.fixture
+def card(monkeypatch):
+    def make(capability, error=None, total=4096 * 4095 // 2):
+        def arange(*_, **__):
+            if error is not None:
+                raise error
+            return torch.tensor([total])
+
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P40")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+        monkeypatch.setattr(torch, "arange", arange)
+
+    return make
+
+
+def test_a_card_that_this_torch_has_no_code_for(card):
+    card((6, 1))
+    with pytest.raises(SetupError) as old:
+        health.check_card(CUDA[1], 3)
+    for part in (
+        "cuda:1 (Tesla P40) has compute capability 6.1",
+        "code for 7.5, 8.0",
+        cards.CUDA_12,
+        "[cuda:0,cuda:2]",
+    ):
+        assert part in str(old.value)
+    card((12, 0))
+    with pytest.raises(SetupError, match=r"a newer torch.*devices=\[cpu\]"):
+        health.check_card(CUDA[0], 1)
+    card((8, 6))
+    health.check_card(CUDA[0], 1)
+
+
+def test_a_card_that_does_not_compute(card):
+    card((8, 0), RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore\nlines"))
+    with pytest.raises(SetupError, match=r"cuda:0 \(Tesla P40\) does not compute .*ECC.*\[cuda:1\]"):
+        health.check_card(CUDA[0], 2)
+    card((8, 0), RuntimeError("CUDA error: out of memory"))
+    with pytest.raises(DeviceMemoryError, match="full before anything was loaded"):
+        health.check_card(CUDA[0], 1)
+    card((8, 0), total=7)
+    with pytest.raises(SetupError, match="computes wrongly"):
+        health.check_card(CUDA[0], 1)
+
+
+def test_every_way_between_cards_is_taken():
+    assert health.edges(CUDA[:1]) == [] == health.edges([CUDA[0], CUDA[0]])
+    assert set(health.edges(CUDA[:2])) == {(CUDA[0], CUDA[1]), (CUDA[1], CUDA[0])}
+    ways = {(a.index, b.index) for a, b in health.edges(CUDA)}
+    chain, star = [(0, 1), (1, 2), (2, 3)], [(0, 2), (0, 3)]
+    assert ways == {way for a, b in chain + star for way in ((a, b), (b, a))}
+
+
+def nothing(target, source, non_blocking=False):
+    return target
+
+
+def one_bit(target, source, non_blocking=False):
+    target.add_(source)
+    target[-1] ^= 1 << 20
+    return target
+
+
+@pytest.mark.parametrize("copy", [nothing, one_bit])
+def test_a_copy_that_corrupts_is_found(monkeypatch, copy):
+    here = torch.device("cpu")
+    health.check_copies([(here, here)])
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    with pytest.raises(SetupError, match=r"cpu to cpu\): switch the IOMMU.*NCCL_P2P_DISABLE=1 and mode=ddp"):
+        health.check_copies([(here, here)])
+
+
+@pytest.mark.parametrize("words", [["mode=dp"], ["mode=split"], ["mode=pipeline"]])
+def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
+    """Copies from the second card to the first are wrong here, those the other way are right."""
+    monkeypatch.setattr(world, "cuda_count", lambda: 2)
+    monkeypatch.setattr(world, "place", Place)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    checked = []
+    monkeypatch.setattr(health, "check_card", lambda device, count: checked.append((str(device), count)))
+    monkeypatch.setattr(health, "copies", lambda source, target, pattern: source == CUDA[0])
+    with pytest.raises(SetupError, match=r"\(cuda:1 to cuda:0\)"):
+        world.locate(load(None, *words, "threads=2"))
+    assert checked == [("cuda:0", 2), ("cuda:1", 2)]

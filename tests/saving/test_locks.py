@@ -1,0 +1,44 @@
+"""Who holds a folder, and who waits for it."""
+
+import os
+import threading
+
+import pytest
+
+from trainer.errors import FolderInUseError, SetupError
+from trainer.saving import locks
+
+
+def test_one_holds_it_until_it_lets_go(tmp_path):
+    folder = tmp_path / "runs" / "first"
+    lock = locks.hold(folder, "run")
+    with pytest.raises(FolderInUseError, match=r"first is in use by another run; choose another output="):
+        locks.hold(folder, "run")
+    os.close(locks.hold(folder, "run", ".lock-0001"))  # another rank's
+    os.close(lock)
+    os.close(locks.hold(folder, "run"))
+
+
+def test_what_cannot_be_written_and_links(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match=r"output=.*file cannot be written \(File exists\); choose another folder"):
+        locks.hold(tmp_path / "file", "run")
+    (tmp_path / ".lock").symlink_to(tmp_path / "file")
+    with pytest.raises(SetupError, match=r"cannot be written"):
+        locks.hold(tmp_path, "run")
+
+
+def test_the_next_comes_when_the_first_has_done(tmp_path):
+    seen = []
+
+    def next_one():
+        with locks.in_turn(tmp_path / "sets", ".mnist.lock"):
+            seen.append("next")
+
+    with locks.in_turn(tmp_path / "sets", ".mnist.lock"):
+        waits = threading.Thread(target=next_one)
+        waits.start()
+        waits.join(0.2)
+        seen.append("first")
+    waits.join(60)
+    assert seen == ["first", "next"]

@@ -1,0 +1,129 @@
+"""The cards' health: does this torch compute rightly on each, and copy rightly from one to another?
+
+A run asks it of the cards that it trains on, as it starts, and `python -m trainer doctor` of all.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from trainer.devices.cards import CUDA_12, REINSTALL
+from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
+
+if TYPE_CHECKING:
+    import torch
+
+PATTERN = 1 << 20  # numbers of 4 bytes, in a copy that is checked
+
+
+def check_card(device: torch.device, count: int) -> None:
+    """Compute a little on a card.
+
+    Args:
+        device: the card.
+        count: of cards there are.
+
+    Raises:
+        SetupError: this torch has no code for it, or it does not compute.
+        DeviceMemoryError: others have filled it.
+    """
+    import torch
+
+    others = [f"cuda:{index}" for index in range(count) if index != device.index]
+    without = f"leave it out with devices=[{','.join(others)}]" if others else "train on the CPU with devices=[cpu]"
+    name = str(device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own pages about a card that it has no code for
+            name = f"{device} ({torch.cuda.get_device_name(device)})"
+            capability = torch.cuda.get_device_capability(device)
+        builds = [] if torch.version.hip else torch.cuda.get_arch_list()
+        if builds and not runs_on(capability, builds):
+            raise SetupError(f"{name} {_no_code(capability, builds, torch.__version__)}; or {without}")
+        total = int(torch.arange(4096, device=device).sum())
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise DeviceMemoryError(
+                f"{name} is full before anything was loaded: nvidia-smi lists the programs that hold it; or {without}"
+            ) from error
+        reason = " ".join(str(error).split())[:160]
+        raise SetupError(
+            f"{name} does not compute ({reason}): nvidia-smi -q and dmesg tell more, a restart of the machine may "
+            f"help; or {without}"
+        ) from error
+    if total != 4096 * 4095 // 2:
+        raise SetupError(f"{name} computes wrongly (a sum came out as {total}): the card is faulty; {without}")
+
+
+def runs_on(capability: tuple[int, int], builds: Iterable[str]) -> bool:
+    """Whether a build's code runs on a card: machine code (sm_86) within its generation, from its own number on;
+    PTX (compute_86) on every later one; code for one chip (sm_90a) or family (sm_100f) no further than that."""
+    card = 10 * capability[0] + capability[1]
+    for build in builds:
+        found = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", build)
+        if not found:
+            continue
+        number, only = int(found[2]), found[3]
+        if only == "a":
+            fits = card == number
+        elif found[1] == "compute" and not only:
+            fits = card >= number
+        else:
+            fits = card // 10 == number // 10 and card >= number
+        if fits:
+            return True
+    return False
+
+
+def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -> str:
+    numbers = sorted(int(found[0]) for build in builds if (found := re.findall(r"\d+", build)))
+    card = 10 * capability[0] + capability[1]
+    old = bool(numbers) and card < numbers[0]
+    has = ", ".join(f"{number // 10}.{number % 10}" for number in numbers)
+    return (
+        f"has compute capability {capability[0]}.{capability[1]}, and torch {version} has code for {has}: install "
+        f"{CUDA_12 if old else 'a newer torch, ' + REINSTALL + ' --upgrade'}"
+    )
+
+
+# --- from card to card ------------------------------------------------------------------------------------------------
+
+
+def edges(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+    """The ways that one process's copies take: between neighbours and to and from the first, each way once."""
+    first = devices[0]
+    ways = [*pairwise(devices), *((first, device) for device in devices[1:])]
+    both = [way for a, b in ways for way in ((a, b), (b, a))]
+    return [way for way in dict.fromkeys(both) if way[0] != way[1]]
+
+
+def copies(source: torch.device, target: torch.device, pattern: int) -> bool:
+    """Whether a copy from card to card arrives, compared through the host.
+
+    The target is written over first: memory that held the same numbers before would hide a copy that does nothing.
+    """
+    import torch
+
+    numbers = torch.arange(PATTERN, dtype=torch.int32) * 2 + 2 * pattern * PATTERN + 1
+    there, here = numbers.to(source), torch.zeros(PATTERN, dtype=torch.int32, device=target)
+    here.copy_(there, non_blocking=True)
+    return torch.equal(here.cpu(), numbers)
+
+
+def check_copies(ways: Sequence[tuple[torch.device, torch.device]]) -> None:
+    """Copy a pattern along each way.
+
+    Raises:
+        SetupError: on this machine copies between cards come out wrong.
+    """
+    wrong = [f"{a} to {b}" for number, (a, b) in enumerate(ways) if not copies(a, b, number + 1)]
+    if wrong:
+        raise SetupError(
+            f"copies from card to card come out wrong ({', '.join(wrong[:4])}{' ...' * (len(wrong) > 4)}): switch the "
+            "IOMMU or PCIe ACS off (in the BIOS, or iommu=off for the kernel) and update the driver; until then train "
+            "with NCCL_P2P_DISABLE=1 and mode=ddp, or on one card"
+        )

@@ -1,0 +1,122 @@
+"""How ranks end: what one leaves when it fails, which failure explains the others, and who says it.
+
+A rank writes its line where torchrun looks for it; the launcher passes on the one that counts, with its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import PeerError
+from trainer.processes import family
+from trainer.processes.rank import place
+
+KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank failed: its exit code as the system gives it (negative: killed by a signal), its line, when."""
+
+    rank: int
+    code: int
+    line: str = ""
+    time: float = 0.0
+
+
+def first_cause(endings: Iterable[Ending]) -> Ending:
+    """The failure that explains the others, with the code and the line that the launcher passes on.
+
+    A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
+    counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
+    One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause.
+    """
+    endings = list(endings)
+    follows = {130: 1, PeerError.code: 2, 143: 3}
+    late = min(end.time for end in endings) + KILLED_LATE
+
+    def precedence(end: Ending) -> tuple[int, bool, float, int]:
+        return follows.get(public_code(end.code), 0), end.code >= 0 or end.time > late, end.time, end.rank
+
+    first = min(endings, key=precedence)
+    return Ending(first.rank, public_code(first.code), first.line or _obituary(first), first.time)
+
+
+def public_code(code: int) -> int:
+    """What a shell is to see, of an exit code as the system gives it."""
+    if code >= 0:
+        return code
+    return 128 - code if -code in (signal.SIGINT, signal.SIGTERM) else PeerError.code
+
+
+def _obituary(end: Ending) -> str:
+    if end.code >= 0:
+        return f"rank {end.rank} ended with exit code {end.code}"
+    try:
+        name = signal.Signals(-end.code).name
+    except ValueError:
+        name = f"signal {-end.code}"
+    return f"rank {end.rank} was killed by {name}" + (
+        " (the system may be short of memory)" if name == "SIGKILL" else ""
+    )
+
+
+def reports(logs: Path) -> dict[int, Ending]:
+    """What the ranks of this node wrote when they failed, by rank."""
+    found: dict[int, Ending] = {}
+    for path in logs.glob("*/attempt_*/*/error.json"):
+        try:
+            message = json.loads(path.read_text())["message"]
+            extra = message["extraInfo"]
+            end = Ending(extra["rank"], message["errorCode"], extra["py_callstack"], extra["time"])
+            found[end.rank] = end
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def leave_report(line: str, code: int, now: float) -> None:
+    """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it.
+
+    `now` is the time of the failure itself: who found a rank stopped and woke it must not seem to come after it.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": place().rank}
+    with suppress(OSError):  # the exit code still tells
+        Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+
+
+def last_look(line: str, code: int, error: BaseException) -> str:
+    """The line of a rank that lost another, which names those that were silent because somebody had stopped them."""
+    stopped = family.wake() if code == PeerError.code else []
+    if not stopped:
+        return line
+    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", str(error.__cause__))
+    silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
+    names = ", ".join(map(str, stopped))
+    return f"rank {names}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
+
+
+def say(line: str, code: int) -> None:
+    """Print a run's last word: one line on stderr (or a bug's traceback)."""
+    prefix = "" if line.startswith("Traceback") else "trainer: " if code in (130, 143) else "trainer: error: "
+    with suppress(OSError):  # the terminal may be gone
+        print(f"{prefix}{line}", file=sys.stderr, flush=True)
+
+
+def has_speaker() -> bool:
+    """Whether a launcher of ours prints for this rank."""
+    return family.PARENT in os.environ and place().launched

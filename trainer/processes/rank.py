@@ -1,0 +1,61 @@
+"""Which rank this process is, of which job: what its launcher says in the environment.
+
+The only reader of RANK and its companions. Imports no torch: "printed once" is decided in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.errors import SetupError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among its peers, as the launcher says in the environment. Alone: rank 0 of 1."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    restarts: int = 0  # how often torchrun has restarted this job
+    launched: bool = False  # under torchrun
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """Read torchrun's variables."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return Place()
+
+    def number(name: str, default: int) -> int:
+        return int(environment.get(name, default))
+
+    try:
+        size = number("WORLD_SIZE", 1)
+        return Place(
+            number("RANK", 0),
+            size,
+            number("LOCAL_RANK", 0),
+            number("LOCAL_WORLD_SIZE", size),
+            number("TORCHELASTIC_RESTART_COUNT", 0),
+            True,
+        )
+    except ValueError as error:
+        raise SetupError(f"the launcher's variables RANK, WORLD_SIZE, LOCAL_RANK make no sense: {error}") from None
+
+
+def job_id() -> str:
+    """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
+    launcher = os.getppid() if place().launched else os.getpid()
+    try:
+        with open(f"/proc/{launcher}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
+            started = f"{boot.read().strip()}-{stat.read().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        started = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{os.uname().nodename}-{launcher}-{started}"

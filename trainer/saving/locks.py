@@ -1,0 +1,53 @@
+"""Locks on folders. The kernel lets go of a lock when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.errors import FolderInUseError, SetupError
+
+
+def hold(folder: Path, others: str, name: str = ".lock") -> int:
+    """Make a folder and hold it.
+
+    Args:
+        folder: what `output=` says.
+        others: who may hold it already, in a word ("run").
+        name: of the lock's file.
+
+    Returns:
+        The descriptor of the lock's file; closing it lets go.
+
+    Raises:
+        FolderInUseError: another process holds it.
+        SetupError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A link would have another file overwritten.
+        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=") from None
+    return lock
+
+
+@contextmanager
+def in_turn(folder: Path, name: str) -> Iterator[None]:
+    """Make a folder and hold it within this block, as soon as nobody else does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / name, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -284,5 +284,5 @@ def test_compiling_takes_no_images_time(digits, photos, tmp_path):
     folder = tmp_path / "out"
     words = [f"checkpoint={digits}", f"data.root={photos / '0'}", "compile=true", "predict.timeout=2", CPU]
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ok("predict", *words, *QUIET[:1], f"output={folder}", env=cache)
+    ok("predict", *words, *QUIET[:1], f"output={folder}", env=cache, timeout=600)
     assert not any(row["error"] for row in read(folder))

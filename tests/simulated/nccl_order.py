@@ -19,7 +19,6 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
@@ -124,7 +123,7 @@ class Network:
         self.notes: list[Queue] = [[] for _ in range(size)]
         self._every = _Group(tuple(range(size)), "0")
         self._me = threading.local()
-        self._mail: dict[tuple[int, int, _Group], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._mail: dict[tuple[int, int, _Group], queue.Queue[Any]] = {}
         self._gates: dict[tuple[int, ...], tuple[threading.Barrier, dict[int, Any]]] = {}
         self._lock = threading.Lock()
 
@@ -140,6 +139,11 @@ class Network:
             self._me.batch.append(call)
         else:
             self.notes[self._me.rank].append([call])
+
+    def _letters(self, source: int, target: int, group: _Group) -> queue.Queue[Any]:
+        """What goes from one rank to another: one queue, whichever of the two threads asks for it first."""
+        with self._lock:
+            return self._mail.setdefault((source, target, group), queue.Queue())
 
     def _peer(self, group: _Group, rank: int | None, inside: int | None) -> int:
         return group.ranks[inside] if rank is None and inside is not None else rank  # type: ignore[return-value]
@@ -185,7 +189,7 @@ class Network:
         to = self._peer(group, dst, group_dst)
         self._note(Call("send", to, group.ranks, (tensor.numel(), tensor.dtype)))
         assert tensor.is_contiguous(), "NCCL refuses it"
-        self._mail[self._me.rank, to, group].put(tensor.detach().clone())
+        self._letters(self._me.rank, to, group).put(tensor.detach().clone())
         return _Done()
 
     def irecv(
@@ -194,7 +198,7 @@ class Network:
         group = group or self._every
         source = self._peer(group, src, group_src)
         self._note(Call("recv", source, group.ranks, (tensor.numel(), tensor.dtype)))
-        mail = self._mail[source, self._me.rank, group]
+        mail = self._letters(source, self._me.rank, group)
 
         def act() -> None:
             with torch.no_grad():

@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
-from trainer.data import Datasets, ImageSet, LabelledSource, datasets, downloads, open_datasets, register_dataset
+from trainer.data import ImageSet, LabelledSource, downloads, open_datasets
 from trainer.data.images import jpeg_size
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import SetupError
 from trainer.inference.sources import image_files
 from trainer.recipe import load
 from trainer.recipe.checks import DATASETS
@@ -268,13 +268,6 @@ def test_a_recipe_that_says_the_shape_is_not_talked_into_another(tmp_path):
     assert (found.channels, found.image_size, found.notes) == (3, 8, {})
 
 
-def test_a_users_small_items_stay_as_they_are(names):
-    items = [(Image.new("L", (12, 12)), 1), (torch.zeros(1, 12, 12, dtype=torch.uint8), 0)]
-    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
-    found = opened("data.name=mine")
-    assert (found.channels, found.image_size) == (1, 12) and "images" in found.notes
-
-
 def test_what_other_programs_leave_among_images_is_skipped_and_counted(tmp_path):
     root = small_photos(tmp_path)
     plain = opened("data.name=imagefolder", root)
@@ -302,13 +295,6 @@ def test_one_class_is_nothing_to_learn(tmp_path):
         SetupError, match=rf"2 folders of images \(train, val\): data\.root={tmp_path}/lower/train/pets$"
     ):
         opened("data.name=imagefolder", lower)
-
-
-def test_a_users_set_of_one_class_is_refused(names):
-    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
-    register_dataset("mine")(lambda data: (images, images, ["a"]))
-    with pytest.raises(RecipeError, match="gives 1 class names"):
-        opened("data.name=mine")
 
 
 def test_a_download_appears_whole_and_leaves_nothing_else(mirror, tmp_path):
@@ -339,62 +325,6 @@ def test_two_at_once_download_once(mirror, tmp_path, monkeypatch):
     with ThreadPoolExecutor(2) as ranks:  # the lock is held by an open file, so threads are kept apart as processes are
         found = list(ranks.map(lambda _: opened("data.name=mnist", f"data.root={root}"), range(2)))
     assert [len(each.train) for each in found] == [6, 6] and len(calls) == 1
-
-
-@pytest.fixture
-def names(monkeypatch):
-    monkeypatch.setattr(datasets, "_registered", {})
-
-
-def pair(count, size=5, channels=3):
-    return torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8), torch.arange(count) % 2
-
-
-def test_users_bring_tensors(names):
-    register_dataset("mine")(lambda data: (pair(8), pair(4), ["a", "b"]))
-    found = opened("data.name=mine")
-    assert isinstance(found, Datasets) and found.classes == ("a", "b") and found.image_size == 5
-    assert (len(found.train), len(found.val)) == (8, 4) and len(found.mean) == 3
-
-
-def test_users_bring_map_style_sets(names):
-    items = [(Image.new("L", (20, 10)), 1), (torch.zeros(3, 6, 7, dtype=torch.uint8), 0)]
-    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
-    found = opened("data.name=mine")
-    assert found.image_size == 224 and found.train.read(0, 3)[0].shape == (3, 10, 20)
-    assert found.train.read(1, 1)[0].shape == (1, 6, 7) and found.train.where(1) == "mine, training set: item 1"
-    assert not isinstance(found.train, LabelledSource)
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (None, "must return"),
-        ((pair(8), [], ("a", "b")), "must both be"),
-        (([(1, 2)], [], ("a", "b")), "length above 0"),
-        ((pair(8), pair(4), ("a",)), "labels must be 0 to 0"),
-        (((pair(8)[0].float(), pair(8)[1]), pair(4), ("a", "b")), "must be uint8"),
-        (((pair(8)[0], pair(7)[1]), pair(4), ("a", "b")), "8 images need as many"),
-        (((pair(8)[0][..., :3], pair(8)[1]), pair(4), ("a", "b")), "not square"),
-    ],
-)
-def test_a_users_set_that_does_not_fit_is_explained(names, made, message):
-    register_dataset("mine")(lambda data: made)
-    with pytest.raises(RecipeError, match=message):
-        opened("data.name=mine")
-
-
-@pytest.mark.parametrize("name", ["digits", "mine"])
-def test_a_name_is_taken_once(names, name):
-    register_dataset("mine")(lambda data: None)
-    with pytest.raises(RecipeError, match="taken"):
-        register_dataset(name)
-
-
-def test_an_unknown_name_gets_the_nearest(names):
-    register_dataset("flowers")(lambda data: None)
-    with pytest.raises(RecipeError, match=r"did you mean data\.name=flowers"):
-        opened("data.name=flower")
 
 
 def test_every_known_name_is_handled(tmp_path):

@@ -6,8 +6,8 @@ Digits are forward passes of micro-batches and letters their backward passes: "0
 import pytest
 
 from trainer.modes.pipeline.orders import (
-    Span,
     Action,
+    Span,
     gpipe,
     ideal_bubble,
     idle_share,

@@ -1,0 +1,121 @@
+"""Data sets of the user's own: what they may bring, and what is said of the rest."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trainer.data import Datasets, LabelledSource, TensorSet, datasets, open_datasets, register_dataset, registered
+from trainer.errors import RecipeError
+from trainer.recipe import load
+
+
+def opened(*words):
+    return open_datasets(load(None, *words))
+
+
+@pytest.fixture
+def names(monkeypatch):
+    monkeypatch.setattr(registered, "registered", {})
+    monkeypatch.setattr(datasets, "registered", registered.registered)
+
+
+def pair(count, size=5, channels=3):
+    return torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8), torch.arange(count) % 2
+
+
+def test_users_bring_tensors(names):
+    register_dataset("mine")(lambda data: (pair(8), pair(4), ["a", "b"]))
+    found = opened("data.name=mine")
+    assert isinstance(found, Datasets) and found.classes == ("a", "b") and found.image_size == 5
+    assert (len(found.train), len(found.val)) == (8, 4) and len(found.mean) == 3
+
+
+def test_users_bring_map_style_sets(names):
+    items = [(Image.new("L", (20, 10)), 1), (torch.zeros(3, 6, 7, dtype=torch.uint8), 0)]
+    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
+    found = opened("data.name=mine")
+    assert found.image_size == 224 and found.train.read(0, 3)[0].shape == (3, 10, 20)
+    assert found.train.read(1, 1)[0].shape == (1, 6, 7) and found.train.where(1) == "mine, training set: item 1"
+    assert not isinstance(found.train, LabelledSource)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (None, "must return"),
+        ((pair(8), [], ("a", "b")), "must both be"),
+        (([(1, 2)], [], ("a", "b")), "length above 0"),
+        ((pair(8), pair(4), ("a",)), "labels must be 0 to 0"),
+        (((pair(8, channels=4)[0], pair(8)[1]), pair(4), ("a", "b")), "must be uint8"),
+        ((pair(8), (pair(4)[0].float(), pair(4)[1]), ("a", "b")), r"must be uint8 .*found torch.float32"),
+        (((torch.zeros(8, 5), pair(8)[1]), (torch.zeros(4, 6), pair(4)[1]), ("a", "b")), r"float32 \(5,\), held-out"),
+        (
+            ((pair(8)[0], pair(7)[1]), pair(4), ("a", "b")),
+            r"must be as many, and at least 1, found \(8, 3, 5, 5\) and \(7,\)",
+        ),
+        (((pair(8)[0][..., :3], pair(8)[1]), pair(4), ("a", "b")), "not square"),
+    ],
+)
+def test_a_users_set_that_does_not_fit_is_explained(names, made, message):
+    register_dataset("mine")(lambda data: made)
+    with pytest.raises(RecipeError, match=message):
+        opened("data.name=mine")
+
+
+@pytest.mark.parametrize("name", ["digits", "mine"])
+def test_a_name_is_taken_once(names, name):
+    register_dataset("mine")(lambda data: None)
+    with pytest.raises(RecipeError, match="taken"):
+        register_dataset(name)
+
+
+def test_an_unknown_name_gets_the_nearest(names):
+    register_dataset("flowers")(lambda data: None)
+    with pytest.raises(RecipeError, match=r"did you mean data\.name=flowers"):
+        opened("data.name=flower")
+
+
+def test_a_users_small_items_stay_as_they_are(names):
+    items = [(Image.new("L", (12, 12)), 1), (torch.zeros(1, 12, 12, dtype=torch.uint8), 0)]
+    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
+    found = opened("data.name=mine")
+    assert (found.channels, found.image_size) == (1, 12) and "images" in found.notes
+
+
+def test_a_users_set_of_one_class_is_refused(names):
+    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    register_dataset("mine")(lambda data: (images, images, ["a"]))
+    with pytest.raises(RecipeError, match="1 class names are given, and a classifier tells at least 2 apart"):
+        opened("data.name=mine")
+
+
+def test_inputs_that_are_no_images_stay_as_they_are(names):
+    register_dataset("mine")(
+        lambda data: ((torch.arange(12.0).view(4, 3).double(), torch.arange(4) % 2),) * 2 + ("ab",)
+    )
+    found = opened("data.name=mine")
+    assert isinstance(found.train, TensorSet) and found.train.inputs.dtype == torch.float32
+    assert found.plain.shape == (3,) and found.inputs == found.plain and (found.channels, found.image_size) == (3, 3)
+    example = found.example(5)
+    assert example.shape == (5, 3) and example.zeros(torch.device("cpu"), 2).inputs.shape == (2, 3)
+
+
+def test_items_that_are_no_images(names):
+    items = [(np.ones(6, np.int32), 0.5), (np.zeros(6, np.int32), 2), (np.zeros(5, np.int32), 1)]
+    register_dataset("mine")(lambda data: (items, items, ["x"]))
+    found = opened("data.name=mine", "task.name=regression")
+    assert found.plain.shape == (6,) and found.plain.dtype == torch.int32 and found.targets.shape == (1,)
+    inputs, target = found.train.read(0, 3)
+    assert inputs.tolist() == [1] * 6 and target.tolist() == [0.5]
+    with pytest.raises(ValueError, match=r"its input is int32 \(5,\), and that of others int32 \(6,\)"):
+        found.train.read(2, 3)
+
+
+def test_an_items_label_is_held_against_the_names(names):
+    items = [(torch.zeros(3, 6, 6, dtype=torch.uint8), label) for label in (0, 1, 7)]
+    register_dataset("mine")(lambda data: (items, items, "ab"))
+    found = opened("data.name=mine")
+    assert found.train.read(1, 3)[1].item() == 1
+    with pytest.raises(ValueError, match="its label is 7, and labels must be 0 to 1"):
+        found.train.read(2, 3)

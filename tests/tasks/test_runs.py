@@ -1,5 +1,6 @@
 """Each kind of task through the real command line, in every mode: the numbers of `single`."""
 
+import csv
 from functools import cache
 
 import pytest
@@ -202,3 +203,46 @@ def test_what_does_not_go_together_is_one_line(kind, more, says, home, tmp_path)
     changed = {word.partition("=")[0]: word for word in (*words(kind), *more)}.values()
     done = trainer(*changed, "mode=single", f"output={tmp_path / 'run'}", cwd=home)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def rows_of(folder):
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_predictions_of_each_task(single, home, tmp_path):
+    """Probabilities of several classes, values in their order; and what has neither names nor images is told."""
+    ok("predict", f"checkpoint={single('multilabel mixed')}", "plugin=own_tasks", "devices=[cpu]", QUIET[0],
+       f"output={tmp_path / 'several'}", cwd=home)  # fmt: skip
+    found = rows_of(tmp_path / "several")
+    assert len(found) == 37 and all(row["label"] == "" and row["error"] == "" for row in found)
+    told = [[part.rpartition("=") for part in row["top5"].split(";")] for row in found]
+    assert all({name for name, _, _ in each} == CORNERS for each in told)
+    assert all(0 < float(number) < 1 for each in told for _, _, number in each)
+    assert any(sum(float(number) for _, _, number in each) > 1.2 for each in told), "no softmax"
+    ok("predict", f"checkpoint={single('regression')}", "plugin=own_tasks", "devices=[cpu]", QUIET[0],
+       f"output={tmp_path / 'values'}", cwd=home)  # fmt: skip
+    assert {row["class"] for row in rows_of(tmp_path / "values")} == {"level"}
+    for kind, says in (("segmentation", "task.name=segmentation has no `ranked`"), ("measurements", "are no images")):
+        gone = trainer("predict", f"checkpoint={single(kind)}", "plugin=own_tasks", QUIET[0],
+                       f"output={tmp_path / kind}", cwd=home)  # fmt: skip
+        assert gone.returncode == 2 and says in gone.stderr and gone.stderr.count("\n") == 1, gone.stderr
+
+
+CORNERS = {"top left", "top right", "bottom left", "bottom right"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_for_each_task(kind, home):
+    plain = [word for word in words(kind) if not word.startswith(("logging", "save"))]
+    done = ok("plan", *plain, "mode=pipeline", "nproc=2", "devices=[cpu]", cwd=home)
+    assert "stage" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_a_plan_is_measured_and_modes_are_compared_for_a_task_of_ones_own(home, tmp_path):
+    plain = [word for word in words("segmentation") if not word.startswith(("logging", "save"))]
+    ok("plan", *plain, "mode=pipeline", "nproc=2", "devices=[cpu]", "measured=here", cwd=home)
+    ok("compare", *plain, "modes=single,ddp", "repeats=1", f"output={tmp_path / 'compared'}", cwd=home, timeout=400)
+    page = (tmp_path / "compared" / "compare.md").read_text()
+    assert "ddp" in page and "single" in page

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer import tasks
 from trainer.data import Datasets, PhotoSource
 from trainer.data.augment import Finish
 from trainer.data.folders import PhotoFolder
@@ -21,13 +22,15 @@ from trainer.devices.precision import set_precision
 from trainer.modes.base import AUTOCAST
 from trainer.recipe import Recipe
 
-TOP = 5
 PIECES, FEWEST = 4, 16  # a batch is decoded beside the device in so many pieces, of so many images at least
 COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.batch_size is left out
 
 
 class Labels(NamedTuple):
-    """The most probable classes of an image, at most five, with their probabilities; or why there are none."""
+    """The most probable classes of an image, at most five, with their probabilities; or why there are none.
+
+    Of a regression they are its values.
+    """
 
     classes: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -62,6 +65,7 @@ class Labeller:
         """`threads` decode files while the device works on those before; 1: before it does."""
         self.model, self.preparation, self.recipe, self.source = model, preparation, recipe, source
         self.threads = threads
+        self.task = tasks.create(recipe.replace(loss__class_weights=None, augment={}), ())
 
     def setup(self, device: torch.device) -> None:
         recipe, how = self.recipe, self.preparation
@@ -142,8 +146,7 @@ class Labeller:
             precision = AUTOCAST.get(self.recipe.precision)
             with torch.autocast(self.device.type, precision, enabled=precision is not None):
                 outputs = self.model(batch)[:count]
-            top = outputs.float().softmax(1).topk(min(TOP, outputs.shape[1]))
-        return top.indices, top.values
+            return self.task.ranked(outputs.float())
 
     @staticmethod
     def _labels(top: tuple[Tensor, Tensor]) -> list[Labels]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
 from trainer.data.folders import is_folder, is_junk, readable_suffixes
 from trainer.data.order import own_span
@@ -91,12 +93,24 @@ def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> In
     if data.plain or isinstance(part, TensorSet):
         raise RecipeError(f"data.name={data.name} holds no images, and predict labels images")
     if isinstance(part, ImageSet):
-        rows, images, labels = len(part.labels), part.images, part.labels.tolist()
-        items = (Item(f"{title}/{n}", images[n % rows], labels[n % rows]) for n in range(start, stop))
+        rows, images, known = len(part.labels), part.images, _classes(part.labels)
+        items = (
+            Item(f"{title}/{n}", images[n % rows], None if known is None else known[n % rows])
+            for n in range(start, stop)
+        )
         return Inputs(title, stop - start, items, total=len(part))
-    known = getattr(part, "labels", None)
-    photos = (Item(part.where(n), n, None if known is None else int(known[n])) for n in range(start, stop))
+    known = _classes(getattr(part, "labels", None))
+    photos = (Item(part.where(n), n, None if known is None else known[n]) for n in range(start, stop))
     return Inputs(title, stop - start, photos, part, len(part))
+
+
+def _classes(labels: Any) -> list[int] | None:
+    """One class a sample, where a data set tells it before its images are read."""
+    if labels is None:
+        return None
+    labels = torch.as_tensor(labels)
+    one: list[int] = labels.tolist()
+    return one if labels.dim() == 1 and not labels.is_floating_point() else None
 
 
 def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:

@@ -14,6 +14,7 @@ from torch import nn
 from torchvision.models import get_model_weights
 
 from trainer import recipe as recipes
+from trainer import tasks
 from trainer.data import Datasets, open_datasets
 from trainer.data.folders import IMAGENET
 from trainer.errors import CheckpointError, RecipeError
@@ -21,6 +22,7 @@ from trainer.inference.labelling import Preparation
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
 from trainer.saving.weights import read_weights
+from trainer.tasks import Task
 from trainer.training.trained import recipe_of
 
 
@@ -37,9 +39,18 @@ class Trained:
 
 
 def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
-    """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with."""
+    """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with.
+
+    Raises:
+        CheckpointError: what their file tells makes no sense.
+        RecipeError: they are no model that tells names of images.
+    """
     weights, facts = read_weights(path)
     recipe = recipe_of(path, facts, tuple(words))
+    if tasks.kind(recipe).ranked is Task.ranked:
+        Task(recipe, ()).ranked(torch.zeros(0))
+    if facts.get("mean") == "[]":
+        raise RecipeError(f"{path} was trained on inputs that are no images, and predict labels images")
     data = open_datasets(recipe) if wants_split(recipe, words) else None
     if data is not None:
         classes, how = data.classes, Preparation.of(data)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.data import open_datasets
+import torch
+from torch import nn
+
+from trainer import tasks
+from trainer.data import Example, TensorSpec, open_datasets
+from trainer.data.sets import CLASS
+from trainer.errors import RecipeError
+from trainer.models.zoo import build
 from trainer.recipe import Recipe
 from trainer.recipe.checks import DATASETS
+from trainer.tasks import Task
 
 # Training images, held-out images, classes, channels, pixels along a side.
 PUBLISHED = {
@@ -25,8 +33,10 @@ class DatasetFacts:
 
     Attributes:
         train, val: numbers of images; None where the folder is on another machine.
-        classes: of the data, or of the recipe's model where that says so.
+        classes: of the data, or of the recipe's model where that says so; or a regression's values.
         note: how it is known.
+        targets: of a sample.
+        plain: of a sample's inputs where they are no images.
     """
 
     train: int | None
@@ -35,6 +45,23 @@ class DatasetFacts:
     channels: int
     size: int
     note: str
+    targets: TensorSpec = CLASS
+    plain: TensorSpec | None = None
+
+    def example(self, rows: int) -> Example:
+        """What a micro-batch of so many samples looks like."""
+        images = TensorSpec((self.channels, self.size, self.size), torch.float32)
+        return Example(rows, self.plain or images, self.targets)
+
+    def task(self, recipe: Recipe) -> Task:
+        """The recipe's task; weights of classes change no figure of a plan."""
+        return tasks.create(recipe.replace(loss__class_weights=None), range_names(self.classes))
+
+    def model(self, recipe: Recipe, starting: bool) -> nn.Module:
+        """The recipe's model on the CPU, with its starting weights or without."""
+        few = self.example(2).zeros(torch.device("cpu")).inputs if self.plain else None
+        free = self.task(recipe).outputs() is None
+        return build(recipe.model, self.classes, self.channels, self.size, starting, few, free)
 
 
 def dataset_facts(recipe: Recipe) -> DatasetFacts:
@@ -43,6 +70,22 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
     Raises:
         RecipeError, SetupError: as training would, where that does not depend on this machine.
     """
+    facts = _facts(recipe)
+    if facts.plain is not None or facts.targets != CLASS:
+        return facts
+    try:
+        example = tasks.kind(recipe).checked(torch.zeros(1, dtype=torch.int64), range_names(facts.classes))
+    except ValueError as error:
+        raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
+    return replace(facts, targets=TensorSpec.of(example))
+
+
+def range_names(count: int) -> tuple[str, ...]:
+    """Names for classes of which only the number is known."""
+    return tuple(map(str, range(count)))
+
+
+def _facts(recipe: Recipe) -> DatasetFacts:
     data, wanted = recipe.data, recipe.model.num_classes
     stands_in = data.name == "imagefolder" and data.root is None and data.missing == "synthetic"
     if data.name in PUBLISHED:
@@ -62,5 +105,12 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
         recipe = recipe.replace(augment__crop="resized")
     found = open_datasets(recipe)
     return DatasetFacts(
-        len(found.train), len(found.val), len(found.classes), found.channels, found.image_size, "counted here"
+        len(found.train),
+        len(found.val),
+        len(found.classes),
+        found.channels,
+        found.image_size,
+        "counted here",
+        found.targets,
+        found.plain,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import statistics
 import subprocess
 import sys
@@ -21,14 +22,12 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from trainer import modes, recipe, tasks
-from trainer.data import Example, TensorSpec
+from trainer import modes, recipe
 from trainer.devices.precision import set_precision
 from trainer.errors import PeerError, SetupError
 from trainer.launch import launching
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
-from trainer.models.zoo import build
 from trainer.modes import Context
 from trainer.planning import schedules
 from trainer.planning.dataset_facts import DatasetFacts
@@ -49,7 +48,7 @@ class _Task(TypedDict):
 
     recipe: dict[str, Any]
     kind: str  # cpu or cuda
-    images: tuple[int, int, int]  # classes, channels, pixels along a side
+    images: str  # pickled, in hexadecimal digits
     rows: int
     microbatches: list[int]  # images of each; empty without stages
     plugin: str | None
@@ -95,7 +94,7 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
     task: _Task = {
         "recipe": layout.recipe.replace(threads=threads, accumulate=1).to_dict(),
         "kind": layout.kind,
-        "images": (images.classes, images.channels, images.size),
+        "images": pickle.dumps(images).hex(),
         "rows": layout.rows,
         "microbatches": rows,
         "plugin": plugin,
@@ -199,10 +198,10 @@ def _measure(task: _Task, folder: Path, rank: int) -> _Answer:
         dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=task["count"])
     place = Place(rank, task["count"], rank, task["count"])
     peers = World(place, device, chosen.threads or 1, (str(device),))
-    classes, channels, size = task["images"]
-    model = build(chosen.model, classes, channels, size, starting=False)
-    example = Example(min(task["rows"], 4), TensorSpec((channels, size, size), torch.float32))
-    context = Context(chosen, peers, tasks.create(chosen, tuple(map(str, range(classes)))), example)
+    images: DatasetFacts = pickle.loads(bytes.fromhex(task["images"]))
+    model = images.model(chosen, starting=False)
+    example = images.example(min(task["rows"], 4))
+    context = Context(chosen, peers, images.task(chosen), example)
     answer = _whole(context, model, task["rows"])
     strategy = modes.create(context)
     if task["microbatches"]:

@@ -14,14 +14,13 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainer.data import Example, TensorSpec
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost
 from trainer.models.partition import Traced, trace
-from trainer.models.zoo import build
 from trainer.modes.base import AUTOCAST
 from trainer.modes.pipeline.ranks import Wire
 from trainer.planning.allocations import Allocations, size_of
@@ -63,7 +62,7 @@ class Shadow:
     """
 
     def __init__(self, recipe: Recipe, images: DatasetFacts, kind: str) -> None:
-        self.recipe, self.images = recipe, images
+        self.recipe, self.images, self.task = recipe, images, images.task(recipe)
         self.device = torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
         self._cpu = kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -76,14 +75,13 @@ class Shadow:
         Raises:
             RecipeError, CheckpointError: as `models.build`.
         """
-        wanted, images = self.recipe.model, self.images
+        starting = not _published(self.recipe.model)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-        arguments = (wanted, images.classes, images.channels, images.size, not _published(wanted))
         try:
             with torch.device("meta"):
-                model = build(*arguments)
+                model = self.images.model(self.recipe, starting)
         except (NotImplementedError, RuntimeError):  # it computes with values while it is made
-            model = build(*arguments)
+            model = self.images.model(self.recipe, starting)
         model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
         with self._fake:
             fake: nn.Module = model._apply(
@@ -121,9 +119,14 @@ class Shadow:
 
     def batch_bytes(self, rows: int) -> tuple[int, int]:
         """Of a batch's images and targets on the device."""
-        shape = self.images
-        soft = 4 * shape.classes if self.recipe.augment.together > 1 else 8
-        return rows * shape.channels * shape.size**2 * 4, rows * soft
+        example = self.images.example(rows)
+        return rows * example.inputs.bytes, rows * self._targets(example).bytes
+
+    def _targets(self, example: Example) -> TensorSpec:
+        """Of a sample in training: shares of the outputs under mixup and cutmix."""
+        if self.recipe.augment.together == 1:
+            return example.targets
+        return TensorSpec((self.task.outputs() or self.images.classes,), torch.float32)
 
     # Passes.
 
@@ -146,13 +149,12 @@ class Shadow:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if gradients else None
         grads = [p.grad for p in parameters if p.grad is not None]
-        with torch.device(self.device):
-            soft = self.recipe.augment.together > 1
-            targets = torch.zeros(rows, self.images.classes) if soft else torch.zeros(rows, dtype=torch.int64)
+        spec = self._targets(self.images.example(rows))
+        targets = torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device)
         with Allocations([*module.parameters(), *module.buffers(), *grads, inputs, targets], self._cpu) as seen:
             out = module(inputs)
             if last:
-                out = cross_entropy(out.float(), targets, label_smoothing=self.recipe.loss.label_smoothing)
+                out = self.task.loss(out.float(), targets)
             saved, forward = seen.live, seen.peak
             seed = torch.empty_like(out)
             torch.autograd.backward(out, seed)
@@ -177,9 +179,9 @@ class Shadow:
             ) from error
 
     def _images(self, rows: int) -> Tensor:
-        shape = self.images
-        images = torch.empty(rows, shape.channels, shape.size, shape.size, device=self.device)
-        return images.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else images
+        inputs = self.images.example(rows).zeros(self.device).inputs
+        last = self.recipe.channels_last and inputs.dim() == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
 
     def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """A forward pass in the recipe's precision."""

@@ -82,6 +82,17 @@ class Task:
         """Targets (N, ...) as float32 of which a weighted mean makes sense; only where `mixes`."""
         raise NotImplementedError
 
+    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """What is predicted: of each sample at most 5 places of names, the most telling first, and a number for each.
+
+        Raises:
+            RecipeError: outputs of this task are no numbers beside names.
+        """
+        raise RecipeError(
+            f"task.name={self.recipe.task.name} has no `ranked`, which tells what its outputs mean; label with "
+            "trainer.predict(model, inputs, devices=...) instead, which returns the outputs themselves"
+        )
+
     def improves(self, value: float, best: float | None) -> bool:
         """Whether `metric` is better than it ever was; NaN is worse than anything."""
         if best is None or math.isnan(best):
@@ -92,6 +103,8 @@ class Task:
         """The metrics in words, for people; `loss` comes first."""
         return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
 
+
+TOP = 5  # names that are told of a prediction
 
 Kind = TypeVar("Kind", bound=type[Task])
 _registered: dict[str, type[Task]] = {}

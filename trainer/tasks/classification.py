@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.base import OnDevices, Task, register_task
+from trainer.tasks.base import TOP, OnDevices, Task, register_task
 
 
 @register_task("classification")
@@ -64,6 +64,11 @@ class Classification(Task):
     def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
         loss, correct1, correct5 = (sums[name].item() / count for name in ("loss", "correct1", "correct5"))
         return {"loss": loss, "top1": correct1, "top5": correct5}
+
+    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The most probable classes with their probabilities."""
+        best = outputs.softmax(1).topk(min(TOP, outputs.shape[1]))
+        return best.indices, best.values
 
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from trainer.recipe import Recipe
-from trainer.tasks.base import OnDevices, Reads, Task, refuse, register_task
+from trainer.tasks.base import TOP, OnDevices, Reads, Task, refuse, register_task
 from trainer.tasks.classification import check_range, described, given_weights, known
 
 
@@ -81,6 +81,11 @@ class Multilabel(Task):
         micro = 2 * both.sum() / either.sum().clamp_min(1)
         macro = (2 * both / either.clamp_min(1)).mean()
         return {"loss": sums["loss"].item() / count, "f1": micro.item(), "f1_macro": macro.item()}
+
+    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The most probable classes with the probability of each."""
+        best = outputs.sigmoid().topk(min(TOP, outputs.shape[1]))
+        return best.indices, best.values
 
     def shares(self, targets: Tensor) -> Tensor:
         return targets

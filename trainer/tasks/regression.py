@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.base import Reads, Task, refuse, register_task
+from trainer.tasks.base import TOP, Reads, Task, refuse, register_task
 from trainer.tasks.classification import described
 
 
@@ -79,6 +79,11 @@ class Regression(Task):
             "mae": sums["absolute"].mean().item() / count,
             "r2": explained.mean().item(),
         }
+
+    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The first values, in their own order."""
+        values = outputs[:, :TOP]
+        return torch.arange(values.shape[1], device=outputs.device).expand_as(values), values
 
     def told(self, metrics: Mapping[str, float | None]) -> str:
         names = {"mae": "MAE", "r2": "R2"}

@@ -134,6 +134,7 @@ def train(words: Sequence[str]) -> int:
     if "plugin" not in own:
         checks.check_model_name(chosen.model.name)
         checks.check_dataset_name(chosen.data.name)
+        checks.check_task_name(chosen.task.name)
     launch = launching.launch_to_start(chosen, own.get("nproc"))
     if launch is not None:
         return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)

@@ -141,3 +141,13 @@ def test_channels_are_repeated_or_weighted():
     assert torch.equal(with_channels(grey, 3)[:, 2:], grey)
     white = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
     assert with_channels(white, 1).shape == (2, 1, 4, 4) and with_channels(white, 1).min() >= 254
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4, 4)])
+def test_shares_of_any_shape_mix(shape):
+    finish = Finish((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
+    targets = torch.randn(5, *shape)
+    mix = order.Mix(np.float32([0.7, 1]), np.float32([0.7, 0.9]), np.zeros((2, 4), np.int64))
+    soft = finish.soft(targets, mix)
+    assert torch.allclose(soft[0], 0.7 * targets[0] + 0.3 * targets[1], atol=1e-6)
+    assert torch.allclose(soft[3], 0.9 * targets[3] + 0.1 * targets[2], atol=1e-6) and soft[4].equal(targets[4])

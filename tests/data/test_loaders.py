@@ -22,6 +22,8 @@ from tests.commands import environment
 from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, order, steps_per_epoch, workers
 from trainer.data.images import read_image
 from trainer.data.registered import UserItems
+from trainer.data.sets import CLASS
+from trainer.data.targets import Targets
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.pool import DevicePool
 from trainer.processes import fork_server
@@ -77,7 +79,10 @@ def memory_sets(train=24, val=7, size=8):
 
 def photo_sets(train=24, val=7, size=16, **faults):
     names = tuple(map(str, range(1000)))
-    sources = [UserItems(Items(count, **faults), "mine", Classification, names, None) for count in (train, val)]
+    sources = [
+        UserItems(Items(count, **faults), "mine", Targets(Classification, names, CLASS), None, None)
+        for count in (train, val)
+    ]
     classes = tuple(map(str, range(max(train, val))))
     return Datasets("mine", *sources, classes, 3, size, (0.5,) * 3, (0.25,) * 3, False, "val")
 

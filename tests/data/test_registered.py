@@ -5,9 +5,21 @@ import pytest
 import torch
 from PIL import Image
 
-from trainer.data import Datasets, LabelledSource, TensorSet, datasets, open_datasets, register_dataset, registered
+from trainer import tasks
+from trainer.data import (
+    Datasets,
+    LabelledSource,
+    Loader,
+    Shard,
+    TensorSet,
+    datasets,
+    open_datasets,
+    register_dataset,
+    registered,
+)
 from trainer.errors import RecipeError
 from trainer.recipe import load
+from trainer.tasks import Task, register_task
 
 
 def opened(*words):
@@ -116,6 +128,75 @@ def test_an_items_label_is_held_against_the_names(names):
     items = [(torch.zeros(3, 6, 6, dtype=torch.uint8), label) for label in (0, 1, 7)]
     register_dataset("mine")(lambda data: (items, items, "ab"))
     found = opened("data.name=mine")
-    assert found.train.read(1, 3)[1].item() == 1
+    assert found.train.read(1, 3)[1] == 1
     with pytest.raises(ValueError, match="its label is 7, and labels must be 0 to 1"):
         found.train.read(2, 3)
+
+
+class Mine:
+    """A source of photos of the user's own."""
+
+    def __init__(self, labels, tells):
+        self.answers = labels
+        if tells:
+            self.labels = np.array(labels)
+
+    def __len__(self):
+        return len(self.answers)
+
+    def where(self, index):
+        return f"mine {index}"
+
+    def read(self, index, channels):
+        return torch.zeros(channels, 8, 8, dtype=torch.uint8), self.answers[index]
+
+
+def sets(labels, tells):
+    parts = Mine(labels, tells), Mine(labels, tells)
+    return Datasets("mine", *parts, ("a", "b"), 3, 8, (0.5,) * 3, (0.25,) * 3, False, "val")
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_source_of_ones_own_has_the_targets_that_the_task_wants(names, tells):
+    register_dataset("mine")(lambda data: sets([0, 1, 1], tells))
+    assert opened("data.name=mine").train.read(1, 3)[1] == 1
+    several = opened("data.name=mine", "task.name=multilabel")
+    assert several.train.read(1, 3)[1].tolist() == [0, 1] and several.targets.shape == (2,)
+    assert isinstance(several.train, LabelledSource) is tells
+    register_dataset("values")(lambda data: sets([[0.5, 1], [0.7, 2]], tells))
+    found = opened("data.name=values", "task.name=regression")
+    assert found.train.read(1, 3)[1].tolist() == pytest.approx([0.7, 2]) and found.targets.dtype == torch.float32
+
+
+def test_items_of_whole_numbers_and_others_are_others(names, monkeypatch):
+    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+    register_task("own")(type("Own", (Task,), {"loss": lambda self, outputs, targets: outputs.mean()}))
+    items = [(torch.zeros(3, 6, 6, dtype=torch.uint8), target) for target in (0, 0.25, [1.0, 2.0])]
+    register_dataset("mine")(lambda data: (items, items, ["x"]))
+    found = opened("data.name=mine", "task.name=own")
+    assert found.targets.dtype == torch.float32 and found.train.read(1, 3)[1].item() == 0.25
+    with pytest.raises(ValueError, match=r"its target is float32 \(2,\), and that of others float32 \(\)"):
+        found.train.read(2, 3)
+
+
+@pytest.mark.parametrize("size", [12, 80])
+def test_dense_targets_lie_under_their_images(names, monkeypatch, size):
+    """Neither is resized or cropped, however large they are."""
+    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+    register_task("own")(type("Own", (Task,), {"loss": lambda self, outputs, targets: outputs.mean()}))
+    image = torch.randint(256, (3, size, size), dtype=torch.uint8)
+    items = [(image, (image[0] > 127).long())] * 8
+    register_dataset("mine")(lambda data: (items, items, ["x"]))
+    recipe = load(None, "data.name=mine", "task.name=own", "batch_size=4", "data.workers=0")
+    found = open_datasets(recipe)
+    loader = Loader(found, recipe, None, Shard(), torch.device("cpu"))
+    for batches in (loader.training(0), loader.evaluation()):
+        batch = next(batches)
+        pixels = batch.inputs[:, 0] * found.std[0] + found.mean[0]
+        assert (pixels * 255 > 127.5).long().equal(batch.targets)
+    other = [*items, (image[:, :-1], torch.zeros(size, size).long())]
+    register_dataset("odd")(lambda data: (other, items, ["x"]))
+    with pytest.raises(RecipeError, match="all of them must be squares of one size"):
+        opened("data.name=odd", "task.name=own")
+    with pytest.raises(RecipeError, match="all of them must be squares of one size"):
+        opened("data.name=mine", "task.name=own", f"data.image_size={size + 1}")

@@ -50,6 +50,21 @@ def test_several_classes_an_image(photos, text):
     assert found.train.labels.tolist() == [[0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 1, 0]]
 
 
+def test_one_column_of_0_and_1_is_one_class(photos):
+    found = opened(photos, table("file,defect", ["0", "1"] * 4), "task.name=multilabel")
+    assert found.classes == ("defect",) and found.train.labels.tolist() == [[0], [1], [0], [1]]
+
+
+def test_a_class_that_only_held_out_images_have_is_known_to_multilabel(photos):
+    found = opened(photos, table("file,labels", ["cat"] * 4 + ["cat;bird"] * 4), "task.name=multilabel")
+    assert found.classes == ("bird", "cat") and found.val.labels.tolist() == [[1, 1]] * 4
+
+
+def test_paths_as_find_prints_them(photos):
+    cells = ["cat", "dog"] * 4
+    assert len(opened(photos, table("file,label", cells, [f"./{name}" for name in NAMES])).val) == 4
+
+
 def test_numbers(photos):
     found = opened(photos, table("file,age,height", [f"{n},{n / 2}" for n in range(8)]), "task.name=regression")
     assert found.classes == ("age", "height") and found.val.labels.tolist() == [[4, 2], [5, 2.5], [6, 3], [7, 3.5]]
@@ -81,7 +96,9 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
         (table("file,a,b", ["1,0"] * 8), [], "a column with each image's class; beside the first its columns are a, b"),
         (table("file,age", ["young"] * 8), ["task.name=regression"], "line 2: young are not all numbers"),
         (table("file,a,b", ["1,2"] * 8), ["task.name=multilabel"], "labels must be 0 or 1, found 1 to 2"),
-        (table("file,age", ["nan"] * 8), ["task.name=regression"], "finite numbers"),
+        (table("file,age", ["1", "nan"] * 4), ["task.name=regression"], "line 3: nan are not all numbers"),
+        (table("file,label", ["cat", ""] * 4), [], "line 3: train/1.png has no class"),
+        (table("file;label", ["x"] * 8).replace(",", ";"), [], "semicolons between its columns"),
         (table("file,label", ["cat"] * 8), [], "1 class names are given, and a classifier tells at least 2 apart"),
     ],
 )

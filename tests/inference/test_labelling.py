@@ -12,6 +12,7 @@ from torch import nn
 from trainer.inference import labelling
 from trainer.inference.labelling import Labeller, Preparation
 from trainer.recipe import load
+from trainer.tasks import Classification
 
 
 class Seen(nn.Module):
@@ -30,7 +31,14 @@ class Seen(nn.Module):
 
 def labeller(*words, threads=1):
     torch.manual_seed(0)
-    found = Labeller(Seen(), Preparation(8, 3, (0.5,) * 3, (0.25,) * 3), load(None, *words), None, threads)
+    found = Labeller(
+        Seen(),
+        Preparation(8, 3, (0.5,) * 3, (0.25,) * 3),
+        load(None, *words),
+        Classification(load(None), ()),
+        None,
+        threads,
+    )
     found.setup(torch.device("cpu"))
     return found
 

@@ -27,6 +27,7 @@ from trainer.pool.checks import check_devices
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
+from trainer.tasks import Classification
 from trainer.telemetry.verdict import Setting, StepParts, judge
 from trainer.training.speed_test import speed_recipe
 
@@ -109,7 +110,7 @@ def test_a_wait_in_a_step_is_counted(monkeypatch):
 # Conditions that ask for CUDA and do not come out so here, each with its reason.
 ELSEWHERE = {
     "planning/probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, where several cards are",
-    "inference/command.py run: name != 'cpu'": "starts processes of its own, which are not simulated",
+    "inference/command.py _decoders: name != 'cpu'": "starts processes of its own, which are not simulated",
     "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
     "doctor/groups.py _take_part: device.type == 'cuda'": "the same",
     "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
@@ -175,7 +176,9 @@ def labels(machine):
     model, images = build(ModelRecipe(name="cnn"), 10, 1, 8), torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
     found = []
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
-        worker = Labeller(model, preparation, load(None, "precision=fp32", "threads=1"), None)
+        worker = Labeller(
+            model, preparation, load(None, "precision=fp32", "threads=1"), Classification(load(None), ()), None
+        )
         worker.setup(device)
         found.append(worker.batch(list(images)))
     assert [one.classes for one in found[0]] == [one.classes for one in found[1]]

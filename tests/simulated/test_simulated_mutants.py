@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.contexts import mode_of
+from tests.contexts import context, mode_of
 from tests.simulated.simcuda import simulated, sources
 from tests.simulated.simcuda.runs import MEASURING
 from trainer.data import Batch
@@ -162,7 +162,7 @@ def probed(machine):
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
     passes, probe.PASS = probe.PASS, 0.0
     try:
-        probe._whole(load(None, "mode=single"), PEERS, model, 2, (1, 4, 4))
+        probe._whole(context(load(None, "mode=single"), PEERS, (2, 1, 4, 4)), model, 2)
         torch.ones(3, device=CARD)
         probe._exchange(PEERS, CARD, reduce=True)
     finally:

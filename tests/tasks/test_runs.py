@@ -11,7 +11,7 @@ PLUGIN = """
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from trainer import Task, register_dataset, register_model, register_task
+from trainer import Classification, Task, register_dataset, register_model, register_task
 
 def images(count, seed):
     return torch.randint(256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
@@ -56,6 +56,18 @@ class Words(torch.utils.data.Dataset):  # whole numbers, item by item, read by w
 def words(data):
     return Words(96, 0), Words(37, 1), ["few", "many"]
 
+class Bright(torch.utils.data.Dataset):  # dense targets item by item
+    def __init__(self, count, seed):
+        self.images = images(count, seed)
+    def __len__(self):
+        return len(self.images)
+    def __getitem__(self, index):
+        return self.images[index], (self.images[index, 0] > 127).long()
+
+@register_dataset("bright_items")
+def bright_items(data):
+    return Bright(96, 0), Bright(37, 1), ["dark", "bright"]
+
 @register_model("pixels")
 def pixels(num_classes, channels, image_size):
     wide = lambda a, b: [nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.ReLU()]
@@ -63,11 +75,24 @@ def pixels(num_classes, channels, image_size):
 
 @register_model("dense")
 def dense(num_classes, channels, image_size):
-    return nn.Sequential(nn.Linear(channels, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, num_classes))
+    middle = [part for _ in range(3) for part in (nn.Tanh(), nn.Linear(16, 16))]
+    return nn.Sequential(nn.Linear(channels, 16), *middle, nn.Linear(16, num_classes))
 
 @register_model("tokens")
 def tokens(num_classes, channels, image_size):
-    return nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, num_classes))
+    middle = [part for _ in range(3) for part in (nn.Tanh(), nn.Linear(16, 16))]
+    return nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(48, 16), *middle, nn.Linear(16, num_classes))
+
+@register_task("focal")
+class Focal(Classification):
+    def loss(self, outputs, targets):
+        each = cross_entropy(outputs, targets, reduction="none")
+        return ((1 - (-each).exp()) ** 2 * each).mean()
+
+@register_task("promising")
+class Promising(Classification):
+    metric = "iou"
+    tells = ("loss", "iou")
 
 @register_task("segmentation")
 class Segmentation(Task):
@@ -88,11 +113,12 @@ KINDS = {
     "multilabel mixed": ["task.name=multilabel", "data.name=corners", "model.name=cnn_gn", "augment.mixup=0.4"],
     "regression": ["task.name=regression", "data.name=levels", "model.name=cnn_gn"],
     "segmentation": ["task.name=segmentation", "data.name=bright", "model.name=pixels"],
+    "focal": ["task.name=focal", "recipe=digits", "model.name=cnn_gn"],
     "measurements": ["task.name=regression", "data.name=measured", "model.name=dense"],
     "tokens": ["data.name=words", "model.name=tokens", "data.workers=1"],
     "weighted": ["recipe=digits", "model.name=cnn_gn", "loss.class_weights=balanced", "augment.cutmix=1"],
 }
-METRICS = {"multilabel": "f1", "regression": "r2", "segmentation": "iou", "classification": "top1"}
+METRICS = {"focal": "top1", "multilabel": "f1", "regression": "r2", "segmentation": "iou", "classification": "top1"}
 MODES = {
     "ddp": ["mode=ddp", "nproc=2"],
     "dp": ["mode=dp", "devices=[cpu,cpu]"],
@@ -114,6 +140,7 @@ DIAGONAL = {
     ("tokens", "ddp"),
     ("tokens", "1f1b"),
     ("weighted", "hogwild"),
+    ("focal", "ddp"),
 }
 
 
@@ -196,6 +223,8 @@ def test_a_task_is_resumed_and_evaluated(kind, single, home, tmp_path):
         ("measurements", ["augment.erase=0.5"], "set augment.erase=0.0"),
         ("regression", ["task.name=classification"], "labels must be whole numbers"),
         ("weighted", ["task.name=regression", "loss.class_weights=null", "augment.cutmix=0"], "these are classes"),
+        ("focal", ["task.name=promising"], "its metrics are loss, top1, top5, without iou"),
+        ("focal", ["loss.label_smoothing=0.1"], "set loss.label_smoothing=0"),
         ("tokens", ["loss.class_weights=balanced"], "known only with its items: give the weights"),
     ],
 )
@@ -227,6 +256,23 @@ def test_predictions_of_each_task(single, home, tmp_path):
         gone = trainer("predict", f"checkpoint={single(kind)}", "plugin=own_tasks", QUIET[0],
                        f"output={tmp_path / kind}", cwd=home)  # fmt: skip
         assert gone.returncode == 2 and says in gone.stderr and gone.stderr.count("\n") == 1, gone.stderr
+
+
+def test_a_task_of_a_plugin_labels_and_is_the_task_of_its_shipped_kind(single, home, tmp_path):
+    ok("predict", f"checkpoint={single('focal')}", "plugin=own_tasks", "devices=[cpu]", QUIET[0],
+       f"output={tmp_path / 'focal'}", cwd=home)  # fmt: skip
+    found = rows_of(tmp_path / "focal")
+    right = sum(row["label"] == row["class"] for row in found)
+    assert len(found) == 360 and right / 360 == pytest.approx(result(single("focal"))["val_top1"])
+
+
+def test_dense_targets_item_by_item_are_those_in_memory(single, home, tmp_path):
+    changed = [word if word != "data.name=bright" else "data.name=bright_items" for word in words("segmentation")]
+    ok(*changed, "mode=single", "data.workers=1", f"output={tmp_path / 'run'}", cwd=home)
+    ours, reference = result(tmp_path / "run"), result(single("segmentation"))
+    assert ours["data"]["val_samples"] == 37
+    assert len(losses(tmp_path / "run")) == len(losses(single("segmentation")))
+    assert ours["val_iou"] == pytest.approx(reference["val_iou"], abs=0.2)
 
 
 CORNERS = {"top left", "top right", "bottom left", "bottom right"}

@@ -81,8 +81,16 @@ def test_more_outputs_than_classes_weigh_one():
     [
         (["loss.class_weights=[1,2]"], None, r"class_weights has 2 numbers, and the data 3 classes \(a, b, c\)"),
         (["loss.class_weights=balanced"], None, "known only with its items: give the weights"),
-        (["task.name=multilabel", "loss.label_smoothing=0.1"], None, "label_smoothing is not for task.name=multilabel"),
-        (["task.name=regression", "loss.class_weights=[1,2,3]"], None, "class_weights is not for task.name=regression"),
+        (
+            ["task.name=multilabel", "loss.label_smoothing=0.1"],
+            None,
+            "task.name=multilabel: set loss.label_smoothing=0",
+        ),
+        (
+            ["task.name=regression", "loss.class_weights=[1,2,3]"],
+            None,
+            "task.name=regression: set loss.class_weights=null",
+        ),
         (["task.name=regression", "augment.mixup=0.2"], None, "do not mix: set augment.mixup=0"),
         (["task.name=regression", "augment.mixup=1", "augment.cutmix=1"], None, "augment.mixup=0 augment.cutmix=0"),
         (["task.name=regression", "model.num_classes=5"], None, "there are 3 values to tell: leave it out"),
@@ -201,3 +209,45 @@ def test_a_task_of_ones_own_needs_a_loss_only(monkeypatch):
     assert made.told(found) == f"loss {found['loss']:.4f}"
     with pytest.raises(RecipeError, match=r"'absolute'.*taken"):
         register_task("absolute")
+
+
+def test_a_loss_of_ones_own_refuses_what_it_does_not_look_at(monkeypatch):
+    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+
+    @register_task("focal")
+    class Focal(Classification):
+        def loss(self, outputs, targets):
+            each = cross_entropy(outputs, targets, reduction="none")
+            return ((1 - (-each).exp()) ** 2 * each).mean()
+
+    @register_task("smoothed")
+    class Smoothed(Focal):
+        uses = ("label_smoothing",)
+
+        def loss(self, outputs, targets):
+            return super().loss(outputs, targets)
+
+    assert task("task.name=focal").metric_names() == ("loss", "top1", "top5")
+    with pytest.raises(RecipeError, match=r"task.name=focal: set loss.label_smoothing=0"):
+        task("task.name=focal", "loss.label_smoothing=0.1")
+    assert task("task.name=smoothed", "loss.label_smoothing=0.1")
+    with pytest.raises(RecipeError, match=r"set loss.class_weights=null"):
+        task("task.name=smoothed", "loss.class_weights=[1,2,3]")
+
+
+def test_predictions_are_of_names_only():
+    outputs = torch.tensor([[0.0, 2.0, -1.0, 9.0, 9.0]])
+    places, numbers = task("task.name=multilabel", "model.num_classes=5").ranked(outputs)
+    assert places.tolist() == [[1, 0, 2]] and numbers[0, 0].item() == pytest.approx(
+        torch.sigmoid(torch.tensor(2.0)).item()
+    )
+    names = [str(n) for n in range(8)]
+    places, numbers = task("task.name=regression", names=names).ranked(torch.arange(8.0)[None])
+    assert places.tolist() == [list(range(8))] and numbers.tolist() == [list(range(8))]
+
+
+def test_the_values_that_vary_are_explained():
+    targets = torch.stack([torch.arange(6.0), torch.full((6,), 2.0)], 1)
+    made = task("task.name=regression", names=("a", "b"))
+    found = made.metrics(made.sums(targets + 0.1, targets), 6)
+    assert found["r2"] == pytest.approx(1 - 0.01 / targets[:, 0].var(correction=0).item(), rel=1e-5)

@@ -93,7 +93,7 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
     assert len(said) == (damage not in ("empty", "huge record")) and all("is left out" in line for line in said)
     assert len(list(tmp_path.glob("events*"))) == 1
     tracker = Tracker(recipe, RunFolder(recipe))
-    tracker.start(Position(3, 0, 3), 10)
+    tracker.start(Position(3, 0, 3), 10, "top1")
     tracker.close()
 
 

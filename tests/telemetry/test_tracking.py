@@ -17,7 +17,7 @@ def test_a_resumed_run_has_its_verdict_once(tmp_path):
     recipe = load("digits", f"output={tmp_path / 'run'}", "resume=auto")
     for position in (Position(0, 0, 0), Position(5, 0, 5), Position(5, 0, 5)):
         tracker = Tracker(recipe, RunFolder(recipe))
-        tracker.start(position, 10)
+        tracker.start(position, 10, "top1")
         tracker.text("verdict", "it computes", 10)
         tracker.close()
     texts = [place for place in written(tmp_path / "run") if "text_summary" in place[0]]
@@ -27,7 +27,7 @@ def test_a_resumed_run_has_its_verdict_once(tmp_path):
 def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path):
     recipe = load("digits", f"output={tmp_path / 'run'}")
     tracker = Tracker(recipe, RunFolder(recipe))
-    tracker.start(Position(0, 0, 0), 10)
+    tracker.start(Position(0, 0, 0), 10, "top1")
     shutil.rmtree(tmp_path / "run")
     tracker.scalars({"train/loss": 1.0}, 1)
     with pytest.raises(SetupError, match=r"run cannot be written .No such file"):
@@ -50,7 +50,7 @@ def test_the_null_tracker_answers_everything_a_tracker_does():
 def test_plain_lines_and_files(tmp_path, capsys):
     recipe = load("digits", f"output={tmp_path / 'run'}")
     tracker = Tracker(recipe, RunFolder(recipe))
-    tracker.start(Position(0, 0, 0), 10)
+    tracker.start(Position(0, 0, 0), 10, "top1")
     row = {"step": 5, "epoch": 0, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1, "samples_per_sec": 1234.5}
     tracker.step(row)
     tracker.progress(5, 0)

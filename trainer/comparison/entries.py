@@ -91,6 +91,7 @@ def entries(
     if plugin is None:
         checks.check_model_name(base.model.name)
         checks.check_dataset_name(base.data.name)
+        checks.check_task_name(base.task.name)
     shared = _by_key(words)
     given = shared.pop("mode", None)
     if given and modes is not None:

@@ -213,9 +213,10 @@ class Finish:
         return self._with_last(mixed.flatten(0, 1), inputs)
 
     def soft(self, hard: Tensor, mix: Mix) -> Tensor:
-        """Targets (n, K) float32, mixed as their images are."""
+        """Targets (n, ...) float32, mixed as their images are."""
         own = self._pairs(hard, mix)
-        soft = torch.lerp(own, own.flip(1), self._column(1 - mix.share)[:, :, None])
+        away = self._column(1 - mix.share).view(-1, *[1] * hard.dim())
+        soft = torch.lerp(own, own.flip(1), away)
         return self._with_last(soft.flatten(0, 1), hard)
 
     @staticmethod

@@ -6,20 +6,21 @@ import gzip
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer import tasks
 from trainer.data import order
 from trainer.data.downloads import PUBLISHED, load_published
-from trainer.data.feeds import labels_at_hand
-from trainer.data.folders import open_folder
+from trainer.data.folders import PhotoFolder, open_folder
+from trainer.data.images import reason
 from trainer.data.memory import in_memory
-from trainer.data.registered import open_registered, registered
-from trainer.data.sets import Datasets, ImageSet, TensorSpec, with_labels
+from trainer.data.registered import UserItems, open_registered, registered
+from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
 from trainer.data.tables import open_table
+from trainer.data.targets import Targets, TaskSource, target_of
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
 from trainer.recipe.checks import DATASETS
@@ -36,29 +37,49 @@ def open_datasets(recipe: Recipe) -> Datasets:
         RecipeError: there is no such data set, or it does not fit the recipe.
         SetupError: its files are not here, or cannot be read.
     """
+    tasks.kind(recipe)  # a name that is none is told before anything is looked for
     return _for_task(recipe, _opened(recipe))
 
 
 def _for_task(recipe: Recipe, found: Datasets) -> Datasets:
     """With targets as the recipe's task wants them."""
-    kind, data = tasks.kind(recipe), recipe.data
+    kind = tasks.kind(recipe)
 
-    def checked(part: Any) -> Any:
+    def told(part: ImageSet | TensorSet | PhotoSource) -> Tensor | None:
+        """The targets that are known without reading an image."""
         labels = getattr(part, "labels", None)
-        if labels is None:  # each is checked as it is read
-            return part
         try:
-            labels = kind.checked(torch.as_tensor(labels), found.classes)
+            return None if labels is None else kind.checked(torch.as_tensor(labels), found.classes)
         except ValueError as error:
-            raise RecipeError(f"data.name={data.name}, task.name={recipe.task.name}: {error}") from None
-        return with_labels(part, labels)
+            raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
 
-    found = replace(found, train=checked(found.train), val=checked(found.val))
-    labels = labels_at_hand(found.train, skip=False)
-    if labels is not None:
-        found = replace(found, targets=TensorSpec.of(labels))
+    train, val = told(found.train), told(found.val)
+    spec = _looked_at(recipe, found) if train is None else TensorSpec.of(train)
+    targets = Targets(kind, found.classes, spec)
+
+    def held(part: ImageSet | TensorSet | PhotoSource, labels: Tensor | None) -> ImageSet | TensorSet | PhotoSource:
+        if isinstance(part, UserItems):  # holds each target against the task by itself
+            return part
+        if isinstance(part, ImageSet | TensorSet | PhotoFolder):
+            return part if labels is None else with_labels(part, labels)
+        return TaskSource(part, targets, found.image_size, labels)
+
+    found = replace(found, train=held(found.train, train), val=held(found.val, val), targets=spec)
     _check_augmentation(recipe, found)
     return found
+
+
+def _looked_at(recipe: Recipe, found: Datasets) -> TensorSpec:
+    """Of a target in a set that does not tell its targets beforehand."""
+    source = found.train
+    if isinstance(source, UserItems | ImageSet | TensorSet):
+        return found.targets
+    if found.targets != CLASS or tasks.kind(recipe).reads == "class":
+        return found.targets
+    try:
+        return TensorSpec.of(target_of(source.read(0, found.channels)[1], tasks.kind(recipe), found.classes)[None])
+    except Exception as error:  # a user's source may raise anything at all
+        raise SetupError(f"{source.where(0)} cannot be read ({reason(error)})") from None
 
 
 def _check_augmentation(recipe: Recipe, found: Datasets) -> None:

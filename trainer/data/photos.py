@@ -153,6 +153,16 @@ class Reader:
             return None, 0, [(self.source.where(sample), reason(error))]
 
 
+class DenseReader(Reader):
+    """For images under whose pixels targets lie: they are neither resized nor cropped."""
+
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Tensor], Tensor]:
+        return lambda row, image: image.permute(1, 2, 0)
+
+    def _for_evaluation(self, image: Tensor) -> Tensor:
+        return image.permute(1, 2, 0)
+
+
 class PlainReader(Reader):
     """For inputs that are no images: they lie in the buffer as the data set gives them."""
 

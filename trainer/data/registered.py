@@ -15,6 +15,7 @@ from trainer.data.folders import IMAGENET, Shape, image_shape, shape_of, statist
 from trainer.data.images import from_item
 from trainer.data.memory import in_memory
 from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
+from trainer.data.targets import Targets, target_of
 from trainer.errors import RecipeError
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS
@@ -111,8 +112,11 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
             )
     kind = tasks.kind(recipe)
     shapes, spec, target = _look(parts[0], kind, names)
+    if len(target.shape) > 1 and spec is None:
+        recipe = _of_one_size(recipe, shapes, target)
     train, val = (
-        UserItems(part, f"{data.name}, {role}", kind, names, spec) for part, role in zip(parts, ROLES, strict=True)
+        UserItems(part, f"{data.name}, {role}", Targets(kind, names, target), spec, recipe.data.image_size)
+        for part, role in zip(parts, ROLES, strict=True)
     )
     if spec is not None:
         return _plain(data, train, val, names, spec, target)
@@ -124,13 +128,31 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
 ROLES = ("training set", "held-out set")
 
 
-class UserItems:
-    """A user's map-style data set as a source of photos, or of other inputs, which are as `spec` says."""
+def _of_one_size(recipe: Recipe, shapes: Sequence[Shape], target: TensorSpec) -> Recipe:
+    """The recipe with the one size of images under whose pixels targets lie: neither can be brought to another.
 
-    def __init__(
-        self, items: Any, name: str, kind: type[Task], names: tuple[str, ...], spec: TensorSpec | None
-    ) -> None:
-        self.items, self.name, self.kind, self.names, self.spec = items, name, kind, names, spec
+    Raises:
+        RecipeError: there is none.
+    """
+    sizes = {shape[1:] for shape in shapes}
+    height, width = next(iter(sizes))
+    if len(sizes) > 1 or height != width or recipe.data.image_size not in (None, height):
+        found = ", ".join(f"{height} x {width}" for height, width in sorted(sizes)[:4])
+        raise RecipeError(
+            f"data.name={recipe.data.name}: its targets, of {' x '.join(map(str, target.shape))}, lie on its images: "
+            f"all of them must be squares of one size, and data.image_size that size or left out; found {found}"
+        )
+    return recipe.replace(data__image_size=height)
+
+
+class UserItems:
+    """A user's map-style data set as a source of photos, or of other inputs, which are as `spec` says.
+
+    Images under whose pixels targets lie must have `size` pixels along each side.
+    """
+
+    def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, size: int | None) -> None:
+        self.items, self.name, self.targets, self.spec, self.size = items, name, targets, spec, size
 
     def __len__(self) -> int:
         return len(self.items)
@@ -138,24 +160,15 @@ class UserItems:
     def where(self, index: int) -> str:
         return f"{self.name}: item {index}"
 
-    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
+    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         found, target = self.items[index]
-        target = target_of(target, self.kind, self.names)
+        target = self.targets.one(target)
         if self.spec is None:
-            return from_item(found, channels), target
+            return self.targets.beside(from_item(found, channels), self.size), target
         inputs = plain(torch.as_tensor(found))
         if (own := TensorSpec(tuple(inputs.shape), inputs.dtype)) != self.spec:
             raise ValueError(f"its input is {own}, and that of others {self.spec}")
         return inputs, target
-
-
-def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
-    """An item's target as the task wants it."""
-    try:
-        return kind.checked(torch.as_tensor(target)[None], names)[0]
-    except (TypeError, ValueError, RuntimeError) as error:
-        told = f"its label is {target}, and " if isinstance(target, int) else ""
-        raise ValueError(f"{told}{error}") from None
 
 
 def plain(inputs: Tensor) -> Tensor:
@@ -183,7 +196,10 @@ def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shap
                     shapes.append((channels, height, width))
                 else:
                     spec = spec or TensorSpec.of(plain(found)[None])
-            target = target or TensorSpec.of(target_of(label, kind, names)[None])
+            own = TensorSpec.of(target_of(label, kind, names)[None])
+            if target is not None and own.shape == target.shape:  # whole numbers first, and others later
+                own = TensorSpec(own.shape, torch.promote_types(own.dtype, target.dtype))
+            target = own if target is None or own.shape == target.shape else target
     return shapes, None if shapes else spec, target or CLASS
 
 

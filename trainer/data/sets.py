@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy.typing as npt
 import torch
@@ -159,11 +159,8 @@ class LabelledSource(PhotoSource, Protocol):
     labels: npt.NDArray[Any]  # (samples, ...)
 
 
-Part = TypeVar("Part", ImageSet, TensorSet, LabelledSource)
-
-
-def with_labels(part: Part, labels: Tensor) -> Part:
-    """The same samples with other targets."""
+def with_labels(part: Any, labels: Tensor) -> Any:
+    """The same samples, of a set in memory or of a source of ours that knows its labels, with other targets."""
     if isinstance(part, ImageSet | TensorSet):
         return replace(part, labels=labels)
     part = copy.copy(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ class Table:
         except (OSError, UnicodeError, csv.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise SetupError(f"data.labels={path} cannot be read ({reason})") from None
+        if len(lines) > 1 and len(lines[0][1]) == 1 and ";" in lines[0][1][0]:
+            raise SetupError(f"data.labels={path} has semicolons between its columns: commas are needed there")
         if len(lines) < 2 or len(lines[0][1]) < 2:
             raise SetupError(
                 f"data.labels={path} needs a header and rows, such as file,label and train/cat-1.jpg,cat below it"
@@ -67,8 +70,8 @@ class Table:
         for number, cells in lines[1:]:
             if len(cells) != len(header):
                 raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(header)}")
-            image = cells[0].strip()
-            part = cells[split] if split is not None else image.replace("\\", "/").partition("/")[0]
+            image = os.path.normpath(cells[0].strip().replace("\\", "/"))
+            part = cells[split] if split is not None else image.partition("/")[0]
             row = Row(number, image, tuple(cells[n].strip() for n in told))
             if part.strip().lower() in TRAIN:
                 self.train.append(row)
@@ -89,8 +92,9 @@ class Table:
         if reads == "class" and len(self.columns) == 1:
             names = sorted({row.cells[0] for row in self.train})
             return tuple(names), [np.array([self._place(row, row.cells[0], names) for row in rows]) for rows in parts]
-        if reads == "classes" and len(self.columns) == 1:
-            names = sorted({name for row in self.train for name in _several(row.cells[0])})
+        cells = [row.cells[0] for row in (*self.train, *self.val)]
+        if reads == "classes" and len(self.columns) == 1 and not {"0", "1"} >= set(cells):
+            names = sorted({name for cell in cells for name in _several(cell)})
             found = [np.zeros((len(rows), len(names)), np.float32) for rows in parts]
             for rows, targets in zip(parts, found, strict=True):
                 for n, row in enumerate(rows):
@@ -102,6 +106,8 @@ class Table:
         raise SetupError(f"{self.path} needs {WANTED[reads]}; beside the first its columns are {_listed(self.columns)}")
 
     def _place(self, row: Row, name: str, names: list[str]) -> int:
+        if not name:
+            raise SetupError(f"{self.path}, line {row.number}: {row.file} has no class")
         place = bisect_left(names, name)
         if names[place : place + 1] != [name]:
             raise SetupError(f"{self.path}, line {row.number}: no training image has the class '{name}'")
@@ -109,9 +115,12 @@ class Table:
 
     def _numbers(self, row: Row) -> list[float]:
         try:
-            return [float(cell) for cell in row.cells]
+            found = [float(cell) for cell in row.cells]
         except ValueError:
-            raise SetupError(f"{self.path}, line {row.number}: {_listed(row.cells)} are not all numbers") from None
+            found = [math.nan]
+        if not all(map(math.isfinite, found)):
+            raise SetupError(f"{self.path}, line {row.number}: {_listed(row.cells)} are not all numbers")
+        return found
 
 
 def open_table(recipe: Recipe) -> Datasets:

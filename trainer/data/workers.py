@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from trainer.data.copies import Copies
 from trainer.data.folders import unreadable
 from trainer.data.order import Array
-from trainer.data.photos import Key, PlainReader, Reader, Unreadable
+from trainer.data.photos import DenseReader, Key, PlainReader, Reader, Unreadable
 from trainer.data.sets import Datasets, PhotoSource, TensorSpec
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
@@ -87,7 +87,7 @@ class PhotoFeed:
             for buffer in (self.images, self.labels):
                 buffer.share_memory_()  # type: ignore[no-untyped-call]
         self.failures: list[Unreadable] = []
-        prepare = PlainReader if datasets.plain else Reader
+        prepare = PlainReader if datasets.plain else DenseReader if len(targets.shape) > 1 else Reader
         self._reader = prepare(source, self.images, self.labels, recipe.augment, recipe.seed, self.skip)
         self._keys: list[Key] = []
         self._loader: Any = None

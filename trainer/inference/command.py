@@ -127,7 +127,7 @@ def _label_on(
         with DevicePool(
             devices,
             Labeller,
-            arguments=(trained.model, trained.preparation, recipe, inputs.source, threads),
+            arguments=(trained.model, trained.preparation, recipe, trained.task, inputs.source, threads),
             batch_size=recipe.predict.batch_size,
             item_timeout=recipe.predict.timeout,
             on_error="skip",
@@ -173,7 +173,9 @@ def _inputs(trained: Trained, me: Place) -> Inputs:
     if trained.data is not None:
         return sources.dataset_split(trained.data, recipe.predict.split or "val", me.rank, me.size)
     assert recipe.data.root is not None
-    return sources.image_files(recipe.data.root, trained.classes, me.rank, me.size)
+    # A folder may be named like the one class of its images; several classes and values stand in tables.
+    classes = trained.classes if trained.task.reads == "class" else ()
+    return sources.image_files(recipe.data.root, classes, me.rank, me.size)
 
 
 def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer import tasks
 from trainer.data import Datasets, PhotoSource
 from trainer.data.augment import Finish
 from trainer.data.folders import PhotoFolder
@@ -21,6 +20,7 @@ from trainer.devices import cards, health
 from trainer.devices.precision import set_precision
 from trainer.modes.base import AUTOCAST
 from trainer.recipe import Recipe
+from trainer.tasks import Task
 
 PIECES, FEWEST = 4, 16  # a batch is decoded beside the device in so many pieces, of so many images at least
 COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.batch_size is left out
@@ -60,12 +60,17 @@ class Labeller:
     """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, or an index into `source`."""
 
     def __init__(
-        self, model: nn.Module, preparation: Preparation, recipe: Recipe, source: PhotoSource | None, threads: int = 1
+        self,
+        model: nn.Module,
+        preparation: Preparation,
+        recipe: Recipe,
+        task: Task,
+        source: PhotoSource | None,
+        threads: int = 1,
     ) -> None:
         """`threads` decode files while the device works on those before; 1: before it does."""
-        self.model, self.preparation, self.recipe, self.source = model, preparation, recipe, source
+        self.model, self.preparation, self.recipe, self.task, self.source = model, preparation, recipe, task, source
         self.threads = threads
-        self.task = tasks.create(recipe.replace(loss__class_weights=None, augment={}), ())
 
     def setup(self, device: torch.device) -> None:
         recipe, how = self.recipe, self.preparation

@@ -31,6 +31,7 @@ class Trained:
     """A model that can label, and what it was made of."""
 
     recipe: Recipe
+    task: Task
     model: nn.Module
     classes: tuple[str, ...]
     preparation: Preparation
@@ -47,19 +48,31 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     """
     weights, facts = read_weights(path)
     recipe = recipe_of(path, facts, tuple(words))
-    if tasks.kind(recipe).ranked is Task.ranked:
-        Task(recipe, ()).ranked(torch.zeros(0))
-    if facts.get("mean") == "[]":
-        raise RecipeError(f"{path} was trained on inputs that are no images, and predict labels images")
     data = open_datasets(recipe) if wants_split(recipe, words) else None
+    if facts.get("mean") == "[]" or (data is not None and data.plain):
+        raise RecipeError(f"{path} was trained on inputs that are no images, and predict labels images")
     if data is not None:
         classes, how = data.classes, Preparation.of(data)
     else:
         classes, how = _prepared(path, facts_of(path, facts), recipe.data.image_size)
-    model = build(recipe.model, len(classes), how.channels, how.image_size, starting=False)
+    task = _task(recipe, classes)
+    free = task.outputs() is None
+    model = build(recipe.model, max(1, len(classes)), how.channels, how.image_size, starting=False, any_output=free)
     initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
-    return Trained(recipe, model, names, how, data, _fingerprint(weights))
+    return Trained(recipe, task, model, names, how, data, _fingerprint(weights))
+
+
+def _task(recipe: Recipe, names: Sequence[str]) -> Task:
+    """The recipe's task for labelling, which asks for no loss.
+
+    Raises:
+        RecipeError: its outputs are no numbers beside names.
+    """
+    task = tasks.create(recipe.replace(loss={}, augment={}), names)
+    if type(task).ranked is Task.ranked:
+        task.ranked(torch.zeros(0))  # says so
+    return task
 
 
 def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
@@ -124,7 +137,13 @@ def published(words: Sequence[str]) -> Trained:
     classes, preset, size = _published(recipe)
     model = build(recipe.model, len(classes), 3, size)
     return Trained(
-        recipe, model, classes, Preparation(size, 3, *IMAGENET, preset), None, _fingerprint(model.state_dict())
+        recipe,
+        _task(recipe, classes),
+        model,
+        classes,
+        Preparation(size, 3, *IMAGENET, preset),
+        None,
+        _fingerprint(model.state_dict()),
     )
 
 

@@ -30,6 +30,7 @@ def command(words: Sequence[str]) -> int:
     if "plugin" not in own:
         checks.check_model_name(chosen.model.name)
         checks.check_dataset_name(chosen.data.name)
+        checks.check_task_name(chosen.task.name)
     options = {key: own.get(key) for key in ("plugin", *OWN)}
     again = [word for word in typed if word.partition("=")[0] not in OWN]
     every = not any(word.startswith("mode=") for word in rest)

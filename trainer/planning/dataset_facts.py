@@ -61,7 +61,7 @@ class DatasetFacts:
         """The recipe's model on the CPU, with its starting weights or without."""
         few = self.example(2).zeros(torch.device("cpu")).inputs if self.plain else None
         free = self.task(recipe).outputs() is None
-        return build(recipe.model, self.classes, self.channels, self.size, starting, few, free)
+        return build(recipe.model, max(1, self.classes), self.channels, self.size, starting, few, free)
 
 
 def dataset_facts(recipe: Recipe) -> DatasetFacts:
@@ -73,8 +73,11 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
     facts = _facts(recipe)
     if facts.plain is not None or facts.targets != CLASS:
         return facts
+    kind, told = tasks.kind(recipe), torch.zeros(1, dtype=torch.int64)
+    if recipe.data.labels is not None and kind.reads != "class":  # a table that is not on this machine
+        told = torch.zeros(1, facts.classes)
     try:
-        example = tasks.kind(recipe).checked(torch.zeros(1, dtype=torch.int64), range_names(facts.classes))
+        example = kind.checked(told, range_names(facts.classes))
     except ValueError as error:
         raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
     return replace(facts, targets=TensorSpec.of(example))
@@ -99,6 +102,8 @@ def _facts(recipe: Recipe) -> DatasetFacts:
         return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
     if data.name == "imagefolder" and data.root is not None and not Path(data.root).expanduser().is_dir():
         classes, channels, size = IMAGENET
+        if tasks.kind(recipe).reads == "values":
+            classes = 1
         shape = (data.channels or channels, data.image_size or size)
         return DatasetFacts(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
     if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept

@@ -126,7 +126,7 @@ class Shadow:
         """Of a sample in training: shares of the outputs under mixup and cutmix."""
         if self.recipe.augment.together == 1:
             return example.targets
-        return TensorSpec((self.task.outputs() or self.images.classes,), torch.float32)
+        return TensorSpec.of(self.task.shares(torch.zeros(1, *example.targets.shape, dtype=example.targets.dtype)))
 
     # Passes.
 
@@ -171,7 +171,7 @@ class Shadow:
         """
         try:
             yield
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
+        except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError) as error:
             reason = " ".join(str(error).split())[:120] or type(error).__name__
             raise RecipeError(
                 f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than shapes ({reason}), "

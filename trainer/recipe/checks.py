@@ -19,6 +19,8 @@ V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
 FEW_IMAGES, ENOUGH_IMAGES = 64, 128  # in a step of one GPU: launching kernels then takes longer than running them
 
+TASKS = ("classification", "multilabel", "regression")
+
 OPTIONS = {
     "fp16": ("precision", "fp16"),
     "bf16": ("precision", "bf16"),
@@ -268,6 +270,16 @@ def check_dataset_name(name: str) -> None:
         hint = f"did you mean data.name={guess}? " if guess else ""
         known = ", ".join(DATASETS)
         raise RecipeError(f"data.name={name} is not a data set; {hint}known: {known} (your own: plugin=my_module)")
+
+
+def check_task_name(name: str) -> None:
+    """Refuse a task that this package does not have (skipped when the user brings a plugin)."""
+    if name not in TASKS:
+        guess = nearest(name, TASKS)
+        hint = f"did you mean task.name={guess}? " if guess else ""
+        raise RecipeError(
+            f"task.name={name} is not a task; {hint}known: {', '.join(TASKS)} (your own: plugin=my_module)"
+        )
 
 
 def torchvision_classifiers() -> list[str]:

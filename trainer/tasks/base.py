@@ -22,7 +22,9 @@ class Task:
         reads: what a table of labels says of an image: its class, its classes, or numbers.
         metric: the one of `metrics` by which the best epoch is chosen.
         larger_is_better: whether the best is the largest.
+        tells: the names of all `metrics`; `loss` and `metric` where nothing else is said.
         mixes: whether targets can be mixed as mixup and cutmix mix images: see `shares`.
+        uses: the keys of the recipe's `loss` that the `loss` of this very class looks at. The others are refused.
         recipe: the whole recipe.
         names: of the classes, or of the values to be told.
     """
@@ -30,7 +32,9 @@ class Task:
     reads: ClassVar[Reads] = "class"
     metric: ClassVar[str] = "loss"
     larger_is_better: ClassVar[bool] = False
+    tells: ClassVar[tuple[str, ...]] = ()
     mixes: ClassVar[bool] = False
+    uses: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
         """`targets` are the training set's, (N, ...), where they are known without reading its inputs.
@@ -39,6 +43,15 @@ class Task:
             RecipeError: the recipe asks for what this task does not have.
         """
         self.recipe, self.names = recipe, tuple(names)
+        home = next(kind for kind in type(self).__mro__ if "loss" in vars(kind))  # whose loss it is
+        for key, off in (("label_smoothing", "0"), ("class_weights", "null")):
+            if getattr(recipe.loss, key) and key not in vars(home).get("uses", ()):
+                raise RecipeError(f"loss.{key} is not for task.name={recipe.task.name}: set loss.{key}={off}")
+
+    @classmethod
+    def metric_names(cls) -> tuple[str, ...]:
+        """Of all that is told of the held-out samples."""
+        return cls.tells or tuple(dict.fromkeys(("loss", cls.metric)))
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
@@ -83,7 +96,7 @@ class Task:
         raise NotImplementedError
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """What is predicted: of each sample at most 5 places of names, the most telling first, and a number for each.
+        """What is predicted: of each sample (N, K) places of names, the most telling first, and a number for each.
 
         Raises:
             RecipeError: outputs of this task are no numbers beside names.
@@ -103,8 +116,6 @@ class Task:
         """The metrics in words, for people; `loss` comes first."""
         return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
 
-
-TOP = 5  # names that are told of a prediction
 
 Kind = TypeVar("Kind", bound=type[Task])
 _registered: dict[str, type[Task]] = {}
@@ -167,16 +178,3 @@ class OnDevices:
         if device not in self._copies:
             self._copies[device] = self._value.to(device)  # waits, once: the copy may be used in any stream
         return self._copies[device]
-
-
-def refuse(recipe: Recipe, *options: str) -> None:
-    """Refuse keys of `loss` that a task does not have.
-
-    Raises:
-        RecipeError: one of them is set.
-    """
-    for option in options:
-        if getattr(recipe.loss, option):
-            raise RecipeError(
-                f"loss.{option} is not for task.name={recipe.task.name}: leave it out, or use task.name=classification"
-            )

@@ -11,7 +11,9 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.base import TOP, OnDevices, Task, register_task
+from trainer.tasks.base import OnDevices, Task, register_task
+
+TOP = 5  # classes that are told of a prediction
 
 
 @register_task("classification")
@@ -20,7 +22,9 @@ class Classification(Task):
 
     metric: ClassVar[str] = "top1"
     larger_is_better: ClassVar[bool] = True
+    tells: ClassVar[tuple[str, ...]] = ("loss", "top1", "top5")
     mixes: ClassVar[bool] = True
+    uses: ClassVar[tuple[str, ...]] = ("label_smoothing", "class_weights")
 
     def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
         super().__init__(recipe, names, targets)

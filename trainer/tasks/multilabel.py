@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from trainer.recipe import Recipe
-from trainer.tasks.base import TOP, OnDevices, Reads, Task, refuse, register_task
-from trainer.tasks.classification import check_range, described, given_weights, known
+from trainer.tasks.base import OnDevices, Reads, Task, register_task
+from trainer.tasks.classification import TOP, check_range, described, given_weights, known
 
 
 @register_task("multilabel")
@@ -25,11 +25,12 @@ class Multilabel(Task):
     reads: ClassVar[Reads] = "classes"
     metric: ClassVar[str] = "f1"
     larger_is_better: ClassVar[bool] = True
+    tells: ClassVar[tuple[str, ...]] = ("loss", "f1", "f1_macro")
     mixes: ClassVar[bool] = True
+    uses: ClassVar[tuple[str, ...]] = ("class_weights",)
 
     def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
         super().__init__(recipe, names, targets)
-        refuse(recipe, "label_smoothing")
         weights = self._weights(targets)
         self.weights = None if weights is None else OnDevices(weights)
 
@@ -84,7 +85,7 @@ class Multilabel(Task):
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """The most probable classes with the probability of each."""
-        best = outputs.sigmoid().topk(min(TOP, outputs.shape[1]))
+        best = self._of_names(outputs).sigmoid().topk(min(TOP, len(self.names)))
         return best.indices, best.values
 
     def shares(self, targets: Tensor) -> Tensor:

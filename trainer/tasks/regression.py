@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.base import TOP, Reads, Task, refuse, register_task
+from trainer.tasks.base import Reads, Task, register_task
 from trainer.tasks.classification import described
 
 
@@ -19,14 +19,14 @@ from trainer.tasks.classification import described
 class Regression(Task):
     """Mean squared error over the values; their mean absolute error, and the share of their variance that is explained.
 
-    R2 = 1 - sum of squared errors / sum of squared distances from the mean, the mean over the values.
+    R2 = 1 - sum of squared errors / sum of squared distances from the mean, the mean over the values that vary.
     """
 
     reads: ClassVar[Reads] = "values"
+    tells: ClassVar[tuple[str, ...]] = ("loss", "mae", "r2")
 
     def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
         super().__init__(recipe, names, targets)
-        refuse(recipe, "label_smoothing", "class_weights")
         if recipe.model.num_classes not in (None, len(self.names)):
             raise RecipeError(
                 f"model.num_classes={recipe.model.num_classes}, but there are {len(self.names)} values to tell: "
@@ -77,13 +77,12 @@ class Regression(Task):
         return {
             "loss": squared.mean().item() / count,
             "mae": sums["absolute"].mean().item() / count,
-            "r2": explained.mean().item(),
+            "r2": explained.nanmean().item(),
         }
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The first values, in their own order."""
-        values = outputs[:, :TOP]
-        return torch.arange(values.shape[1], device=outputs.device).expand_as(values), values
+        """All values, in their own order."""
+        return torch.arange(outputs.shape[1], device=outputs.device).expand_as(outputs), outputs
 
     def told(self, metrics: Mapping[str, float | None]) -> str:
         names = {"mae": "MAE", "r2": "R2"}

@@ -40,7 +40,7 @@ class Sums:
         flat = torch.cat([*(part.double().flatten() for part in mine), torch.tensor([float(self.count)]).double()])
         *_, count = found = world.sum_(flat)
         if not count:
-            return {name: math.nan for name in ("loss", self.task.metric)}, 0
+            return dict.fromkeys(self.task.metric_names(), math.nan), 0
         pieces = torch.split(found[:-1], [shape.numel() for shape in layout.values()])
         whole = {name: piece.view(shape) for (name, shape), piece in zip(layout.items(), pieces, strict=True)}
         return self.task.metrics(whole, int(count)), int(count)

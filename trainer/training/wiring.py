@@ -14,7 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer import modes, tasks
 from trainer.data import Datasets, Loader, Shard, open_datasets, steps_per_epoch
 from trainer.data.feeds import labels_at_hand
+from trainer.data.images import reason
 from trainer.devices.precision import set_precision
+from trainer.errors import RecipeError
 from trainer.models.zoo import build, initialise
 from trainer.modes import Context, Strategy
 from trainer.processes.interrupts import Interrupts
@@ -51,6 +53,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     model = model_of(recipe, task, data, starting=state is None)
     if state is not None:
         initialise(model, state.tensors["model"], "the checkpoint", whole=True)
+    check_task(task, model, data)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker.say)
@@ -117,10 +120,35 @@ def task_of(recipe: Recipe, data: Datasets) -> Task:
 def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:
     """The recipe's model for a data set, on the CPU; `starting` gives it the weights that the recipe starts from."""
     few = data.example(2).zeros(torch.device("cpu")).inputs if data.plain else None
-    outputs = len(data.classes) if task.outputs() is None else max(1, len(data.classes))
-    return build(
-        recipe.model, outputs, data.channels, data.image_size, starting, few, any_output=task.outputs() is None
-    )
+    free = task.outputs() is None
+    return build(recipe.model, max(1, len(data.classes)), data.channels, data.image_size, starting, few, free)
+
+
+def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
+    """Try a task of the user's own on two samples of zeros, before an epoch is spent on what its metrics lack.
+
+    Raises:
+        RecipeError: it fails, or does not tell what it says that it tells.
+    """
+    if type(task) in (tasks.Classification, tasks.Multilabel, tasks.Regression):
+        return
+    name, two = task.recipe.task.name, data.example(2).zeros(torch.device("cpu"))
+    model.eval()
+    try:
+        with torch.no_grad():
+            sums = task.sums(model(two.inputs).float(), two.targets)
+            found = task.metrics({key: part.double() for key, part in sums.items()}, 2).keys()
+    except ArithmeticError:  # figures of nothing
+        return
+    except Exception as error:  # a user's task may raise anything at all
+        raise RecipeError(
+            f"task.name={name} fails on two samples of zeros ({type(error).__name__}: {reason(error)})"
+        ) from error
+    finally:
+        model.train()
+    absent = set(task.metric_names()) - found
+    if absent:
+        raise RecipeError(f"task.name={name}: its metrics are {', '.join(found)}, without {', '.join(sorted(absent))}")
 
 
 class Wired(NamedTuple):

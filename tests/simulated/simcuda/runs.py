@@ -45,7 +45,12 @@ MEASURING = frozenset(
     }
 )
 IN_A_STEP = "training.loop.train_epoch"
-NOT_EVERY_STEP = ("training.meeting.Meeting.hold", "training.resuming.save", "telemetry.clocks.Ledger.span")
+NOT_EVERY_STEP = (
+    "training.meeting.Meeting.hold",
+    "training.reporting.log_step",
+    "training.resuming.save",
+    "telemetry.clocks.Ledger.span",
+)
 
 
 @dataclass

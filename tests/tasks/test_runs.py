@@ -289,6 +289,15 @@ def test_a_plan_for_each_task(kind, home):
 def test_a_plan_is_measured_and_modes_are_compared_for_a_task_of_ones_own(home, tmp_path):
     plain = [word for word in words("segmentation") if not word.startswith(("logging", "save"))]
     ok("plan", *plain, "mode=pipeline", "nproc=2", "devices=[cpu]", "measured=here", cwd=home)
-    ok("compare", *plain, "modes=single,ddp", "repeats=1", f"output={tmp_path / 'compared'}", cwd=home, timeout=400)
+    ok(
+        "compare",
+        "recipe=digits",
+        *plain,
+        "modes=single,ddp",
+        "repeats=1",
+        f"output={tmp_path / 'compared'}",
+        cwd=home,
+        timeout=400,
+    )
     page = (tmp_path / "compared" / "compare.md").read_text()
     assert "ddp" in page and "single" in page

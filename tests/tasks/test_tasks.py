@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from trainer import tasks
 from trainer.errors import RecipeError
-from trainer.recipe import load
+from trainer.recipe import checks, load
 from trainer.tasks import Classification, Multilabel, Regression, Task, register_task
 
 NAMES = ("a", "b", "c")
@@ -155,6 +155,11 @@ def test_values_that_are_all_the_same_have_nothing_to_explain():
     made = task("task.name=regression", names=("x",))
     targets = torch.full((4, 1), 3.0)
     assert np.isnan(made.metrics(made.sums(targets + 1, targets), 4)["r2"])
+
+
+def test_the_names_that_are_known_without_torch():
+    assert {*checks.TASKS} <= {*tasks.base._registered}
+    assert all(tasks.kind(load(None, f"task.name={name}")).__module__.startswith("trainer.") for name in checks.TASKS)
 
 
 # Targets.

@@ -1,7 +1,7 @@
 """Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table.
 
 Each mode runs as a user would start it, in a process of its own.
-Imports: errors, recipe, devices, processes, saving, launch, models, telemetry, training, planning.
+Imports: errors, recipe, devices, processes, saving, launch, telemetry, training, planning.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from trainer.comparison.comparison_report import ExactnessFigures
 from trainer.comparison.entries import Entry
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe, changed_keys
+from trainer.recipe.checks import DATASETS
 
 # Relative, of a step's loss. Half precision rounds, and a run's rounding grows with every step.
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}  # what is trained in tf32 is checked in fp32
@@ -79,12 +80,17 @@ def batch_dependent(recipe: Recipe) -> list[str]:
     from torch import nn
     from torchvision.ops import StochasticDepth
 
-    from trainer.models.zoo import build
+    from trainer.planning.dataset_facts import DatasetFacts, dataset_facts
 
-    shape = recipe.data.channels or 3, recipe.data.image_size or 224
     found: set[str] = set()
-    with suppress(TrainerError, RuntimeError, NotImplementedError), torch.device("meta"):
-        model = build(recipe.model, recipe.model.num_classes or 10, *shape, starting=False)
+    with suppress(TrainerError, RuntimeError, NotImplementedError):
+        if recipe.data.name in DATASETS:  # which need not be here, or counted, for this
+            shape = recipe.data.channels or 3, recipe.data.image_size or 224
+            facts = DatasetFacts(None, None, recipe.model.num_classes or 10, *shape, "")
+        else:
+            facts = dataset_facts(recipe)
+        with torch.device("meta"):
+            model = facts.model(recipe, starting=False)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 found.add("batch norm")

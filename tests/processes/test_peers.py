@@ -185,7 +185,7 @@ def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
     meeting = Meeting(run)
     for log in (False, True):
         with pytest.raises(PeerError, match=r"Connection closed by peer \[10.0.0.2\]"):
-            meeting.hold(log, 0.1, None)
+            meeting.hold(log)
     assert devices == ["cpu", "cpu"]
 
 

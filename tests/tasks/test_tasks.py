@@ -1,10 +1,11 @@
-"""Losses, sums and metrics of the shipped tasks, held against other ways of computing them."""
+"""Losses, sums and metrics of the shipped tasks, held against other ways of computing them.
+
+scikit-learn sets OpenMP's variables as it is imported: inside a test, which puts them back.
+"""
 
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, mean_absolute_error, mean_squared_error, r2_score
-from sklearn.utils.class_weight import compute_class_weight
 from torch.nn.functional import cross_entropy
 
 from trainer import tasks
@@ -58,6 +59,8 @@ def test_weighted_losses_of_parts_add_up_to_that_of_the_whole(given):
     made = task(f"loss.class_weights={given}", targets=targets)
     weights = [0.5, 2.0, 1.0]
     if given == "balanced":
+        from sklearn.utils.class_weight import compute_class_weight
+
         weights = compute_class_weight("balanced", classes=np.arange(3), y=targets.numpy()).tolist()
     each = cross_entropy(outputs, targets, reduction="none")
     expected = (each * torch.tensor(weights)[targets].float()).mean()
@@ -113,6 +116,8 @@ def test_weights_that_are_none(words):
 
 
 def test_multilabel_metrics_are_scikit_learns():
+    from sklearn.metrics import f1_score
+
     outputs, targets = numbers(40, 3), labels()
     made = task("task.name=multilabel")
     found = of_parts(made, outputs, targets)
@@ -141,6 +146,8 @@ def test_balanced_labels_count_as_much_as_their_absence():
 
 
 def test_regression_metrics_are_scikit_learns():
+    from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
+
     outputs, targets = numbers(40, 3), numbers(41, 3)[:40] + 1000
     made = task("task.name=regression")
     found = of_parts(made, outputs, targets)

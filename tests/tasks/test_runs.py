@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.training.test_resume_modes import APART, MODES
 
 PLUGIN = """
 import torch
@@ -119,17 +120,6 @@ KINDS = {
     "weighted": ["recipe=digits", "model.name=cnn_gn", "loss.class_weights=balanced", "augment.cutmix=1"],
 }
 METRICS = {"focal": "top1", "multilabel": "f1", "regression": "r2", "segmentation": "iou", "classification": "top1"}
-MODES = {
-    "ddp": ["mode=ddp", "nproc=2"],
-    "dp": ["mode=dp", "devices=[cpu,cpu]"],
-    "split": ["mode=split", "devices=[cpu,cpu]"],
-    "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4"],
-    "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4"],
-    "zbv 2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.microbatches=4"],
-    "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "hogwild": ["mode=hogwild", "nproc=2"],
-}
-APART = ("local_sgd", "hogwild")  # other maths
 DIAGONAL = {
     ("multilabel mixed", "1f1b"),
     ("regression", "split"),
@@ -169,7 +159,7 @@ def words(kind):
     return ["plugin=own_tasks", *same, *own, *QUIET]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "single"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
     if (kind, mode) not in DIAGONAL and not full:

@@ -72,12 +72,11 @@ def _for_task(recipe: Recipe, found: Datasets) -> Datasets:
 def _looked_at(recipe: Recipe, found: Datasets) -> TensorSpec:
     """Of a target in a set that does not tell its targets beforehand."""
     source = found.train
-    if isinstance(source, UserItems | ImageSet | TensorSet):
-        return found.targets
-    if found.targets != CLASS or tasks.kind(recipe).reads == "class":
+    kind = tasks.kind(recipe)
+    if isinstance(source, UserItems | ImageSet | TensorSet) or found.targets != CLASS or kind.reads == "class":
         return found.targets
     try:
-        return TensorSpec.of(target_of(source.read(0, found.channels)[1], tasks.kind(recipe), found.classes)[None])
+        return TensorSpec.of(target_of(source.read(0, found.channels)[1], kind, found.classes)[None])
     except Exception as error:  # a user's source may raise anything at all
         raise SetupError(f"{source.where(0)} cannot be read ({reason(error)})") from None
 

@@ -24,6 +24,7 @@ from trainer.recipe import Recipe
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
 from trainer.training.trained import recipe_of
+from trainer.training.wiring import model_for
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     else:
         classes, how = _prepared(path, facts_of(path, facts), recipe.data.image_size)
     task = _task(recipe, classes)
-    free = task.outputs() is None
-    model = build(recipe.model, max(1, len(classes)), how.channels, how.image_size, starting=False, any_output=free)
+    model = model_for(recipe, task, len(classes), how.channels, how.image_size, starting=False)
     initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
     return Trained(recipe, task, model, names, how, data, _fingerprint(weights))

@@ -12,10 +12,10 @@ from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
 from trainer.data.sets import CLASS
 from trainer.errors import RecipeError
-from trainer.models.zoo import build
 from trainer.recipe import Recipe
 from trainer.recipe.checks import DATASETS
 from trainer.tasks import Task
+from trainer.training.wiring import model_for
 
 # Training images, held-out images, classes, channels, pixels along a side.
 PUBLISHED = {
@@ -59,9 +59,8 @@ class DatasetFacts:
 
     def model(self, recipe: Recipe, starting: bool) -> nn.Module:
         """The recipe's model on the CPU, with its starting weights or without."""
-        few = self.example(2).zeros(torch.device("cpu")).inputs if self.plain else None
-        free = self.task(recipe).outputs() is None
-        return build(recipe.model, max(1, self.classes), self.channels, self.size, starting, few, free)
+        task = self.task(recipe)
+        return model_for(recipe, task, self.classes, self.channels, self.size, self.plain, starting)
 
 
 def dataset_facts(recipe: Recipe) -> DatasetFacts:

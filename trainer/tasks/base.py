@@ -23,6 +23,8 @@ class Task:
         metric: the one of `metrics` by which the best epoch is chosen.
         larger_is_better: whether the best is the largest.
         tells: the names of all `metrics`; `loss` and `metric` where nothing else is said.
+        titles: what people call a metric, where that is another name.
+        fractions: the metrics that are told in percent.
         mixes: whether targets can be mixed as mixup and cutmix mix images: see `shares`.
         uses: the keys of the recipe's `loss` that the `loss` of this very class looks at. The others are refused.
         recipe: the whole recipe.
@@ -33,6 +35,8 @@ class Task:
     metric: ClassVar[str] = "loss"
     larger_is_better: ClassVar[bool] = False
     tells: ClassVar[tuple[str, ...]] = ()
+    titles: ClassVar[Mapping[str, str]] = {}
+    fractions: ClassVar[tuple[str, ...]] = ()
     mixes: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
 
@@ -114,7 +118,11 @@ class Task:
 
     def told(self, metrics: Mapping[str, float | None]) -> str:
         """The metrics in words, for people; `loss` comes first."""
-        return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
+        return "  ".join(
+            f"{self.titles.get(name, name)} {value:{'.2%' if name in self.fractions else '.4f'}}"
+            for name, value in metrics.items()
+            if value is not None
+        )
 
 
 Kind = TypeVar("Kind", bound=type[Task])

@@ -23,6 +23,8 @@ class Classification(Task):
     metric: ClassVar[str] = "top1"
     larger_is_better: ClassVar[bool] = True
     tells: ClassVar[tuple[str, ...]] = ("loss", "top1", "top5")
+    titles: ClassVar[Mapping[str, str]] = {"top1": "top-1", "top5": "top-5"}
+    fractions: ClassVar[tuple[str, ...]] = ("top1", "top5")
     mixes: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ("label_smoothing", "class_weights")
 
@@ -76,14 +78,6 @@ class Classification(Task):
 
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
-
-    def told(self, metrics: Mapping[str, float | None]) -> str:
-        names = {"top1": "top-1", "top5": "top-5"}
-        return "  ".join(
-            f"{names[name]} {value:.2%}" if name in names else f"{name} {value:.4f}"
-            for name, value in metrics.items()
-            if value is not None
-        )
 
 
 def class_weights(recipe: Recipe, names: Sequence[str], outputs: int, targets: Tensor | None) -> Tensor | None:

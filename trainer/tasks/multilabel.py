@@ -26,6 +26,8 @@ class Multilabel(Task):
     metric: ClassVar[str] = "f1"
     larger_is_better: ClassVar[bool] = True
     tells: ClassVar[tuple[str, ...]] = ("loss", "f1", "f1_macro")
+    titles: ClassVar[Mapping[str, str]] = {"f1": "F1", "f1_macro": "F1 macro"}
+    fractions: ClassVar[tuple[str, ...]] = ("f1", "f1_macro")
     mixes: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ("class_weights",)
 
@@ -90,14 +92,6 @@ class Multilabel(Task):
 
     def shares(self, targets: Tensor) -> Tensor:
         return targets
-
-    def told(self, metrics: Mapping[str, float | None]) -> str:
-        names = {"f1": "F1", "f1_macro": "F1 macro"}
-        return "  ".join(
-            f"{names[name]} {value:.2%}" if name in names else f"{name} {value:.4f}"
-            for name, value in metrics.items()
-            if value is not None
-        )
 
     def _of_names(self, outputs: Tensor) -> Tensor:
         """Without the outputs that a larger model.num_classes adds."""

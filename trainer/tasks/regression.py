@@ -24,6 +24,7 @@ class Regression(Task):
 
     reads: ClassVar[Reads] = "values"
     tells: ClassVar[tuple[str, ...]] = ("loss", "mae", "r2")
+    titles: ClassVar[Mapping[str, str]] = {"mae": "MAE", "r2": "R2"}
 
     def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
         super().__init__(recipe, names, targets)
@@ -83,7 +84,3 @@ class Regression(Task):
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """All values, in their own order."""
         return torch.arange(outputs.shape[1], device=outputs.device).expand_as(outputs), outputs
-
-    def told(self, metrics: Mapping[str, float | None]) -> str:
-        names = {"mae": "MAE", "r2": "R2"}
-        return "  ".join(f"{names.get(n, n)} {value:.4f}" for n, value in metrics.items() if value is not None)

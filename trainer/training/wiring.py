@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer import modes, tasks
-from trainer.data import Datasets, Loader, Shard, open_datasets, steps_per_epoch
+from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, open_datasets, steps_per_epoch
 from trainer.data.feeds import labels_at_hand
 from trainer.data.images import reason
 from trainer.devices.precision import set_precision
@@ -119,9 +119,21 @@ def task_of(recipe: Recipe, data: Datasets) -> Task:
 
 def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:
     """The recipe's model for a data set, on the CPU; `starting` gives it the weights that the recipe starts from."""
-    few = data.example(2).zeros(torch.device("cpu")).inputs if data.plain else None
-    free = task.outputs() is None
-    return build(recipe.model, max(1, len(data.classes)), data.channels, data.image_size, starting, few, free)
+    return model_for(recipe, task, len(data.classes), data.channels, data.image_size, data.plain, starting)
+
+
+def model_for(
+    recipe: Recipe,
+    task: Task,
+    names: int,
+    channels: int,
+    image_size: int,
+    plain: TensorSpec | None = None,
+    starting: bool = True,
+) -> nn.Module:
+    """The same for a data set of which only so much is known; `plain` are inputs that are no images."""
+    few = Example(2, plain).zeros(torch.device("cpu")).inputs if plain else None
+    return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None)
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets) -> None:

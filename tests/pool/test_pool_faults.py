@@ -312,7 +312,9 @@ def main(end, method):
     while not all(seat.ready for seat in pool._engine.seats):
         time.sleep(0.01)
     jobs = [pool.submit(workers.sleep, 1000)]
-    stopped = [seat.handle.process.pid for seat in pool._engine.seats if not seat.queue][-1]
+    while not (idle := [seat.handle.process.pid for seat in pool._engine.seats if not seat.queue]):
+        time.sleep(0.01)
+    stopped = idle[-1]
     if end != "busy":
         os.kill(stopped, signal.SIGSTOP)
     print("ready", flush=True)

@@ -80,12 +80,12 @@ def result(folder):
 
 
 @contextmanager
-def torchrun(*words, arguments=(), env=None):
+def torchrun(*words, arguments=(), env=None, cwd=None):
     """A torchrun that the user starts, as a process; it does not outlive the block."""
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "trainer", *map(str, words)]
     pipe = subprocess.PIPE
     started = subprocess.Popen(
-        command, env=environment(**(env or {})), stdout=pipe, stderr=subprocess.STDOUT, text=True
+        command, env=environment(**(env or {})), stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=cwd
     )
     try:
         yield started

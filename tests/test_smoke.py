@@ -14,7 +14,7 @@ import pytest
 
 from tests.commands import PROJECT, QUIET, losses, ok, result
 from tests.training.test_resume_modes import ends_like, kill
-from trainer.modes.pipeline.ranks import SCHEDULES
+from trainer.modes.pipeline.torch_schedules import SCHEDULES
 
 BASE = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none"]
 BASE += ["schedule.warmup_epochs=0", "epochs=1", "save.every_steps=5", "timeout=60", *QUIET]

@@ -24,6 +24,13 @@ class ThreadWorld(World):
     def sum_(self, values):
         return values.copy_(sum(self.meet(values.clone())))
 
+    def max_(self, values):
+        return values.copy_(torch.stack(self.meet(values.clone())).amax(0))
+
+    def broadcast_(self, values):
+        self.sent += 1
+        return values.copy_(self.meet(values.clone())[0])
+
     def gather(self, value):
         values = self.meet(value)
         return values if self.is_main else []
@@ -40,6 +47,6 @@ def on_ranks(size, work):
     gate, slots = threading.Barrier(size, timeout=30), [None] * size
     worlds = [ThreadWorld(Place(rank, size, rank, size, 0, True), torch.device("cpu"), 1, ()) for rank in range(size)]
     for world in worlds:
-        world.gate, world.slots = gate, slots
+        world.gate, world.slots, world.sent = gate, slots, 0
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, worlds))

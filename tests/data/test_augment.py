@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.data import order
+from trainer.data import sampling
 from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
 from trainer.data.images import with_channels
 from trainer.data.photos import for_evaluation
@@ -75,7 +75,7 @@ def test_mixing_is_what_the_papers_say(layout):
     finish = Finish((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
     x, labels = torch.randn(4, 3, 6, 6).contiguous(memory_format=layout), torch.tensor([0, 1, 2, 2])
     box = np.array([[0, 0, 0, 0], [1, 1, 3, 2]])
-    mix = order.Mix(np.float32([0.7, 1]), np.float32([0.7, 1 - 6 / 36]), box)
+    mix = sampling.Mix(np.float32([0.7, 1]), np.float32([0.7, 1 - 6 / 36]), box)
     mixed, soft = finish.mixed(x, mix), finish.soft(F.one_hot(labels, 4).float(), mix)
     assert torch.allclose(mixed[0], 0.7 * x[0] + 0.3 * x[1], atol=1e-6)
     assert torch.allclose(mixed[1], 0.7 * x[1] + 0.3 * x[0], atol=1e-6)
@@ -147,7 +147,7 @@ def test_channels_are_repeated_or_weighted():
 def test_shares_of_any_shape_mix(shape):
     finish = Finish((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
     targets = torch.randn(5, *shape)
-    mix = order.Mix(np.float32([0.7, 1]), np.float32([0.7, 0.9]), np.zeros((2, 4), np.int64))
+    mix = sampling.Mix(np.float32([0.7, 1]), np.float32([0.7, 0.9]), np.zeros((2, 4), np.int64))
     soft = finish.soft(targets, mix)
     assert torch.allclose(soft[0], 0.7 * targets[0] + 0.3 * targets[1], atol=1e-6)
     assert torch.allclose(soft[3], 0.9 * targets[3] + 0.1 * targets[2], atol=1e-6) and soft[4].equal(targets[4])

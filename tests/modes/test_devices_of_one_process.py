@@ -101,7 +101,7 @@ def test_an_older_checkpoint_says_which_random_numbers_start_anew(dropping, tmp_
     words = "mode=split model.name=dropping devices=[cuda:0,cuda:1] save.every_steps=2 data.samples=64"
     runs.train_on_cuda(words, tmp_path / "run")
     kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    state = checkpoint.newest(tmp_path / "run", print)
+    state = checkpoint.newest(tmp_path / "run", print).state
     for folder in kept:
         shutil.rmtree(folder)
     state.tensors["ranks"].pop("0/cuda:1")

@@ -18,7 +18,7 @@ from tests.commands import PROJECT, QUIET, environment, losses, ok, result, trai
 from tests.training.test_training import SAME
 from trainer.data import Shard
 from trainer.errors import RecipeError
-from trainer.modes.pipeline.ranks import SCHEDULES
+from trainer.modes.pipeline.torch_schedules import SCHEDULES
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import OPTIONS, SPLIT_BACKWARD, VIRTUAL, check_processes
 from trainer.training.reporting import few_for_batch_norm

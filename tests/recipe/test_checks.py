@@ -241,8 +241,8 @@ def as_one_of():
 def test_torch_accepts_the_same_numbers_of_micro_batches(ranks: int, as_one_of) -> None:
     from torch.distributed.pipelining import PipelineStage
 
-    from trainer.modes.pipeline.ranks import SCHEDULES as KINDS
-    from trainer.modes.pipeline.ranks import ranks_of_stages
+    from trainer.modes.pipeline.torch_schedules import SCHEDULES as KINDS
+    from trainer.modes.pipeline.torch_schedules import ranks_of_stages
 
     as_one_of(ranks)
     sample, layer, cpu = torch.zeros(1, 2), nn.Linear(2, 2), torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.saving.checkpoint import Position, State
+from trainer.saving.checkpoint import Position, State, newest
 
 
 def make(step: int, size: int = 64) -> State:
@@ -35,6 +36,12 @@ def same(one: State, other: State) -> bool:
     a, b = flat(one), flat(other)
     equal = all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a.keys() & b.keys())
     return equal and a.keys() == b.keys() and (one.position, one.facts) == (other.position, other.facts)
+
+
+def newest_state(folder: Path, warn: Callable[[str], None]) -> State | None:
+    found = newest(folder, warn)
+    assert found is None or found.path.parent == folder / "checkpoints"
+    return found and found.state
 
 
 def refuse(line: str) -> None:

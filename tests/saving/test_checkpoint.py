@@ -23,11 +23,11 @@ import torch
 
 import trainer
 from tests.commands import digest
-from tests.saving.states import flip, make, names, one_line, refuse, same, trace
+from tests.saving.states import flip, make, names, newest_state, one_line, refuse, same, trace
 from trainer.errors import CheckpointError, DiskFullError, SetupError
 from trainer.processes import faults
 from trainer.saving import checkpoint
-from trainer.saving.checkpoint import Position, State, commit, load, newest
+from trainer.saving.checkpoint import Position, State, commit, load
 from trainer.saving.weights import save_weights
 
 POINTS = ("tmp", "write", "fsync", "rename", "prune")
@@ -58,7 +58,7 @@ def test_round_trip_of_every_kind_of_tensor(tmp_path: Path) -> None:
     )
     path = commit(tmp_path, state, keep=2)
     assert path == tmp_path / "checkpoints" / "step-123456789"
-    loaded = newest(tmp_path, refuse)
+    loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and same(loaded, state) and same(load(path), state)
     assert all(tensor.is_contiguous() for tensor in loaded.tensors["model"].values())
     loaded.tensors["model"]["tied"].zero_()  # writable, and no longer tied
@@ -76,9 +76,9 @@ def test_manifest_says_what_is_there(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    assert newest(tmp_path / "absent", refuse) is None
+    assert newest_state(tmp_path / "absent", refuse) is None
     (tmp_path / "checkpoints").mkdir()
-    assert newest(tmp_path, refuse) is None
+    assert newest_state(tmp_path, refuse) is None
 
 
 def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
@@ -88,14 +88,14 @@ def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
         shutil.copytree(path, home / name)
     (home / "step-00000098").write_text("a file")
     (home / ".DS_Store").write_text("")
-    loaded = newest(tmp_path, refuse)
+    loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and loaded.position.step == 9
 
 
 def test_numbers_order_checkpoints_and_not_letters(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
         commit(tmp_path, make(step), keep=2)
-    loaded = newest(tmp_path, refuse)
+    loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and loaded.position.step == 100_000_000
 
 
@@ -195,7 +195,7 @@ def test_every_flip_and_every_cut_is_found(tmp_path: Path, full: bool) -> None:
         else:
             path.write_bytes(data[:where] if kind == "cut" else data + data[-1 - where % 8 :])
         warnings: list[str] = []
-        loaded = newest(tmp_path, warnings.append)
+        loaded = newest_state(tmp_path, warnings.append)
         assert loaded is not None and same(loaded, make(1, 16)), (path, kind, where)
         assert len(warnings) == 1 and str(newer) in warnings[0] and path.name in warnings[0] and "\n" not in warnings[0]
         path.write_bytes(data)
@@ -241,7 +241,7 @@ def test_none_good_is_exit_4(tmp_path: Path) -> None:
         flip(commit(tmp_path, make(step), keep=2) / "optimizer.safetensors", -1)
     warnings: list[str] = []
     with pytest.raises(CheckpointError, match="no good checkpoint among the 2") as caught:
-        newest(tmp_path, warnings.append)
+        newest_state(tmp_path, warnings.append)
     assert caught.value.code == 4 and str(tmp_path) in one_line(caught.value)
     assert [f"step-0000000{step}" in line for step, line in zip((2, 1), warnings, strict=True)] == [True, True]
 
@@ -339,7 +339,7 @@ def test_a_disk_full_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DiskFullError):
         commit(tmp_path, make(3), keep=2)
     monkeypatch.setattr(faults, "active", False)
-    loaded = newest(tmp_path, refuse)
+    loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and same(loaded, make(3 if point == "prune" else 2))
     commit(tmp_path, make(4), keep=2)
     assert len(names(tmp_path)) == 2
@@ -417,7 +417,7 @@ def drive_points(folder: Path) -> dict[str, list[int]]:
             return 0
 
         end = wait(child(work))
-        state = newest(home, refuse)
+        state = newest_state(home, refuse)
         assert state is not None and same(state, make(state.position.step))
         assert any(".tmp-" in name for name in names(home)), point
         commit(home, make(5), keep=2)
@@ -453,7 +453,7 @@ def drive_kills(folder: Path, rounds: int) -> dict[str, int]:
         while data := os.read(out, 65536):
             told += len(data)
         os.close(out)
-        state = newest(folder, refuse)  # whatever has a checkpoint's name is good: no warning ever
+        state = newest_state(folder, refuse)  # whatever has a checkpoint's name is good: no warning ever
         found = state.position.step if state else 0
         assert step + told - 1 <= found <= step + told, (step, told, found)
         assert state is None or same(state, make(found))

@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 from tests.contexts import mode_of
-from trainer.errors import CheckpointError
 from trainer.modes import Strategy
 from trainer.processes.rank import Place
 from trainer.processes.world import World
@@ -18,7 +17,6 @@ from trainer.training.optimization import (
     Updater,
     build_optimizer,
     learning_rate,
-    load_optimizer_state,
     loss_scaler,
     optimizer_state,
     parameter_groups,
@@ -181,11 +179,12 @@ def test_optimizer_state_travels_by_name():
     assert set(saved) == {"weight//momentum_buffer", "bias//momentum_buffer"}
     reordered = {"bias": model.bias, "weight": model.weight}
     fresh = build_optimizer(reordered, recipe)
-    load_optimizer_state(fresh, reordered, saved)
+    strategy = Alone(model)
+    strategy.scatter(saved, optimizer_state(fresh, reordered))
     assert fresh.state[model.bias]["momentum_buffer"].tolist() == [3, 3]
     other = build_optimizer(named, load(None, "optimizer.name=adam").optimizer)
-    with pytest.raises(CheckpointError, match="does not fit"):
-        load_optimizer_state(other, named, saved)
+    with pytest.raises(ValueError, match=r"^no weight//step of shape \(\)$"):
+        strategy.scatter(saved, optimizer_state(other, named))
 
 
 def test_moving_average():

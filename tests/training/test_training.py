@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -551,28 +553,42 @@ def wait_for(condition, process, seconds=60):
 # --------------------------------------------------------------------------------------------- launchers
 
 
-@pytest.mark.full
-def test_two_nodes_on_one_host(reference, tmp_path):
-    """Two torchruns that the user starts, meeting by c10d on loopback."""
-    import socket
-
+def two_nodes(*words, folders=None):
+    """Two torchruns that the user starts: they meet by c10d, or each has its folder and the first rank 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = [
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--rdzv_backend=c10d",
-        f"--rdzv_endpoint=127.0.0.1:{port}",
-        "--rdzv_id=t",
-    ]
-    words = [*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}"]
-    with torchrun(*words, arguments=arguments) as one, torchrun(*words, arguments=arguments) as two:
-        for node in (one, two):
+    both = ["--nnodes=2", "--nproc_per_node=1"]
+    met = [*both, "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=t"]
+    with ExitStack() as closing:
+        nodes = []
+        for rank, folder in enumerate(folders or (None, None)):
+            placed = [*both, f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+            nodes.append(closing.enter_context(torchrun(*words, arguments=placed if folders else met, cwd=folder)))
+        for node in nodes:
             out, _ = node.communicate(timeout=120)
             assert node.returncode == 0, out
+
+
+@pytest.mark.full
+def test_two_nodes_on_one_host(reference, tmp_path):
+    two_nodes(*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
     assert result(tmp_path / "run")["world_size"] == 2
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["mode=ddp", "mode=pipeline pipeline.microbatches=2"])
+def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_path):
+    """Each node has a disk of its own: only the first has what was saved."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    words = [*SAME, *mode.split(), "model.name=cnn_gn", "ema=0.9", "output=runs/mine", "save.every_steps=2"]
+    two_nodes(*words, "max_steps=4", folders=folders)
+    assert not (folders[1] / "runs").exists()
+    two_nodes(*words, "resume=auto", folders=folders)
+    assert losses(folders[0] / "runs/mine") == pytest.approx(losses(reference), rel=1e-4)
 
 
 def test_restarts_resume_by_themselves(tmp_path):

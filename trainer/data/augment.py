@@ -18,9 +18,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.data import order, policies
+from trainer.data import policies, sampling
 from trainer.data.copies import on_device
-from trainer.data.order import Array, Mix
+from trainer.data.sampling import Array, Mix
 from trainer.recipe import AugmentRecipe
 
 
@@ -48,7 +48,7 @@ class Auto:
 
     def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
         self.policy = auto_policy(recipe.auto)
-        bits = order.hashed(seed, epoch, index, order.AUTO) >> np.uint64(1)
+        bits = sampling.hashed(seed, epoch, index, sampling.AUTO) >> np.uint64(1)
         self.seeds: list[int] = bits.tolist() if self.policy else []
 
     def __call__(self, row: int, image: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ class Draws:
             return on_device(torch.from_numpy(values), device)
 
         low, high = recipe.crop_scale
-        shift = order.shifts(seed, epoch, index, recipe.crop_padding) if recipe.crop == "pad" else None
-        draws = order.box_draws(seed, epoch, index, order.CROP) if recipe.crop == "resized" else None
+        shift = sampling.shifts(seed, epoch, index, recipe.crop_padding) if recipe.crop == "pad" else None
+        draws = sampling.box_draws(seed, epoch, index, sampling.CROP) if recipe.crop == "resized" else None
         return cls(
             None if shift is None else moved(shift),
-            None if draws is None else moved(order.crop_boxes(draws, size, size, (low, high))),
-            moved(order.flips(seed, epoch, index, recipe.hflip)) if recipe.hflip else None,
+            None if draws is None else moved(sampling.crop_boxes(draws, size, size, (low, high))),
+            moved(sampling.flips(seed, epoch, index, recipe.hflip)) if recipe.hflip else None,
         )
 
     def rows(self, start: int, stop: int) -> Draws:

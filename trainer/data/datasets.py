@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer import tasks
-from trainer.data import order
+from trainer.data import sampling
 from trainer.data.downloads import PUBLISHED, load_published
 from trainer.data.folders import PhotoFolder, open_folder
 from trainer.data.images import reason
@@ -149,7 +149,7 @@ def synthetic(recipe: Recipe, samples: int, size: int, classes: int) -> Datasets
     rows = min(POOL_IMAGES, max(1, POOL_BYTES // (size * size * channels)))
 
     def make(split: int, length: int) -> ImageSet:
-        key = int(order.hashed(recipe.seed, 0, split, order.POOL)[0])
+        key = int(sampling.hashed(recipe.seed, 0, split, sampling.POOL)[0])
         count = min(rows, length)
         stream = np.random.Generator(np.random.Philox(key=key))
         pixels = stream.integers(0, 256, (count, channels, size, size), dtype=np.uint8)

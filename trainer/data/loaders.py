@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from trainer.data import order
+from trainer.data import sampling
 from trainer.data.augment import Finish
 from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, TensorFeed, labels_at_hand
-from trainer.data.order import Array, Mix
 from trainer.data.photos import Unreadable
+from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
 from trainer.data.workers import PhotoFeed, buffered, check_shared_memory, slots
 from trainer.errors import RecipeError
@@ -46,12 +46,12 @@ def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
             f"{samples} training images over {shard.count} processes leave micro-batches empty at "
             f"batch_size={recipe.batch_size} accumulate={recipe.accumulate}; {_filling(samples, recipe, shard.count)}"
         )
-    return order.own_steps(samples, recipe.batch_size // shard.count, shard.count)
+    return sampling.own_steps(samples, recipe.batch_size // shard.count, shard.count)
 
 
 def _fills(samples: int, batch_size: int, count: int, pieces: int) -> bool:
     """Whether the smallest of `count` own parts has a sample for each piece of each step."""
-    return samples // count >= order.own_steps(samples, batch_size // count, count) * pieces
+    return samples // count >= sampling.own_steps(samples, batch_size // count, count) * pieces
 
 
 def _filling(samples: int, recipe: Recipe, count: int) -> str:
@@ -80,7 +80,7 @@ class Loader:
 
     Global batch b of an epoch is permutation[b * batch_size : (b + 1) * batch_size]; shard r of W reads its r-th
     contiguous part, in `accumulate` contiguous micro-batches. A shard with every sample reads its r-th part of the
-    whole permutation instead (see `order.own_rows`), in micro-batches whose sizes differ by one.
+    whole permutation instead (see `sampling.own_rows`), in micro-batches whose sizes differ by one.
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.
@@ -166,8 +166,8 @@ class Loader:
             PeerError: a loader worker died or hangs.
         """
         recipe, shard = self._recipe, self._shard
-        samples = order.permutation(recipe.seed, epoch, len(self._datasets.train))
-        rows = order.own_rows if shard.every_sample else order.shard_rows
+        samples = sampling.permutation(recipe.seed, epoch, len(self._datasets.train))
+        rows = sampling.own_rows if shard.every_sample else sampling.shard_rows
         steps = rows(samples, recipe.batch_size, shard.index, shard.count, recipe.accumulate)
         batches = [piece for step in steps[start_step:] for piece in step]
         for n, (images, labels) in enumerate(self._train.training(epoch, batches)):
@@ -187,7 +187,7 @@ class Loader:
 
         With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing.
         """
-        spans = order.evaluation_spans(len(self._datasets.val), self._rows, self._shard.index, self._shard.count)
+        spans = sampling.evaluation_spans(len(self._datasets.val), self._rows, self._shard.index, self._shard.count)
         for images, labels, count in self._val.evaluation(spans):
             yield Batch(self._inputs(images), self._targets(labels), count)
 
@@ -208,7 +208,7 @@ class Loader:
         augment, seed, size, shard = self._recipe.augment, self._recipe.seed, self._datasets.image_size, self._shard
         inputs, targets = self._inputs(images), self._targets(labels)
         if augment.erase and shard.inputs:
-            inputs = self._finish.erased(inputs, order.erase_boxes(seed, epoch, index, augment.erase, size))
+            inputs = self._finish.erased(inputs, sampling.erase_boxes(seed, epoch, index, augment.erase, size))
         if self._mixes:
             mix = self._mix(epoch, step, piece, len(index))
             targets = self._finish.soft(self._task.shares(targets), mix) if shard.targets else targets
@@ -219,7 +219,7 @@ class Loader:
         """How the pairs of a micro-batch mix: the draws of its place in the global batch, fewer where it is shorter."""
         recipe, augment, shard = self._recipe, self._recipe.augment, self._shard
         pairs, pieces = self._rows // 2, shard.count * recipe.accumulate
-        whole = order.mixing(
+        whole = sampling.mixing(
             recipe.seed, epoch, step, pieces * pairs, augment.mixup, augment.cutmix, self._datasets.image_size
         )
         first = (shard.index * recipe.accumulate + piece) * 2 * pairs

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.data import order
+from trainer.data import sampling
 from trainer.data.augment import Auto, private_random_state
 from trainer.data.images import reason
-from trainer.data.order import Array
+from trainer.data.sampling import Array
 from trainer.data.sets import PhotoSource
 from trainer.recipe import AugmentRecipe
 
@@ -45,9 +45,9 @@ class PhotoDraws:
 
     def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
         self.recipe = recipe
-        self.crop = order.box_draws(seed, epoch, index, order.CROP) if recipe.crop == "resized" else None
-        self.shift = order.shifts(seed, epoch, index, recipe.crop_padding)
-        self.flip = order.flips(seed, epoch, index, recipe.hflip)
+        self.crop = sampling.box_draws(seed, epoch, index, sampling.CROP) if recipe.crop == "resized" else None
+        self.shift = sampling.shifts(seed, epoch, index, recipe.crop_padding)
+        self.flip = sampling.flips(seed, epoch, index, recipe.hflip)
         self.auto = Auto(recipe, seed, epoch, index)
 
     def apply(self, row: int, image: Tensor, size: int) -> Tensor:
@@ -55,7 +55,7 @@ class PhotoDraws:
         if self.crop is not None:
             low, high = self.recipe.crop_scale
             drawn = self.crop[row : row + 1]
-            top, left, h, w = order.crop_boxes(drawn, image.shape[1], image.shape[2], (low, high))[0].tolist()
+            top, left, h, w = sampling.crop_boxes(drawn, image.shape[1], image.shape[2], (low, high))[0].tolist()
             image = resized(image[:, top : top + h, left : left + w], [size, size])
         else:
             image = for_evaluation(image, size)

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from trainer.data.copies import Copies
 from trainer.data.folders import unreadable
-from trainer.data.order import Array
 from trainer.data.photos import DenseReader, Key, PlainReader, Reader, Unreadable
+from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, PhotoSource, TensorSpec
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server

@@ -15,7 +15,7 @@ import torch
 
 from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
 from trainer.data.folders import is_folder, is_junk, readable_suffixes
-from trainer.data.order import own_span
+from trainer.data.sampling import own_span
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 
 LONGEST = 100_000  # characters of a path in a list; the system takes 4,096

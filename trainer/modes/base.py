@@ -182,6 +182,21 @@ class Strategy:
         """The whole model's tensors on rank 0, from each rank's part under plain names."""
         return {name: tensor.detach() for name, tensor in named.items()}
 
+    def scatter(self, whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of the whole model's tensors into its own, under plain names: the inverse of `gather`.
+
+        `whole` are views of files: what a rank does not take, which may be part of a tensor, is never read.
+
+        Raises:
+            ValueError: `whole` lacks a tensor, or has it in another shape; nothing is copied.
+        """
+        for name, tensor in own.items():
+            if name not in whole or whole[name].shape != tensor.shape:
+                raise ValueError(f"no {name} of shape {tuple(tensor.shape)}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(whole[name])
+
     def notes(self) -> dict[str, str]:
         """Lines of the banner that this mode adds, by their title."""
         return {}

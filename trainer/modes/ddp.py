@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.data import Batch, Shard
@@ -104,11 +103,10 @@ class DistributedDataParallel(Strategy):
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.wrapped is None:
             return
-        with lost_peers():
-            for name, buffer in self.named_buffers().items():
-                dist.broadcast(buffer, src=0)
-                if name in averages:
-                    dist.broadcast(averages[name], src=0)
+        for name, buffer in self.named_buffers().items():
+            self.world.broadcast_(buffer)
+            if name in averages:
+                self.world.broadcast_(averages[name])
 
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as

@@ -10,14 +10,13 @@ import mmap
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.data import Batch, Shard
 from trainer.errors import SetupError
 from trainer.modes.base import Strategy
 from trainer.processes.memory_file import Address, Elsewhere, MemoryFile, aligned
-from trainer.processes.world import World, lost_peers
+from trainer.processes.world import World
 from trainer.recipe import Recipe
 
 INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
@@ -52,10 +51,8 @@ class Hogwild(Strategy):
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Wait until every worker has done its steps; rank 0's moving averages are the truth."""
         self.world.barrier()
-        if self.world.size > 1:
-            with lost_peers():
-                for average in averages.values():
-                    dist.broadcast(average, src=0)
+        for average in averages.values():
+            self.world.broadcast_(average)
 
     def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rank 0's as copies; the others wait meanwhile, for they would change them."""

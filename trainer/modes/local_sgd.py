@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data import Batch, Shard
-from trainer.data.order import own_span
+from trainer.data.sampling import own_span
 from trainer.modes.base import Communication, Context, Strategy
 from trainer.processes.world import World
 from trainer.recipe import Recipe

@@ -15,7 +15,7 @@ from trainer.models.balance import BlockCost, balance
 from trainer.models.partition import Traced, choose
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Action
-from trainer.modes.pipeline.ranks import SCHEDULES, actions_of, ranks_of_stages
+from trainer.modes.pipeline.torch_schedules import SCHEDULES, actions_of, ranks_of_stages
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.planning.layout import Layout
 from trainer.planning.run_plan import BubbleFigures

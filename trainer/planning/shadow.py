@@ -22,7 +22,7 @@ from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost
 from trainer.models.partition import Traced, trace
 from trainer.modes.base import AUTOCAST
-from trainer.modes.pipeline.ranks import Wire
+from trainer.modes.pipeline.wire import Wire
 from trainer.planning.allocations import Allocations, size_of
 from trainer.planning.dataset_facts import DatasetFacts
 from trainer.recipe import ModelRecipe, Recipe

@@ -203,8 +203,17 @@ class World:
                 dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
+    def broadcast_(self, values: Tensor) -> Tensor:
+        """Rank 0's values of a tensor, on every rank, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with lost_peers():
+                dist.broadcast(values, src=0)
+        return values
+
     def share(self, value: Any) -> Any:
-        """Rank 0's value (picklable, tensors on the CPU), on every rank."""
+        """Rank 0's value (picklable and small; tensors go by `broadcast_`), on every rank."""
         if self.size > 1:
             import torch.distributed as dist
 

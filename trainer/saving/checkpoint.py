@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `checkpoints/step-00001234/` of safetensors files and a `manifest.json` that holds their sizes
 and SHA-256 and a seal of its own. It is written beside its final name, synced, read back and only then renamed, so a
-folder with a checkpoint's name is whole, whenever the writer was killed. What rots later is found by the hashes.
+folder with a checkpoint's name is whole, whenever the writer was killed. What rots later is found by the hashes. No
+checkpoint is ever in memory as a whole: files are hashed piece by piece, and tensors read when they are used.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError, SetupError
 from trainer.saving.files import opened, remove, writing
-from trainer.saving.tensor_files import fault_point, parsed, require_finite, serialised, sync_folder, write_synced
+from trainer.saving.tensor_files import fault_point, mapped, require_finite, serialised, sync_folder, write_synced
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 * 2**20  # bytes; a run's history is far smaller
@@ -53,21 +56,25 @@ class State:
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class _File(BaseModel):
+class File(BaseModel):
+    """One file of a checkpoint: its bytes, and their SHA-256 in hexadecimal."""
+
     model_config = ConfigDict(strict=True)
 
     size: _Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class _Manifest(BaseModel):
+class Manifest(BaseModel):
+    """What a checkpoint is: where its run stands, its files, and what the run remembers."""
+
     model_config = ConfigDict(strict=True)
 
     format: Annotated[int, Field(ge=1, le=1)]
     step: _Count
     epoch: _Count
     step_in_epoch: _Count
-    files: dict[Annotated[str, Field(pattern=rf"^{_STEM}\.safetensors$")], _File]
+    files: dict[Annotated[str, Field(pattern=rf"^{_STEM}\.safetensors$")], File]
     facts: dict[str, Any]
 
 
@@ -98,7 +105,14 @@ def commit(folder: Path, state: State, keep: int) -> Path:
     return final
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> State | None:
+class Found(NamedTuple):
+    """A good checkpoint and its folder."""
+
+    path: Path
+    state: State
+
+
+def newest(folder: Path, warn: Callable[[str], None]) -> Found | None:
     """The newest good checkpoint of a run folder, or None where there is none; each bad one is named to `warn`.
 
     Raises:
@@ -108,7 +122,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> State | None:
     found = checkpoints_in(folder / "checkpoints")
     for path in found:
         try:
-            return load(path)
+            return Found(path, load(path))
         except CheckpointError as error:
             warn(f"skipped a bad checkpoint: {error}")
     if found:
@@ -120,17 +134,23 @@ def newest(folder: Path, warn: Callable[[str], None]) -> State | None:
 
 
 def load(path: Path) -> State:
-    """One checkpoint folder, verified: what is parsed are the very bytes that were hashed.
+    """One checkpoint folder: all its files are hashed now, and their tensors read when they are used.
 
     Raises:
         CheckpointError: it is not whole, was changed, or is not a checkpoint.
     """
-    manifest = _manifest(path)
+    _verify(path)
+    return assembled(path, manifest_of(path), lambda name: path / name)
+
+
+def assembled(path: Path, manifest: Manifest, file: Callable[[str], str | Path]) -> State:
+    """The state of a checkpoint whose verified files are at `file(name)`, which need not be in its folder `path`."""
     tensors = {}
-    for name, entry in manifest.files.items():
-        data = _contents(path / name, entry)
+    for name in manifest.files:
         try:
-            tensors[name.removesuffix(".safetensors")] = parsed(data)
+            tensors[name.removesuffix(".safetensors")] = mapped(file(name))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
         except ValueError as error:
             raise CheckpointError(f"{path}: {name} is not a safetensors file ({error})") from error
     return State(Position(manifest.step, manifest.epoch, manifest.step_in_epoch), tensors, manifest.facts)
@@ -230,19 +250,33 @@ def _is_good(path: Path) -> bool:
 
 
 def _verify(path: Path) -> None:
-    for name, entry in _manifest(path).files.items():
-        _contents(path / name, entry)
+    for name, entry in manifest_of(path).files.items():
+        with _reading(path / name, entry.size) as (file, size):
+            if size != entry.size:
+                raise CheckpointError(f"{path}: {name} has {size} bytes instead of {entry.size}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                raise CheckpointError(f"{path}: {name} is damaged (its SHA-256 differs)")
 
 
-def _manifest(path: Path) -> _Manifest:
-    """The manifest of a checkpoint folder: its seal first, then its types."""
-    raw = _read(path / MANIFEST, MAX_MANIFEST)
+def manifest_of(path: Path) -> Manifest:
+    """The manifest of a checkpoint folder."""
+    return understood(path, manifest_bytes(path))
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest of a checkpoint folder as it is."""
+    with _reading(path / MANIFEST, MAX_MANIFEST) as (file, size):
+        return file.read(size)
+
+
+def understood(path: Path, raw: bytes) -> Manifest:
+    """What a manifest's bytes say: its seal first, then its types."""
     seal = _SEAL.search(raw)
     body = raw[: seal.start()] if seal else b""
     if not seal or hashlib.sha256(body).hexdigest().encode() != seal[1]:
         raise CheckpointError(f"{path}: {MANIFEST} is damaged (its own SHA-256 differs)")
     try:
-        manifest = _Manifest.model_validate_json(body + b"\n}")
+        manifest = Manifest.model_validate_json(body + b"\n}")
     except ValidationError as error:
         first = error.errors()[0]
         found = " ".join(f"{'.'.join(map(str, first['loc']))[:80]}: {first['msg']}".split())
@@ -253,25 +287,16 @@ def _manifest(path: Path) -> _Manifest:
     return manifest
 
 
-def _contents(file: Path, entry: _File) -> bytes:
-    data = _read(file, entry.size)
-    if len(data) != entry.size:
-        raise CheckpointError(f"{file.parent}: {file.name} has {len(data)} bytes instead of {entry.size}")
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise CheckpointError(f"{file.parent}: {file.name} is damaged (its SHA-256 differs)")
-    return data
-
-
-def _read(file: Path, limit: int) -> bytes:
-    """At most `limit` bytes of a regular file; more in it is an error."""
+@contextmanager
+def _reading(path: Path, limit: int) -> Iterator[tuple[BufferedReader, int]]:
+    """A regular file of at most `limit` bytes, and how many it has."""
     try:
-        with opened(file) as whole:
-            size = os.fstat(whole.fileno()).st_size
-            if size <= limit:
-                return whole.read(size)
-        found = f"has {size} bytes instead of at most {limit}"
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise CheckpointError(f"{path.parent}: {path.name} has {size} bytes instead of at most {limit}")
+            yield file, size
     except FileNotFoundError:
-        found = "is missing"
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:
-        found = f"cannot be read ({error.strerror})"
-    raise CheckpointError(f"{file.parent}: {file.name} {found}")
+        raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error.strerror})") from None

@@ -16,8 +16,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from trainer.errors import FULL, DiskFullError, SetupError, TrainerError
 
@@ -58,7 +59,7 @@ def open_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def opened(path: str | Path) -> BinaryIO:
+def opened(path: str | Path) -> BufferedReader:
     """A regular file, to be read; anything else is an error at once, so that no pipe and no device is waited for.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tensors as files: the bytes of a safetensors file, how they reach the disk, and how they are read."""
+"""Tensors as files: the bytes of a safetensors file, how they reach the disk, how they are read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import safetensors.torch
+from safetensors import safe_open
 from torch import Tensor
 
 from trainer.errors import NotFiniteError
@@ -55,7 +56,26 @@ def parsed(data: bytes) -> dict[str, Tensor]:
     except MemoryError:
         raise
     except Exception as error:  # as many kinds as there are ways to be wrong
-        raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
+        raise ValueError(_line(error)) from None
+
+
+def mapped(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, as views of it: the system reads the pages that are looked at, when they are.
+
+    What is written to them stays in this process, and they outlive the file's name. Raises ValueError, of one line, for
+    anything else than a safetensors file.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise ValueError(_line(error)) from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:

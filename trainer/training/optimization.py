@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.errors import CheckpointError
 from trainer.modes import Strategy
 from trainer.recipe import OptimizerRecipe, Recipe
 
@@ -61,25 +60,6 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRec
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The optimizer's tensors as `parameter//key`."""
     return {f"{name}//{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()}
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
-) -> None:
-    """Copy saved tensors into a fresh optimizer's state, matched by name.
-
-    Raises:
-        CheckpointError: the checkpoint was written by another optimizer; nothing is copied.
-    """
-    own = optimizer_state(optimizer, parameters)
-    odd = sorted(own.keys() - saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
-    if odd:
-        raise CheckpointError(
-            f"the checkpoint's optimizer state does not fit: no {odd[0]} of shape {tuple(own[odd[0]].shape)} in it; "
-            "resume_weights_only=true continues with its weights and a fresh optimizer"
-        )
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
 
 
 def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
@@ -239,8 +219,3 @@ class MovingAverage:
         for name in self._others:
             self.average[name].copy_(self.live[name])
         return self.average
-
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Continue a saved average, matched by name."""
-        for name, tensor in self.average.items():
-            tensor.copy_(saved[name])

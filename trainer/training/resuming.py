@@ -16,9 +16,10 @@ from trainer.processes.rank import job_id
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving import checkpoint
+from trainer.saving.spreading import on_every_rank
 from trainer.saving.weights import save_weights
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training.optimization import load_optimizer_state, optimizer_state
+from trainer.training.optimization import optimizer_state
 from trainer.training.randomness import random_states, restore_random_states, seed_ranks
 from trainer.training.run import History, Run
 
@@ -31,15 +32,14 @@ _SENSELESS = (
 
 def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
     """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow."""
-    state = None
+    found = None
     if isinstance(tracker, Tracker) and tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
     if isinstance(tracker, Tracker) and tracker.folder.resuming:
-        state = checkpoint.newest(tracker.folder.path, tracker.say)
-    if state is not None and "model" not in state.tensors:
-        raise CheckpointError(_SENSELESS.format(step=state.position.step, found="no weights"))
-    shared: checkpoint.State | None = world.share(state)
-    return shared
+        found = checkpoint.newest(tracker.folder.path, tracker.say)
+    if found and "model" not in found.state.tensors:
+        raise CheckpointError(_SENSELESS.format(step=found.state.position.step, found="no weights"))
+    return on_every_rank(found, world)
 
 
 def bound_to(recipe: Recipe, world: World) -> dict[str, Any]:
@@ -94,17 +94,18 @@ def restore(run: Run, state: checkpoint.State) -> None:
 
 def _restore(run: Run, state: checkpoint.State) -> None:
     try:
-        load_optimizer_state(run.optimizer, run.parameters, state.tensors.get("optimizer", {}))
-    except CheckpointError as error:
+        run.strategy.scatter(state.tensors.get("optimizer", {}), optimizer_state(run.optimizer, run.parameters))
+    except ValueError as error:
+        reason = f"the checkpoint's optimizer state does not fit: {error} in it"
         if not run.recipe.resume_weights_only:
-            raise
-        reason = str(error).partition(";")[0]
+            advice = "resume_weights_only=true continues with its weights and a fresh optimizer"
+            raise CheckpointError(f"{reason}; {advice}") from None
         run.tracker.say(f"  only the weights are continued, the optimizer starts anew: {reason}")
     run.updater.load(state.tensors.get("scaler", {}))
     if run.average is not None:
         if "ema" not in state.tensors:
             raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
-        run.average.load(state.tensors["ema"])
+        run.strategy.scatter(state.tensors["ema"], run.average.average)
     _take_position(run, state)
     history = state.facts["history"]
     # Before there were tasks, the best was a top-1 accuracy by name.

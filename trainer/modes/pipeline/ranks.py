@@ -8,9 +8,8 @@ because not all of them can evaluate.
 from __future__ import annotations
 
 import datetime
-import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,88 +24,13 @@ from trainer.modes.base import Communication, Context
 from trainer.modes.pipeline import orders
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged
+from trainer.modes.pipeline.torch_schedules import SCHEDULES, actions_of, as_raised, holders
 from trainer.modes.pipeline.tuning import Pipe, Plan
+from trainer.modes.pipeline.wire import Wire
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import Recipe
-from trainer.recipe.checks import V_SHAPED, microbatch_counts, ranks_per_pipeline, schedule_of, virtual_stages
+from trainer.recipe.checks import microbatch_counts, ranks_per_pipeline, schedule_of
 from trainer.telemetry.clocks import Stopwatch
-
-SCHEDULES = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
-    "loopedbfs": schedules.ScheduleLoopedBFS,
-    "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-    "dualpipev": schedules.ScheduleDualPipeV,
-}
-logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints whole schedules beside what it raises
-LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-
-
-def ranks_of_stages(schedule: str, ranks: int, virtual: int) -> list[int]:
-    """Which rank of a replica holds each stage: round and round, or down and up again for V-shaped schedules."""
-    if schedule in V_SHAPED:
-        return [*range(ranks), *reversed(range(ranks))]
-    return list(range(ranks)) * virtual
-
-
-def holders(recipe: Recipe, processes: int) -> list[int]:
-    """The same for a recipe in so many processes."""
-    schedule = schedule_of(recipe, processes)
-    return ranks_of_stages(schedule, ranks_per_pipeline(recipe, processes), virtual_stages(recipe, schedule))
-
-
-def actions_of(actions: Sequence[Any]) -> Iterator[Action]:
-    """Torch's actions of one rank as actions; what is neither forward nor backward is left out."""
-    for action in actions:
-        if action is not None and action.sub_actions:
-            yield from actions_of(action.sub_actions)
-        elif action is not None and action.computation_type.name in LETTERS:
-            yield Action(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
-
-
-class as_raised:
-    """Torch wraps what a stage raises into a text on its tensors: what was raised says more, as out of memory does."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, RuntimeError) and error.__cause__ is not None:
-            raise error.__cause__ from None
-
-
-class _Received(torch.autograd.Function):
-    """The identity; its gradient, which goes back to the rank before, is contiguous. That of `cat` would not be."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
-class Wire(nn.Module):
-    """A stage as neighbours see it: what goes between ranks is contiguous, channels_last images as (N, H, W, C)."""
-
-    def __init__(self, stage: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], first: bool, last: bool) -> None:
-        super().__init__()
-        self.stage, self._run, self._first, self._last = stage, run, first, last
-
-    def forward(self, received: Tensor) -> Tensor:
-        if not self._first:
-            received = _Received.apply(received)
-            if received.dim() == 4:
-                received = received.permute(0, 3, 1, 2)
-        out = self._run(self.stage, received)
-        if not self._last and out.dim() == 4:
-            out = out.permute(0, 2, 3, 1)
-        out = out.contiguous()
-        # Schedules with a backward pass in two parts detach what was sent in place, which a view does not allow.
-        return out.clone() if out._is_view() else out
 
 
 class ProcessPipeline(Staged):

@@ -3,27 +3,27 @@
 import numpy as np
 import pytest
 
-from trainer.data import order
+from trainer.data import sampling
 
 
 @pytest.mark.parametrize("samples", [1, 2, 17, 1000])
 def test_a_permutation_holds_every_sample_once(samples):
-    assert sorted(order.permutation(3, 0, samples).tolist()) == list(range(samples))
+    assert sorted(sampling.permutation(3, 0, samples).tolist()) == list(range(samples))
 
 
 def test_permutations_differ_between_epochs_and_seeds_and_repeat():
-    drawn = {tuple(order.permutation(seed, epoch, 50).tolist()) for seed in (0, 1, 2**62) for epoch in (0, 1, 2)}
+    drawn = {tuple(sampling.permutation(seed, epoch, 50).tolist()) for seed in (0, 1, 2**62) for epoch in (0, 1, 2)}
     assert len(drawn) == 9
-    assert order.permutation(0, 1, 50).tolist() == order.permutation(0, 1, 50).tolist()
+    assert sampling.permutation(0, 1, 50).tolist() == sampling.permutation(0, 1, 50).tolist()
 
 
 def test_draws_do_not_depend_on_the_company():
-    whole = order.uniform(7, 2, np.arange(100), order.FLIP)
-    assert whole[40:60].tolist() == order.uniform(7, 2, np.arange(40, 60), order.FLIP).tolist()
+    whole = sampling.uniform(7, 2, np.arange(100), sampling.FLIP)
+    assert whole[40:60].tolist() == sampling.uniform(7, 2, np.arange(40, 60), sampling.FLIP).tolist()
 
 
 def test_draws_are_uniform_and_independent():
-    a, b = (order.uniform(0, 0, np.arange(20_000), draw) for draw in (order.FLIP, order.SHIFT_X))
+    a, b = (sampling.uniform(0, 0, np.arange(20_000), draw) for draw in (sampling.FLIP, sampling.SHIFT_X))
     assert a.min() >= 0 and a.max() < 1
     assert np.histogram(a, 10)[0] == pytest.approx(2000, rel=0.1)
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
@@ -33,8 +33,8 @@ def test_draws_are_uniform_and_independent():
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_shards_share_out_each_global_batch_in_order(count, pieces):
-    permuted = order.permutation(0, 0, 27)
-    parts = [order.shard_rows(permuted, 8, index, count, pieces) for index in range(count)]
+    permuted = sampling.permutation(0, 0, 27)
+    parts = [sampling.shard_rows(permuted, 8, index, count, pieces) for index in range(count)]
     assert all(part.shape == (3, pieces, 8 // count // pieces) for part in parts)
     for step in range(3):
         rows = np.concatenate([part[step].reshape(-1) for part in parts])
@@ -46,7 +46,7 @@ def test_shards_share_out_each_global_batch_in_order(count, pieces):
     [(10_003, [2500, 2500, 2500, 2503]), (8, [4, 4]), (7, [7]), (5, [1, 1, 3]), (2, [0, 0, 2])],
 )
 def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
-    spans = [order.own_span(samples, index, len(sizes)) for index in range(len(sizes))]
+    spans = [sampling.own_span(samples, index, len(sizes)) for index in range(len(sizes))]
     assert [stop - start for start, stop in spans] == sizes
     assert [index for span in spans for index in range(*span)] == list(range(samples))
 
@@ -56,11 +56,11 @@ def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
     [(10_003, 16, 4, 157), (10_000, 16, 4, 157), (64, 16, 4, 1), (65, 16, 4, 2), (48, 16, 1, 3), (49, 16, 1, 4)],
 )
 def test_own_steps_are_those_of_the_largest_part(samples, rows, count, steps):
-    assert order.own_steps(samples, rows, count) == steps
+    assert sampling.own_steps(samples, rows, count) == steps
 
 
 def test_own_rows_are_split_as_evenly_as_possible():
-    rows = [order.own_rows(np.arange(11), 8, index, 2, 2) for index in (0, 1)]
+    rows = [sampling.own_rows(np.arange(11), 8, index, 2, 2) for index in (0, 1)]
     assert [[piece.tolist() for piece in step] for step in rows[0]] == [[[0, 1], [2]], [[3], [4]]]
     assert [[piece.tolist() for piece in step] for step in rows[1]] == [[[5, 6], [7]], [[8, 9], [10]]]
 
@@ -71,9 +71,9 @@ def test_own_rows_are_split_as_evenly_as_possible():
 def test_own_rows_use_each_sample_once_in_batches_of_nearly_one_size(count, pieces, rows):
     batch_size = count * pieces * rows
     for samples in (batch_size, batch_size + 1, 2 * batch_size - 1, 97, 1000, 1009):
-        permuted = order.permutation(1, 2, samples)
-        shards = [order.own_rows(permuted, batch_size, index, count, pieces) for index in range(count)]
-        assert {len(shard) for shard in shards} == {order.own_steps(samples, batch_size // count, count)}
+        permuted = sampling.permutation(1, 2, samples)
+        shards = [sampling.own_rows(permuted, batch_size, index, count, pieces) for index in range(count)]
+        assert {len(shard) for shard in shards} == {sampling.own_steps(samples, batch_size // count, count)}
         for shard in shards:
             sizes = [len(piece) for step in shard for piece in step]
             assert len(sizes) == len(shard) * pieces
@@ -85,7 +85,7 @@ def test_own_rows_use_each_sample_once_in_batches_of_nearly_one_size(count, piec
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("samples", range(1, 18))
 def test_evaluation_takes_each_sample_once(samples, count):
-    shards = [order.evaluation_spans(samples, 4, index, count) for index in range(count)]
+    shards = [sampling.evaluation_spans(samples, 4, index, count) for index in range(count)]
     assert len({len(spans) for spans in shards}) == 1
     assert all(0 <= stop - start <= 4 for spans in shards for start, stop in spans)
     taken = [sample for spans in shards for start, stop in spans for sample in range(start, stop)]
@@ -93,7 +93,7 @@ def test_evaluation_takes_each_sample_once(samples, count):
 
 
 def test_crop_boxes_keep_to_the_image_and_the_law():
-    boxes = order.crop_boxes(order.box_draws(0, 0, np.arange(5000), order.CROP), 300, 400, (0.08, 1.0))
+    boxes = sampling.crop_boxes(sampling.box_draws(0, 0, np.arange(5000), sampling.CROP), 300, 400, (0.08, 1.0))
     top, left, height, width = boxes.T
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 300).all() and (left + width <= 400).all()
     share, ratio = height * width / 120_000, width / height
@@ -103,26 +103,26 @@ def test_crop_boxes_keep_to_the_image_and_the_law():
 
 
 def test_an_image_too_long_for_any_try_is_cut_in_the_middle():
-    draws = order.box_draws(0, 0, np.arange(3), order.CROP)
-    assert order.crop_boxes(draws, 10, 1000, (0.9, 1.0)).tolist() == [[0, 493, 10, 13]] * 3
-    assert order.crop_boxes(draws, 1000, 10, (0.9, 1.0)).tolist() == [[493, 0, 13, 10]] * 3
+    draws = sampling.box_draws(0, 0, np.arange(3), sampling.CROP)
+    assert sampling.crop_boxes(draws, 10, 1000, (0.9, 1.0)).tolist() == [[0, 493, 10, 13]] * 3
+    assert sampling.crop_boxes(draws, 1000, 10, (0.9, 1.0)).tolist() == [[493, 0, 13, 10]] * 3
 
 
 def test_erasing_happens_as_often_as_asked_and_inside():
-    boxes = order.erase_boxes(0, 0, np.arange(4000), 0.25, 32)
+    boxes = sampling.erase_boxes(0, 0, np.arange(4000), 0.25, 32)
     erased = boxes[boxes[:, 2] > 0]
     assert 0.22 < len(erased) / 4000 < 0.28
     assert ((erased[:, :2] + erased[:, 2:]) <= 32).all()
 
 
 def test_shifts_reach_every_place():
-    drawn = order.shifts(0, 0, np.arange(2000), 4)
+    drawn = sampling.shifts(0, 0, np.arange(2000), 4)
     assert drawn.min() == 0 and drawn.max() == 8 and drawn.shape == (2000, 2)
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_mixing_shares_agree_with_what_is_mixed(mixup, cutmix):
-    mix = order.mixing(0, 1, 2, 1000, mixup, cutmix, 32)
+    mix = sampling.mixing(0, 1, 2, 1000, mixup, cutmix, 32)
     area = mix.box[:, 2] * mix.box[:, 3] / 32**2
     assert mix.share == pytest.approx(mix.blend - area, abs=1e-6)
     assert mix.share.min() >= 0 and mix.share.max() <= 1
@@ -133,6 +133,6 @@ def test_mixing_shares_agree_with_what_is_mixed(mixup, cutmix):
 
 
 def test_mixing_follows_the_step_and_splits_by_rows():
-    first, again, other = (order.mixing(0, 0, step, 8, 0.2, 0.0, 8) for step in (5, 5, 6))
+    first, again, other = (sampling.mixing(0, 0, step, 8, 0.2, 0.0, 8) for step in (5, 5, 6))
     assert first.blend.tolist() == again.blend.tolist() != other.blend.tolist()
     assert first.rows(4, 8).blend.tolist() == first.blend[2:4].tolist()

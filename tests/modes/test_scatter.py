@@ -1,0 +1,91 @@
+"""A mode whose ranks hold parts of tensors: what is gathered into a checkpoint comes back by `scatter`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contexts import context
+from tests.saving.states import refuse
+from tests.worlds import on_ranks
+from trainer.modes import Strategy
+from trainer.recipe import load
+from trainer.saving.checkpoint import Position, State, commit, newest
+from trainer.saving.spreading import on_every_rank
+from trainer.training.optimization import MovingAverage, build_optimizer, optimizer_state
+
+
+class Sharded(Strategy):
+    """Each rank owns as many rows of every matrix as the others, and the first rank all the rest."""
+
+    def setup(self, model):
+        self.own = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                self.own[name] = nn.Parameter(self.part(parameter.detach()).clone())
+            elif self.world.is_main:
+                self.own[name] = parameter
+
+    def part(self, tensor):
+        return tensor.tensor_split(self.world.size)[self.world.rank]
+
+    def named_parameters(self):
+        return self.own
+
+    def gather(self, named):
+        found = self.world.gather({name: tensor.detach().clone() for name, tensor in named.items()})
+        names = dict.fromkeys(name for mine in found for name in mine)
+        return {
+            name: torch.cat(parts) if parts[0].dim() > 1 else parts[0]
+            for name in names
+            for parts in [[mine[name] for mine in found if name in mine]]
+        }
+
+    def scatter(self, whole, own):
+        for name, tensor in own.items():
+            tensor.copy_(self.part(whole[name]) if tensor.dim() > 1 else whole[name])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_of_tensors_are_saved_whole_and_come_back(size, optimizer, tmp_path):
+    recipe = load(None, f"optimizer.name={optimizer}")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))
+
+    def start(world, seed):
+        strategy = Sharded(context(recipe, world, (2, 4)))
+        strategy.setup(model)
+        optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer)
+        state = optimizer_state(optimizer, strategy.named_parameters())
+        generator = torch.Generator().manual_seed(10 * seed + world.rank)
+        for tensor in state.values():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) if tensor.dim() else torch.tensor(float(seed)))
+        average = MovingAverage(strategy.named_parameters(), 0.9)
+        return strategy, state, average.average
+
+    def save(world):
+        strategy, state, average = start(world, seed=1)
+        tensors = {"optimizer": strategy.gather(state), "ema": strategy.gather(average)}
+        if world.is_main:
+            commit(tmp_path, State(Position(1, 0, 1), tensors, {}), keep=2)
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+    def resume(world):
+        strategy, state, average = start(world, seed=2)
+        for tensor in average.values():
+            tensor.detach().zero_()
+        saved = on_every_rank(newest(tmp_path, refuse) if world.is_main else None, world)
+        strategy.scatter(saved.tensors["optimizer"], state)
+        strategy.scatter(saved.tensors["ema"], average)
+        return state, average, dict(strategy.named_parameters())
+
+    before, after = on_ranks(size, save), on_ranks(size, resume)
+    whole = newest(tmp_path, refuse).state.tensors
+    assert {name: tuple(tensor.shape) for name, tensor in whole["ema"].items()} == {
+        name: tuple(tensor.shape) for name, tensor in model.named_parameters()
+    }
+    for saved, (state, average, weights) in zip(before, after, strict=True):
+        assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in saved)
+        assert all(torch.equal(average[name], weights[name]) for name in weights)

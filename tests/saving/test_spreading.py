@@ -1,0 +1,109 @@
+"""One checkpoint on every rank, on machines that see the run folder and on such that do not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+
+import pytest
+import torch
+
+from tests.saving.states import flip, make, refuse, same
+from tests.worlds import ThreadWorld, on_ranks
+from trainer.errors import CheckpointError, SetupError
+from trainer.processes.rank import Place
+from trainer.saving import spreading
+from trainer.saving.checkpoint import commit, manifest_bytes, newest
+from trainer.saving.spreading import found_here, on_every_rank
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(spreading, "CHUNK", 100)  # files of some pieces, the last one not full
+    commit(tmp_path, make(7), keep=2)
+    return tmp_path
+
+
+def everywhere(home, size=3):
+    """What each rank gets, and how many pieces were sent."""
+
+    def work(world):
+        return on_every_rank(newest(home, refuse) if world.is_main else None, world), world.sent
+
+    return on_ranks(size, work)
+
+
+def test_ranks_that_find_it_read_it_where_it_is(home):
+    for state, sent in everywhere(home):
+        assert same(state, make(7)) and not sent
+
+
+def test_no_checkpoint_is_none_everywhere(tmp_path):
+    assert everywhere(tmp_path) == [(None, 0)] * 3
+    assert on_ranks(1, lambda world: on_every_rank(None, world)) == [None]
+
+
+@pytest.mark.parametrize("blind", [[1], [2], [1, 2]])
+def test_ranks_that_do_not_find_it_are_sent_it(blind, home, monkeypatch):
+    here, files = threading.local(), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(
+        spreading, "found_here", lambda path, raw: None if here.rank in blind else found_here(path, raw)
+    )
+
+    def work(world):
+        here.rank = world.rank
+        return on_every_rank(newest(home, refuse) if world.is_main else None, world)
+
+    states = on_ranks(3, work)
+    shutil.rmtree(home / "checkpoints")
+    assert all(same(state, make(7)) for state in states), "also when the folder is gone"
+    states.clear()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_only_the_very_same_checkpoint_counts(home):
+    path = home / "checkpoints" / "step-00000007"
+    raw = manifest_bytes(path)
+    assert same(found_here(path, raw), make(7))
+    assert found_here(home / "elsewhere", raw) is None
+    flip(path / "model.safetensors", -1)
+    assert found_here(path, raw) is None, "damaged on this machine"
+
+
+def test_a_run_of_the_same_name_on_another_machine_is_not_it(home):
+    raw = manifest_bytes(home / "checkpoints" / "step-00000007")
+    (home / "theirs").mkdir()
+    state = make(7)
+    state.facts["run_id"] = "another"
+    assert found_here(commit(home / "theirs", state, keep=2), raw) is None
+
+
+def test_a_file_that_changes_while_it_is_sent(home, monkeypatch):
+    monkeypatch.setattr(spreading, "found_here", lambda path, raw: None)
+
+    def work(world):
+        found = newest(home, refuse) if world.is_main else None
+        if world.is_main:
+            flip(home / "checkpoints" / "step-00000007" / "model.safetensors", -1)
+        with pytest.raises(CheckpointError, match="changed while it was sent"):
+            on_every_rank(found, world)
+        return True
+
+    assert all(on_ranks(2, work))
+
+
+def test_no_room_for_what_is_sent(home, monkeypatch):
+    def full(*words, **named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    found = newest(home, refuse)
+    world = ThreadWorld(Place(1, 2, 1, 2, 0, True), torch.device("cpu"), 1, ())
+    monkeypatch.setattr(world, "share", lambda value: (found.path, manifest_bytes(found.path)))
+    monkeypatch.setattr(world, "max_", lambda values: torch.ones(()))
+    monkeypatch.setattr(spreading, "found_here", lambda path, raw: None)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(SetupError, match=r"No space left on device\): .* or set TMPDIR"):
+        on_every_rank(None, world)

@@ -1,0 +1,58 @@
+"""Torch's schedules of pipelines: their classes, which rank holds which stage, and their actions as ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+
+from trainer.modes.pipeline.orders import Action
+from trainer.recipe import Recipe
+from trainer.recipe.checks import V_SHAPED, ranks_per_pipeline, schedule_of, virtual_stages
+
+SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
+    "loopedbfs": schedules.ScheduleLoopedBFS,
+    "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints whole schedules beside what it raises
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+def ranks_of_stages(schedule: str, ranks: int, virtual: int) -> list[int]:
+    """Which rank of a replica holds each stage: round and round, or down and up again for V-shaped schedules."""
+    if schedule in V_SHAPED:
+        return [*range(ranks), *reversed(range(ranks))]
+    return list(range(ranks)) * virtual
+
+
+def holders(recipe: Recipe, processes: int) -> list[int]:
+    """The same for a recipe in so many processes."""
+    schedule = schedule_of(recipe, processes)
+    return ranks_of_stages(schedule, ranks_per_pipeline(recipe, processes), virtual_stages(recipe, schedule))
+
+
+def actions_of(actions: Sequence[Any]) -> Iterator[Action]:
+    """Torch's actions of one rank as actions; what is neither forward nor backward is left out."""
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from actions_of(action.sub_actions)
+        elif action is not None and action.computation_type.name in LETTERS:
+            yield Action(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
+
+
+class as_raised:
+    """Torch wraps what a stage raises into a text on its tensors: what was raised says more, as out of memory does."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+            raise error.__cause__ from None

@@ -1,0 +1,88 @@
+"""One checkpoint on every rank: read where a rank finds it, sent by rank 0 where it does not."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from trainer.errors import CheckpointError, SetupError
+from trainer.processes.world import World
+from trainer.saving.checkpoint import Found, Manifest, State, assembled, load, manifest_bytes, understood
+from trainer.saving.files import opened
+from trainer.saving.tensor_files import CHUNK
+
+
+def on_every_rank(found: Found | None, world: World) -> State | None:
+    """Rank 0's checkpoint; collective.
+
+    A rank that finds the very same folder, whole, reads from it. Where one does not, as on another machine that does
+    not share the run folder, rank 0 sends the files in pieces, and that rank keeps them in temporary ones.
+
+    Args:
+        found: on rank 0, None where there is no checkpoint; the others' is not looked at.
+
+    Raises:
+        CheckpointError: rank 0's files changed meanwhile.
+        SetupError: this rank has no room for temporary files.
+    """
+    told: tuple[Path, bytes] | None = world.share((found.path, manifest_bytes(found.path)) if found else None)
+    if told is None:
+        return None
+    path, raw = told
+    state = found.state if found else found_here(path, raw)
+    if world.max_(torch.tensor(float(state is None))).item():
+        received = _sent(path, understood(path, raw), world, wanted=state is None)
+        state = state or received
+    return state
+
+
+def found_here(path: Path, raw: bytes) -> State | None:
+    """The checkpoint of this manifest, where this rank finds it whole."""
+    try:
+        return load(path) if manifest_bytes(path) == raw else None
+    except CheckpointError:
+        return None
+
+
+def _sent(path: Path, manifest: Manifest, world: World, wanted: bool) -> State | None:
+    """Every file from rank 0, for the ranks that want them."""
+    with ExitStack() as closing:
+        kept: dict[str, BinaryIO] = {}
+        for name, entry in manifest.files.items():
+            source = closing.enter_context(opened(path / name)) if world.is_main else None
+            target = closing.enter_context(_temporary(path)) if wanted else None
+            sha = hashlib.sha256()
+            for start in range(0, entry.size, CHUNK):
+                piece = bytearray(min(CHUNK, entry.size - start))
+                if source:
+                    source.readinto(piece)
+                world.broadcast_(torch.frombuffer(piece, dtype=torch.uint8))
+                sha.update(piece)
+                if target:
+                    target.write(piece)
+            if sha.hexdigest() != entry.sha256:
+                raise CheckpointError(f"{path}: {name} changed while it was sent to other machines")
+            if target:
+                target.flush()
+                kept[name] = target
+        # The files have no names, and last as long as what is read from them.
+        return assembled(path, manifest, lambda name: f"/dev/fd/{kept[name].fileno()}") if wanted else None
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[BinaryIO]:
+    """A file that no one else sees."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            yield file
+    except OSError as error:
+        raise SetupError(
+            f"{path} is not on this machine, and there is no room for it in {tempfile.gettempdir()} "
+            f"({error.strerror}): let all machines share the run folder, or set TMPDIR to a larger folder"
+        ) from error

@@ -553,8 +553,8 @@ def wait_for(condition, process, seconds=60):
 # --------------------------------------------------------------------------------------------- launchers
 
 
-def two_nodes(*words, folders=None):
-    """Two torchruns that the user starts: they meet by c10d, or each has its folder and the first rank 0."""
+def two_nodes(*words, folders=None, env=None):
+    """Two torchruns of the user, which meet by c10d; or each in a folder of its own, the first with rank 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -564,15 +564,16 @@ def two_nodes(*words, folders=None):
         nodes = []
         for rank, folder in enumerate(folders or (None, None)):
             placed = [*both, f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
-            nodes.append(closing.enter_context(torchrun(*words, arguments=placed if folders else met, cwd=folder)))
-        for node in nodes:
-            out, _ = node.communicate(timeout=120)
-            assert node.returncode == 0, out
+            node = torchrun(*words, arguments=placed if folders else met, cwd=folder, env=env)
+            nodes.append(closing.enter_context(node))
+        said = [node.communicate(timeout=120)[0] for node in nodes]
+        return [(node.returncode, out) for node, out in zip(nodes, said, strict=True)]
 
 
 @pytest.mark.full
 def test_two_nodes_on_one_host(reference, tmp_path):
-    two_nodes(*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
+    ended = two_nodes(*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
+    assert [code for code, _ in ended] == [0, 0], ended
     assert result(tmp_path / "run")["world_size"] == 2
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
 
@@ -585,9 +586,12 @@ def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_
     for folder in folders:
         folder.mkdir()
     words = [*SAME, *mode.split(), "model.name=cnn_gn", "ema=0.9", "output=runs/mine", "save.every_steps=2"]
-    two_nodes(*words, "max_steps=4", folders=folders)
-    assert not (folders[1] / "runs").exists()
-    two_nodes(*words, "resume=auto", folders=folders)
+    ended = two_nodes(*words, "max_steps=20", folders=folders, env={"TRAINER_FAULT": "kill@1:10"})
+    assert all(code for code, _ in ended) and not (folders[1] / "runs").exists()
+    turned = two_nodes(*words, "resume=auto", folders=folders[::-1])
+    assert all(code and "rank 1 finds checkpoints in runs/mine where rank 0 has none" in out for code, out in turned)
+    ended = two_nodes(*words, "resume=auto", folders=folders)
+    assert [code for code, _ in ended] == [0, 0] and "resuming at step" in ended[0][1], ended
     assert losses(folders[0] / "runs/mine") == pytest.approx(losses(reference), rel=1e-4)
 
 

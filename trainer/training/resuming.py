@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from trainer.errors import CheckpointError, TrainerError, is_out_of_memory, text_of
+from trainer.errors import CheckpointError, SetupError, TrainerError, is_out_of_memory, text_of
 from trainer.models.zoo import bare
 from trainer.processes.rank import job_id
 from trainer.processes.world import World
@@ -28,10 +29,19 @@ _SENSELESS = (
     "the checkpoint of step {step} is whole and does not hold what this version continues with ({found}); "
     "start anew in another folder (output=...), or from its weights: model.init_from=<run>/last.safetensors"
 )
+_ELSEWHERE = (
+    "rank {rank} finds checkpoints in {folder} where rank 0 has none: make the machine of "
+    "rank {rank} the first (torchrun --node_rank=0), or let all machines share the folder"
+)
 
 
-def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
-    """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow."""
+def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.State | None:
+    """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is good.
+        SetupError: another rank has checkpoints in that folder and rank 0 has none; starting over would lose them.
+    """
     found = None
     if isinstance(tracker, Tracker) and tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
@@ -39,7 +49,13 @@ def newest(tracker: NullTracker, world: World) -> checkpoint.State | None:
         found = checkpoint.newest(tracker.folder.path, tracker.say)
     if found and "model" not in found.state.tensors:
         raise CheckpointError(_SENSELESS.format(step=found.state.position.step, found="no weights"))
-    return on_every_rank(found, world)
+    state = on_every_rank(found, world)
+    if state is None and recipe.output is not None and recipe.resume is not None:
+        here = bool(checkpoint.checkpoints_in(Path(recipe.output).expanduser() / "checkpoints"))
+        owner = int(world.max_(torch.tensor(world.rank if here else 0)).item())
+        if owner:
+            raise SetupError(_ELSEWHERE.format(folder=recipe.output, rank=owner))
+    return state
 
 
 def bound_to(recipe: Recipe, world: World) -> dict[str, Any]:

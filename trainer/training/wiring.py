@@ -49,7 +49,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
     closing.callback(tracker.close)
     world.connect(recipe.timeout)
-    state = resuming.newest(tracker, world)
+    state = resuming.newest(tracker, world, recipe)
     model = model_of(recipe, task, data, starting=state is None)
     if state is not None:
         initialise(model, state.tensors["model"], "the checkpoint", whole=True)

@@ -19,7 +19,7 @@ from PIL import Image
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from tests.commands import environment
-from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, order, steps_per_epoch, workers
+from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, sampling, steps_per_epoch, workers
 from trainer.data.images import read_image
 from trainer.data.registered import UserItems
 from trainer.data.sets import CLASS
@@ -428,7 +428,7 @@ def test_shards_too_small_for_their_micro_batches_are_refused_with_what_works(
         recipe = load(None, *_last([*words, *advice]))
         steps_per_epoch(samples, recipe, shard)
         parts = [
-            order.own_rows(np.arange(samples), recipe.batch_size, i, count, recipe.accumulate) for i in range(count)
+            sampling.own_rows(np.arange(samples), recipe.batch_size, i, count, recipe.accumulate) for i in range(count)
         ]
         assert min(len(piece) for part in parts for step in part for piece in step) > 0
 

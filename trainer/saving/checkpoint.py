@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `checkpoints/step-00001234/` of safetensors files and a `manifest.json` that holds their sizes
 and SHA-256 and a seal of its own. It is written beside its final name, synced, read back and only then renamed, so a
-folder with a checkpoint's name is whole, whenever the writer was killed. What rots later is found by the hashes. No
-checkpoint is ever in memory as a whole: files are hashed piece by piece, and tensors read when they are used.
+folder with a checkpoint's name is whole, whenever the writer was killed. What rots later is found by the hashes. Of
+one that is read no more is in memory than is used: files are hashed piece by piece, tensors are views of them.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _is_good(path: Path) -> bool:
 
 def _verify(path: Path) -> None:
     for name, entry in manifest_of(path).files.items():
-        with _reading(path / name, entry.size) as (file, size):
+        with reading(path / name, entry.size) as (file, size):
             if size != entry.size:
                 raise CheckpointError(f"{path}: {name} has {size} bytes instead of {entry.size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
@@ -265,7 +265,7 @@ def manifest_of(path: Path) -> Manifest:
 
 def manifest_bytes(path: Path) -> bytes:
     """The manifest of a checkpoint folder as it is."""
-    with _reading(path / MANIFEST, MAX_MANIFEST) as (file, size):
+    with reading(path / MANIFEST, MAX_MANIFEST) as (file, size):
         return file.read(size)
 
 
@@ -288,7 +288,7 @@ def understood(path: Path, raw: bytes) -> Manifest:
 
 
 @contextmanager
-def _reading(path: Path, limit: int) -> Iterator[tuple[BufferedReader, int]]:
+def reading(path: Path, limit: int) -> Iterator[tuple[BufferedReader, int]]:
     """A regular file of at most `limit` bytes, and how many it has."""
     try:
         with opened(path) as file:

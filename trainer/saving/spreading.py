@@ -13,8 +13,7 @@ import torch
 
 from trainer.errors import CheckpointError, SetupError
 from trainer.processes.world import World
-from trainer.saving.checkpoint import Found, Manifest, State, assembled, load, manifest_bytes, understood
-from trainer.saving.files import opened
+from trainer.saving.checkpoint import Found, Manifest, State, assembled, load, manifest_bytes, reading, understood
 from trainer.saving.tensor_files import CHUNK
 
 
@@ -55,7 +54,7 @@ def _sent(path: Path, manifest: Manifest, world: World, wanted: bool) -> State |
     with ExitStack() as closing:
         kept: dict[str, BinaryIO] = {}
         for name, entry in manifest.files.items():
-            source = closing.enter_context(opened(path / name)) if world.is_main else None
+            source = closing.enter_context(reading(path / name, entry.size))[0] if world.is_main else None
             target = closing.enter_context(_temporary(path)) if wanted else None
             sha = hashlib.sha256()
             for start in range(0, entry.size, CHUNK):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
 from trainer.recipe.schema import EXTENDS, Recipe, validated
-from trainer.recipe.text import flatten, nearest, one_line, shown
+from trainer.recipe.text import flatten, nearest, one_line, shown, typed
 
 YOURS = "your words"  # the origin of what the command line says
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
@@ -153,9 +152,13 @@ def find(recipe: str) -> Path:
 
 def shipped_recipes() -> dict[str, Path]:
     """Names of the recipes that come with the package, with their files."""
+    return {path.stem: path for path in sorted(shipped_folder().glob("*.yaml"))}
+
+
+def shipped_folder() -> Path:
+    """Where the shipped recipes lie: within the installed package, or beside it in a clone."""
     here = Path(__file__).parent.parent
-    folder = here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
 
 def describe(path: Path) -> str:
@@ -168,11 +171,6 @@ def words_of(recipe: Recipe) -> list[str]:
     """What to type for a recipe: its name where it is a shipped one, and every key that differs from that."""
     shipped = recipe.name in shipped_recipes()
     was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
-
-    def typed(value: Any) -> str:
-        text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
-        return text.removesuffix("...\n").strip()
-
     changed = [f"{key}={typed(value)}" for key, value in now.items() if value != was[key]]
     return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
 

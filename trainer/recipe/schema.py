@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
@@ -21,6 +21,7 @@ Schedule = Literal[
 ]
 
 EXTENDS = "extends"  # the key of a file, not of a recipe, that names the recipe it is made from
+EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder as seen from this file"
 DEVICE = r"cpu|cuda(:\d{1,3})?"
 
 
@@ -56,7 +57,8 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
-Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
+Names = Annotated[list[Name], Field(min_length=1)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
@@ -123,7 +125,7 @@ class OptimizerRecipe(_Section):
     lr: float = key(0.1, "the learning rate at its highest, for the whole batch_size", gt=0, allow_inf_nan=False)
     momentum: Decay = key(0.9, "sgd: the share of the last step that goes into the next")
     nesterov: bool = key(False, "sgd: Nesterov's form of momentum")
-    weight_decay: Amount = key(0.0, "pulls weights to zero; BatchNorm and biases too, unless norm_weight_decay is set")
+    weight_decay: Amount = key(0.0, "pulls weights to zero; BatchNorm and biases as well, see norm_weight_decay")
     norm_weight_decay: Amount | None = key(None, "that of normalisation layers and biases; null: as weight_decay")
     betas: list[Decay] = key([0.9, 0.999], "adam: memory of gradients and of squares", min_length=2, max_length=2)
     eps: float = key(1e-8, "adam: added to the divisor", gt=0, allow_inf_nan=False)
@@ -151,7 +153,7 @@ class LossRecipe(_Section):
 
     label_smoothing: float = key(0.0, "share of the target that is spread over all classes", ge=0, lt=1)
     class_weights: Literal["balanced"] | list[Amount] | None = key(
-        None, "what a sample of each class counts: balanced makes rare ones count as much, or a number a class"
+        None, "what a sample of each class counts: balanced (rare ones more), or a number a class"
     )
 
 
@@ -218,7 +220,7 @@ class Recipe(_Section):
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = key(
-        "fp32", "of the computation; on a GPU bf16 is fastest, tf32 finer; weights stay fp32"
+        "fp32", "numbers of the computation; on a GPU bf16 is fastest, tf32 finer; weights stay fp32"
     )
     channels_last: bool = key(True, "memory order of images and convolutions; mostly faster")
     compile: bool = key(False, "torch.compile: minutes at the start, faster steps on a GPU")

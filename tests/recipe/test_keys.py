@@ -87,6 +87,7 @@ def test_a_recipe_is_printed_with_comments_and_who_set_what(tmp_path: Path) -> N
     for key, origin in [("crop", "digits"), ("mode", "digits_hogwild"), ("eps", "mine"), ("epochs", "your words")]:
         assert lines[key].endswith(f"<- {origin}"), lines[key]
     assert lines["lr"].endswith("  <- digits_hogwild") and keys()["optimizer.lr"].comment in lines["lr"]
+    assert "<-" not in lines["momentum"]  # digits says it, as it is by default
     assert "<-" not in lines["compile"] and keys()["compile"].comment in lines["compile"]
     assert lines["optimizer"].endswith(sections()["optimizer"])
 

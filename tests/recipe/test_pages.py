@@ -45,6 +45,15 @@ def test_what_is_commented_out_works_when_it_is_taken_in(tmp_path: Path) -> None
         assert found.to_dict() == load(tmp_path / name).to_dict() == load("resnet50", *words).to_dict()
 
 
+def test_a_word_of_several_lines_stays_a_value(tmp_path: Path) -> None:
+    word = "data.root='a # b\n\n c'"
+    ok("recipes", "new", "my.yaml", "extends=digits", word, *["seed=1"], cwd=tmp_path)
+    assert load(tmp_path / "my.yaml").to_dict() == load("digits", word, "seed=1").to_dict()
+    assert load(tmp_path / "my.yaml").data.root == "a # b\nc"
+    (tmp_path / "printed.yaml").write_text(ok("recipes", "my.yaml", cwd=tmp_path).stdout)
+    assert load(tmp_path / "printed.yaml").to_dict() == load(tmp_path / "my.yaml").to_dict()
+
+
 def test_a_new_file_finds_its_parent_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "base.yaml").write_text("extends: digits\nseed: 7\n")

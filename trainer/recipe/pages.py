@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe.editor import MODELINE, schema_file
@@ -22,15 +23,14 @@ def commented(name: str, *words: str) -> str:
     """A recipe with every key as YAML that `load` accepts, each with its comment and who set it."""
     recipe, said = load(name, *words), origins(name, *words)
     known, comments = keys(), sections()
-    lines = [f"# {recipe.name} with every key; `<- x` says that x set it, all else is a default"]
+    lines = [f"# {recipe.name} with every key; `<- x` says that x set it, all else is as by default"]
     section = ""
     for key, value in flatten(recipe.to_dict()).items():
         parent, _, last = key.rpartition(".")
         if parent and parent != section:
             lines.append(_line(f"{parent}:", comments[parent]))
         section = parent
-        origin = next((origin for given, origin in said.items() if f"{key}.".startswith(f"{given}.")), None)
-        arrow = f"  <- {origin}" if origin else ""
+        arrow = f"  <- {said[key]}" if key in said and typed(value) != known[key].default else ""
         lines.append(_line(f"{'  ' if parent else ''}{last}: {typed(value)}", known[key].comment + arrow))
     return "\n".join(lines) + "\n"
 
@@ -79,7 +79,7 @@ def _new_file(path: Path, parent: str, words: Sequence[str]) -> str:
     values, was = flatten(load(parent, *words).to_dict()), flatten(load(parent).to_dict())
     said = [key for key, origin in origins(parent, *words).items() if origin == YOURS]
     lines = [
-        f"# {path.stem}: {parent} with {' '.join(words) or 'nothing changed yet'}",
+        shorten(f"# {path.stem}: {parent} with {' '.join(words) or 'nothing changed yet'}", 110),
         f"{MODELINE}{schema_file()}",
         f"#   python -m trainer recipe={path.name}      trains it",
         f"#   python -m trainer recipes {path.name}     shows every key, what it means and who set it",

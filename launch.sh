@@ -11,7 +11,7 @@ usage() {
 usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without one, in two processes)
        ./launch.sh evaluate checkpoint=RUN        evaluate a trained run again
        ./launch.sh doctor                         what this machine offers, and what is wrong with it
-       ./launch.sh recipes [NAME]                 list the recipes, or print one completely
+       ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts
        ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, installed beside .venv
@@ -25,7 +25,7 @@ TEXT
     local file first
     for file in "$here"/recipes/*.yaml; do
         IFS= read -r first <"$file" || true
-        printf '  %-14s %s\n' "$(basename "$file" .yaml)" "${first#\# }"
+        printf '  %-18s %s\n' "$(basename "$file" .yaml)" "${first#\# }"
     done
 }
 

@@ -22,6 +22,7 @@ from trainer.processes import family, interrupts
 from trainer.processes.interrupts import leave_now
 from trainer.processes.rank import place
 from trainer.recipe import checks
+from trainer.recipe import command as recipe_pages
 from trainer.recipe.words import split_words
 from trainer.saving.files import open_streams
 
@@ -32,7 +33,8 @@ usage: python -m trainer [train] recipe=NAME [key=value ...]    train
        python -m trainer predict checkpoint=RUN data.root=FOLDER [key=value ...]    label every image
        python -m trainer evaluate checkpoint=RUN [key=value ...]    evaluate a trained run again
        python -m trainer doctor    what this machine offers, and what is wrong with it, ready to paste
-       python -m trainer recipes [NAME] [key=value ...]    list the recipes, or print one completely
+       python -m trainer recipes [NAME] [key=value ...]    list the recipes, or print one with every key explained
+       python -m trainer recipes keys [SECTION or KEY]    what each key means; recipes help shows diff, new and more
 
   recipe=NAME      a shipped recipe, a YAML file or a run folder
   key=value        anything the recipe holds, as in optimizer.lr=0.05 or devices=[cuda:0,cuda:1]
@@ -90,6 +92,8 @@ def check_folder() -> None:
 def run(words: Sequence[str]) -> int:
     """Run one command."""
     command, rest = (words[0], words[1:]) if words and not {"--help", "-h"} & set(words) else ("help", [])
+    if words and words[0] == "recipes":
+        command, rest = words[0], words[1:]
     if "=" in command:
         command, rest = "train", words
     if command == "train":
@@ -116,9 +120,10 @@ def run(words: Sequence[str]) -> int:
 
         return doctor.command(rest)
     if command == "recipes":
-        return recipes(rest)
+        _show(recipe_pages.answer(rest))
+        return 0
     if command == "help":
-        _show(USAGE.format(recipes=_recipe_lines("  ")))
+        _show(USAGE.format(recipes=recipe_pages.listed("  ")))
         return 0
     guess = recipe.nearest(command, [*COMMANDS, *recipe.shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
@@ -161,27 +166,11 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
-def recipes(words: Sequence[str]) -> int:
-    """List the shipped recipes with a line each, or print one with all its keys."""
-    if not words:
-        _show(_recipe_lines() + "\n")
-        return 0
-    chosen, rest = words[0].removeprefix("recipe="), words[1:]
-    _show(recipe.load(chosen, *rest).to_yaml())
-    return 0
-
-
 def _show(text: str) -> None:
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:  # the reader, head say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _recipe_lines(indent: str = "") -> str:
-    shipped = recipe.shipped_recipes()
-    width = max(map(len, shipped), default=0)
-    return "\n".join(f"{indent}{name:{width}}  {recipe.describe(path)}" for name, path in shipped.items())
 
 
 def _launched() -> bool:

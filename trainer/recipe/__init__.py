@@ -5,7 +5,7 @@ Imports: errors.
 """
 
 from trainer.recipe.changes import changed_keys
-from trainer.recipe.loading import describe, find, load, shipped_recipes, words_of
+from trainer.recipe.loading import describe, find, load, origins, shipped_recipes, words_of
 from trainer.recipe.schema import (
     DEVICE,
     IN_TURN,
@@ -42,6 +42,7 @@ __all__ = [
     "load",
     "nearest",
     "neighbours",
+    "origins",
     "shipped_recipes",
     "words_of",
 ]

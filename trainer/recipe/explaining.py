@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from trainer.recipe.text import flatten, nearest, shown
 
@@ -26,17 +27,24 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
+INHERITING = ("_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template")
 
 
-def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> str:
-    """The first of pydantic's findings, as one line that says what to type.
+def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
+    """The first of pydantic's findings: its dotted key, and one line that says what to type.
 
     `defaults` are all keys, dotted, with their defaults; `top` are the keys and sections of the highest level.
     """
     first = error.errors(include_url=False)[0]
-    where, kind = first["loc"], first["type"]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    return key, _line(first, key, defaults, top)
+
+
+def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Iterable[str]) -> str:
+    kind = first["type"]
     if kind == "extra_forbidden":
+        if key in INHERITING:
+            return f"{key} is not a key; did you mean extends?"
         given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
         section = key.rpartition(".")[0]
         within = [name for name in defaults if section and name.startswith(f"{section}.")]

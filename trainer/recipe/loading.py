@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,14 +15,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.schema import Recipe, validated
-from trainer.recipe.text import flatten, nearest, one_line, shown
+from trainer.recipe.schema import EXTENDS, Recipe, validated
+from trainer.recipe.text import flatten, nearest, one_line, shown, typed
 
+YOURS = "your words"  # the origin of what the command line says
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
 
 
 def load(recipe: str | Path | Mapping[str, Any] | None = None, *words: str, **keywords: Any) -> Recipe:
-    """Merge defaults < a shipped recipe or YAML file < words < keywords.
+    """Merge defaults < what a file extends < a shipped recipe or YAML file < words < keywords.
 
     Args:
         recipe: a shipped name ("digits"), a path to a YAML file or run folder, a mapping, or None for the defaults.
@@ -33,20 +33,103 @@ def load(recipe: str | Path | Mapping[str, Any] | None = None, *words: str, **ke
     Raises:
         RecipeError: naming the key, what was found, and the nearest thing that works.
     """
-    name, tree = "recipe", OmegaConf.create({})
+    name, layers = _layers(recipe, words, keywords)
+    try:
+        plain = _plain(OmegaConf.merge(*(tree for _, tree in layers)))
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{name}: {one_line(error)}") from None
+    return validated(plain, name, {key: label for key, label in _origins(layers).items() if label != YOURS})
+
+
+def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:
+    """What says each key of `load(recipe, *words)` that is no default: dotted key -> a recipe, a file or YOURS."""
+    return _origins(_layers(recipe, words, {})[1])
+
+
+def _layers(
+    recipe: str | Path | Mapping[str, Any] | None, words: Iterable[str], keywords: Mapping[str, Any]
+) -> tuple[str, list[tuple[str, Any]]]:
+    """The recipe's name, and the trees to merge, each with its source's name: the last wins."""
+    name, chain = "recipe", list[tuple[str, Any]]()
     if isinstance(recipe, str | Path):
         path = find(str(recipe))
-        name, tree = path.parent.name if path.name == "recipe.yaml" else path.stem, _read(path)
+        name, chain = path.parent.name if path.name == "recipe.yaml" else path.stem, _chain(path)
+        chain[-1] = (name, chain[-1][1])
     try:
         if isinstance(recipe, Mapping):
-            tree = OmegaConf.create(dict(recipe))
-        merged = OmegaConf.merge(tree, _words(words), OmegaConf.create(keywords))
-        plain = OmegaConf.to_container(merged)
+            chain = _extended(name, OmegaConf.create(dict(recipe)), None)
+        said: Any = OmegaConf.merge(_words(words), OmegaConf.create(dict(keywords)))
     except RecipeError:
         raise
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
-    return validated(plain, name)
+    if EXTENDS in said:
+        given = shown(said[EXTENDS])
+        raise RecipeError(f"extends={given} is a line of a YAML file; on the command line it is recipe={given}")
+    return name, [*chain, (YOURS, said)]
+
+
+def _origins(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for label, tree in layers:
+        found |= dict.fromkeys(flatten(_plain(tree)), label)
+    return found
+
+
+def _plain(tree: Any) -> Any:
+    return OmegaConf.to_container(tree)
+
+
+def _chain(path: Path) -> list[tuple[str, Any]]:
+    return _extended(_label(path), _read(path), path.resolve())
+
+
+def _extended(label: str, tree: Any, path: Path | None) -> list[tuple[str, Any]]:
+    """A tree, from the file `path`, after the trees of all that it extends, farthest first, each with its name.
+
+    Raises:
+        RecipeError: a parent is not there, or extends its own child.
+    """
+    chain, seen = [(label, tree)], [path]
+    while EXTENDS in tree:
+        parent = _plain(tree)[EXTENDS]
+        del tree[EXTENDS]
+        if not isinstance(parent, str) or not parent:
+            raise RecipeError(f"{label}: extends: {shown(parent)} must be one recipe's name or file, as in digits")
+        path = _parent(parent, label, path)
+        if path in seen:
+            circle = " -> ".join([*(Path(name).name for name, _ in reversed(chain)), parent])
+            raise RecipeError(f"{label}: extends goes round in a circle: {circle}")
+        label, tree = _label(path), _read(path)
+        chain.insert(0, (label, tree))
+        seen.append(path)
+    return chain
+
+
+def _parent(name: str, label: str, child: Path | None) -> Path:
+    """The file that `extends: name` names: a shipped recipe, or one told from the folder of the child's file."""
+    shipped = shipped_recipes()
+    folder = child.parent if child is not None else Path()
+    try:
+        beside = folder / Path(name).expanduser()
+        for file in (shipped.get(name, beside), beside / "recipe.yaml"):
+            if file.is_file():
+                return file.resolve()
+        ending = next((f"{name}{end}" for end in (".yaml", ".yml") if (folder / f"{name}{end}").is_file()), None)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"{label}: extends: {shown(name)} cannot be read: {one_line(error)}") from None
+    guess = ending or nearest(name, shipped)
+    hint = f"did you mean extends: {guess}? " if guess else ""
+    raise RecipeError(
+        f"{label}: extends: {shown(name)} is no recipe and no file in {folder.absolute()}; "
+        f"{hint}shipped: python -m trainer recipes"
+    )
+
+
+def _label(path: Path) -> str:
+    """What messages call a file: the name of a shipped recipe, else its path."""
+    file = shipped_recipes().get(path.stem)
+    return path.stem if file is not None and path.resolve() == file.resolve() else str(path)
 
 
 def find(recipe: str) -> Path:
@@ -69,9 +152,13 @@ def find(recipe: str) -> Path:
 
 def shipped_recipes() -> dict[str, Path]:
     """Names of the recipes that come with the package, with their files."""
+    return {path.stem: path for path in sorted(shipped_folder().glob("*.yaml"))}
+
+
+def shipped_folder() -> Path:
+    """Where the shipped recipes lie: within the installed package, or beside it in a clone."""
     here = Path(__file__).parent.parent
-    folder = here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
 
 def describe(path: Path) -> str:
@@ -84,11 +171,6 @@ def words_of(recipe: Recipe) -> list[str]:
     """What to type for a recipe: its name where it is a shipped one, and every key that differs from that."""
     shipped = recipe.name in shipped_recipes()
     was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
-
-    def typed(value: Any) -> str:
-        text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
-        return text.removesuffix("...\n").strip()
-
     changed = [f"{key}={typed(value)}" for key, value in now.items() if value != was[key]]
     return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
 

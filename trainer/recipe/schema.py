@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
@@ -19,6 +20,8 @@ Schedule = Literal[
     "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"
 ]
 
+EXTENDS = "extends"  # the key of a file, not of a recipe, that names the recipe it is made from
+EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder as seen from this file"
 DEVICE = r"cpu|cuda(:\d{1,3})?"
 
 
@@ -53,43 +56,61 @@ Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Devices = Annotated[Literal["auto"] | list[str], BeforeValidator(_devices)]
+MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
+Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
+Names = Annotated[list[Name], Field(min_length=1)]
+Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
+Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
+Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
+def key(default: Any, comment: str, **limits: Any) -> Any:
+    """A key with its default and the one comment that `recipes`, the key reference and editors show of it."""
+    return Field(default, description=comment, **limits)
+
+
 class ModelRecipe(_Section):
-    name: str = "cnn"
-    weights: str | None = None  # torchvision's name of published weights, or DEFAULT
-    init_from: str | None = None  # a run folder, checkpoint or .safetensors file to start from
-    num_classes: Positive | None = None  # null: as many as the data has
+    """The network."""
+
+    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, or a torchvision classifier")
+    weights: str | None = key(None, "torchvision's published weights to start from, by name, or DEFAULT")
+    init_from: str | None = key(None, "a run folder, checkpoint or .safetensors file to start from")
+    num_classes: Positive | None = key(None, "outputs; null: as many as the data has classes")
 
 
 class DataRecipe(_Section):
-    name: str = "digits"
-    root: str | None = None
-    labels: str | None = None  # a CSV that tells each image's labels; null: the folder that it lies in
-    image_size: Positive | None = None  # null: the data set's own, 224 for photos
-    channels: Literal[1, 3] | None = None  # null: the data set's own
-    workers: Annotated[int, Field(ge=0, le=256)] | None = None  # null: chosen from cores and ranks
-    download: bool = True
-    missing: Literal["error", "synthetic"] = "error"
-    on_error: Literal["stop", "skip"] = "stop"
-    samples: Positive = 1024  # size of the synthetic training set
-    val_samples: Positive = 256  # and of its evaluation set
+    """The images."""
+
+    name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, imagefolder (yours) or synthetic")
+    root: str | None = key(None, "folder of the images; null: ~/.cache/trainer for sets that are downloaded")
+    labels: str | None = key(None, "a CSV that tells each image's labels; null: the folder that it lies in")
+    image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos")
+    channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")
+    workers: int | None = key(None, "processes that read photos, a rank; null: from cores and ranks", ge=0, le=256)
+    download: bool = key(True, "fetch a published set that is not there yet")
+    missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
+    on_error: Literal["stop", "skip"] = key("stop", "at an image that cannot be read; skip replaces and counts it")
+    samples: Positive = key(1024, "training images of data.name=synthetic")
+    val_samples: Positive = key(256, "held-out images of data.name=synthetic")
 
 
 class AugmentRecipe(_Section):
-    crop: Literal["none", "pad", "resized"] = "none"
-    crop_padding: Annotated[int, Field(ge=1, le=64)] = 4  # pixels around the image for crop=pad
-    crop_scale: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=2, max_length=2)] = [0.08, 1.0]
-    hflip: Probability = 0.0
-    auto: Literal["none", "trivial", "rand", "autoaugment"] = "none"
-    mixup: Amount = 0.0  # alpha of Beta(alpha, alpha), drawn for each pair of images, not once a batch; 0 is off
-    cutmix: Amount = 0.0
-    erase: Probability = 0.0
+    """How training images are varied; held-out ones never are."""
+
+    crop: Literal["none", "pad", "resized"] = key("none", "pad: shifted by some pixels; resized: a random part of it")
+    crop_padding: int = key(4, "how far crop=pad shifts, in pixels", ge=1, le=64)
+    crop_scale: list[Annotated[float, Field(gt=0, le=1)]] = key(
+        [0.08, 1.0], "smallest and largest share of the image that crop=resized keeps", min_length=2, max_length=2
+    )
+    hflip: Probability = key(0.0, "probability of a flip from left to right")
+    auto: Literal["none", "trivial", "rand", "autoaugment"] = key("none", "torchvision's automatic policies")
+    mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha), by which two images are blended; 0 is off")
+    cutmix: Amount = key(0.0, "the same for a rectangle of one put into the other; with mixup, half of the pairs each")
+    erase: Probability = key(0.0, "probability that a rectangle is blanked")
 
     @property
     def together(self) -> int:
@@ -98,108 +119,128 @@ class AugmentRecipe(_Section):
 
 
 class OptimizerRecipe(_Section):
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    momentum: Decay = 0.9  # sgd
-    nesterov: bool = False  # sgd
-    weight_decay: Amount = 0.0  # of all parameters
-    norm_weight_decay: Amount | None = None  # of normalisation layers and biases; null: as weight_decay
-    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.999]  # adam
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8  # adam
+    """How gradients change weights."""
+
+    name: Literal["sgd", "adam", "adamw"] = key("sgd", "sgd has momentum, adam betas and eps; adamw for transformers")
+    lr: float = key(0.1, "the learning rate at its highest, for the whole batch_size", gt=0, allow_inf_nan=False)
+    momentum: Decay = key(0.9, "sgd: the share of the last step that goes into the next")
+    nesterov: bool = key(False, "sgd: Nesterov's form of momentum")
+    weight_decay: Amount = key(0.0, "pulls weights to zero; BatchNorm and biases as well, see norm_weight_decay")
+    norm_weight_decay: Amount | None = key(None, "that of normalisation layers and biases; null: as weight_decay")
+    betas: list[Decay] = key([0.9, 0.999], "adam: memory of gradients and of squares", min_length=2, max_length=2)
+    eps: float = key(1e-8, "adam: added to the divisor", gt=0, allow_inf_nan=False)
 
 
 class ScheduleRecipe(_Section):
-    name: Literal["constant", "cosine", "step"] = "cosine"
-    warmup_epochs: Amount = 0.0
-    warmup_factor: Annotated[float, Field(gt=0, le=1)] = 0.01  # the first step's share of lr
-    min_lr: Amount = 0.0  # cosine ends here
-    step_epochs: Positive = 30  # step: every so many epochs
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1  # step: lr is multiplied by this
+    """How the learning rate changes over the run."""
+
+    name: Literal["constant", "cosine", "step"] = key("cosine", "what follows the warm-up")
+    warmup_epochs: Amount = key(0.0, "epochs in which the rate rises to optimizer.lr; parts such as 0.5 count")
+    warmup_factor: float = key(0.01, "the share of optimizer.lr at the first step", gt=0, le=1)
+    min_lr: Amount = key(0.0, "where cosine ends")
+    step_epochs: Positive = key(30, "step: epochs between changes, counted after the warm-up")
+    gamma: float = key(0.1, "step: what the rate is multiplied by at each change", gt=0, le=1)
 
 
 class TaskRecipe(_Section):
-    name: str = "classification"  # or multilabel, regression, or one that a plugin registers
+    """What the network is to tell of an image."""
+
+    name: str = key("classification", "classification, multilabel, regression, or one that a plugin registers")
 
 
 class LossRecipe(_Section):
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    class_weights: Literal["balanced"] | list[Amount] | None = None  # what a sample of each class counts
+    """What training makes small."""
+
+    label_smoothing: float = key(0.0, "share of the target that is spread over all classes", ge=0, lt=1)
+    class_weights: Literal["balanced"] | list[Amount] | None = key(
+        None, "what a sample of each class counts: balanced (rare ones more), or a number a class"
+    )
 
 
 class PipelineRecipe(_Section):
-    schedule: Schedule | None = None  # null: streams in one process, 1f1b in several
-    stages: Annotated[int, Field(ge=2, le=1024)] | None = None  # null: as many as there are devices or processes
-    virtual_stages: Annotated[int, Field(ge=1, le=64)] | None = None  # a rank; null: 2 where the schedule has them
-    microbatches: Annotated[Literal["auto"] | int, BeforeValidator(_count)] = "auto"
-    split_size: Positive | None = None  # images of a micro-batch, instead of microbatches
-    cuts: Annotated[Literal["auto"] | list[str], BeforeValidator(_cuts)] = "auto"
-    deferred_batch_norm: bool = True  # running statistics once a mini-batch, as without micro-batches
-    recompute: bool = False  # activations in the backward pass, for memory
-    timeline: bool = False  # each stage's forward and backward spans as a trace and as a picture
+    """How a split model works; for mode=split and mode=pipeline."""
+
+    schedule: Schedule | None = key(None, "order of the work; null: streams in one process, 1f1b in several")
+    stages: int | None = key(None, "parts of the model; null: as many as devices or processes", ge=2, le=1024)
+    virtual_stages: int | None = key(None, "parts on each rank; null: 2 where the schedule has them", ge=1, le=64)
+    microbatches: MicroBatches = key("auto", "pieces of a batch under way at once; auto measures a few numbers")
+    split_size: Positive | None = key(None, "images of such a piece, instead of microbatches")
+    cuts: Cuts = key("auto", "names after which to cut, as in [layer2.3]; auto balances by measured time")
+    deferred_batch_norm: bool = key(True, "running statistics of whole batches, as without micro-batches")
+    recompute: bool = key(False, "activations are computed again in the backward pass, which saves memory")
+    timeline: bool = key(False, "draw each stage's work as timeline.png and timeline.json")
 
 
 class LocalSGDRecipe(_Section):
-    every: Positive | None = None  # steps between averagings; null: every epoch
+    """For mode=local_sgd."""
+
+    every: Positive | None = key(None, "steps between averagings of the weights; null: every epoch")
 
 
 class PredictRecipe(_Section):
     """How `predict` labels images; training looks at none of it."""
 
-    batch_size: Positive | None = None  # null: what each device handles best
-    split: Literal["train", "val"] | None = None  # of the data set, instead of data.root's files
-    format: Literal["csv", "jsonl"] = "csv"
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0  # seconds for one image
+    batch_size: Positive | None = key(None, "images at once; null: what each device handles best")
+    split: Literal["train", "val"] | None = key(None, "label this part of the data set instead of data.root's files")
+    format: Literal["csv", "jsonl"] = key("csv", "of the file that is written")
+    timeout: float = key(60.0, "seconds for one image", gt=0, allow_inf_nan=False)
 
 
 class SaveRecipe(_Section):
-    every_epochs: Positive | None = 1
-    every_steps: Positive | None = None
-    keep: Annotated[int, Field(ge=2)] = 2
+    """How often checkpoints are written."""
+
+    every_epochs: Positive | None = key(1, "epochs between checkpoints; null: none at the end of epochs")
+    every_steps: Positive | None = key(None, "steps between checkpoints within epochs; null: none")
+    keep: int = key(2, "newest checkpoints that stay", ge=2)
 
 
 class LoggingRecipe(_Section):
-    every_steps: Positive = 100
-    warmup_steps: Annotated[int, Field(ge=0)] = 10  # left out of every speed figure
-    tensorboard: bool = True
-    progress: bool = True
-    verdict: bool = True  # what bounds the step, found at the run's end with at most 1 % of its time
+    """What a run tells while it works."""
+
+    every_steps: Positive = key(100, "steps between points in TensorBoard and rows of steps.csv")
+    warmup_steps: int = key(10, "first steps, which every speed figure leaves out", ge=0)
+    tensorboard: bool = key(True, "write TensorBoard's events into the run folder")
+    progress: bool = key(True, "a progress bar on the terminal")
+    verdict: bool = key(True, "at the end, what bounds a step's time, in at most 1 % of the run")
 
 
 class Recipe(_Section):
     """Everything a run depends on. `batch_size` is global: over all devices, per optimizer step."""
 
-    mode: Mode = "ddp"
+    mode: Mode = key("ddp", "how several devices share the work; single is one device")
     task: TaskRecipe = TaskRecipe()
     model: ModelRecipe = ModelRecipe()
     data: DataRecipe = DataRecipe()
     augment: AugmentRecipe = AugmentRecipe()
-    batch_size: Positive = 128
-    accumulate: Positive = 1
-    epochs: Positive = 10
-    max_steps: Positive | None = None
+    batch_size: Positive = key(128, "images of one optimizer step, over all devices")
+    accumulate: Positive = key(1, "compute a batch in so many pieces, one after the other, which saves memory")
+    epochs: Positive = key(10, "times through the training images")
+    max_steps: Positive | None = key(None, "end after so many optimizer steps, if that is sooner")
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    channels_last: bool = True
-    compile: bool = False
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None  # decay; after n steps at most (1 + n) / (10 + n)
-    clip_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    sync_bn: bool = False
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = key(
+        "fp32", "numbers of the computation; on a GPU bf16 is fastest, tf32 finer; weights stay fp32"
+    )
+    channels_last: bool = key(True, "memory order of images and convolutions; mostly faster")
+    compile: bool = key(False, "torch.compile: minutes at the start, faster steps on a GPU")
+    ema: float | None = key(None, "decay of averaged weights, as in 0.999; lower in the first steps", gt=0, lt=1)
+    clip_grad_norm: float | None = key(None, "the gradient's norm is cut to this", gt=0, allow_inf_nan=False)
+    sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")
     pipeline: PipelineRecipe = PipelineRecipe()
     local_sgd: LocalSGDRecipe = LocalSGDRecipe()
-    devices: Devices = "auto"
-    threads: Positive | None = None  # per process; null: cores / local ranks
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # seconds to wait for a silent rank or worker
-    grace: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0  # seconds a step may still take after SIGTERM
+    devices: Devices = key("auto", "auto, or a list as in [cuda:2, cuda:3] or [cpu]")
+    threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks")
+    timeout: float = key(600.0, "seconds to wait for a silent rank or loader worker", gt=0, allow_inf_nan=False)
+    grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0, allow_inf_nan=False)
     save: SaveRecipe = SaveRecipe()
-    resume: Literal["auto"] | None = None
-    resume_weights_only: bool = False  # start the optimizer anew where a checkpoint's does not fit
+    resume: Literal["auto"] | None = key(None, "auto: continue the newest good checkpoint in output")
+    resume_weights_only: bool = key(False, "start the optimizer anew where a checkpoint's does not fit")
     logging: LoggingRecipe = LoggingRecipe()
     predict: PredictRecipe = PredictRecipe()
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    deterministic: bool = False
-    output: str | None = None
+    seed: int = key(0, "everything random follows it", ge=0, lt=2**63)
+    deterministic: bool = key(False, "bit-equal repeats on a GPU, by slower kernels")
+    output: str | None = key(None, "the run folder; null: a new one below runs/")
 
     _name: str = PrivateAttr(default="recipe")
 
@@ -241,14 +282,17 @@ class Recipe(_Section):
         return validated(tree, self._name)
 
 
-def validated(plain: Any, name: str) -> Recipe:
-    """A recipe of plain values; raises RecipeError with the line of what to type."""
+def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -> Recipe:
+    """A recipe of plain values; raises RecipeError with the line of what to type.
+
+    `origins` tells for dotted keys what file they are from; a line about a key of another file than `name` says which.
+    """
     try:
         recipe = Recipe.model_validate(plain)
     except ValidationError as error:
-        raise RecipeError(
-            f"{name}: {explain_invalid(error, flatten(Recipe().to_dict()), Recipe.model_fields)}"
-        ) from None
+        key, line = explain_invalid(error, flatten(Recipe().to_dict()), [*Recipe.model_fields, EXTENDS])
+        source = next((file for said, file in (origins or {}).items() if f"{said}.".startswith(f"{key}.")), name)
+        raise RecipeError(f"{name}: {line}" + (f" (in {source})" if source != name else "")) from None
     _check_together(recipe, name)
     recipe._name = name
     return recipe

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import yaml
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -39,6 +42,13 @@ def shown(value: Any) -> str:
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def typed(value: Any) -> str:
+    """A value as YAML of one line, as it is typed on the command line or written into a file."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
+    text = text.removesuffix("...\n").strip()
+    return json.dumps(value) if "\n" in text else text
 
 
 def one_line(error: BaseException) -> str:

@@ -1,0 +1,105 @@
+"""The JSON Schema accepts what `load` accepts and marks what a person mistypes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.commands import ok
+from trainer.errors import RecipeError
+from trainer.recipe import load, shipped_recipes
+from trainer.recipe.editor import FILE, MODELINE, schema_file
+
+jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema (of the extra `test`)")
+
+
+@pytest.fixture(scope="module")
+def checker() -> Any:
+    schema = json.loads(schema_file().read_text(encoding="utf-8"))
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema)
+
+
+def mistakes(checker: Any, text: str) -> list[str]:
+    return [error.message for error in checker.iter_errors(yaml.safe_load(text))]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_accepted_and_names_the_schema(checker: Any, name: str) -> None:
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
+    assert mistakes(checker, text) == []
+    assert mistakes(checker, load(name).to_yaml()) == []  # as a run folder has it
+    assert text.splitlines()[1] == f"{MODELINE}{FILE}" and (shipped_recipes()[name].parent / FILE).is_file()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optimizer: {lrr: 0.1}",
+        "optimzer: {lr: 0.1}",
+        "lr: 0.1",
+        "extend: digits",
+        "extends: [digits]",
+        "mode: dpp",
+        "epochs: 0",
+        "epochs: 1.5",
+        "epochs: '3'",
+        "epochs: null",
+        "optimizer: {lr: fast}",
+        "optimizer: {lr: 0}",
+        "optimizer: sgd",
+        "optimizer: {name: adm}",
+        "optimizer: {betas: [0.9]}",
+        "augment: {hflip: 2}",
+        "ema: 1",
+        "compile: 1",
+        "devices: cuda:1",
+        "devices: [gpu]",
+        "devices: []",
+        "data: {channels: 2}",
+        "model: {name: [cnn]}",
+        "pipeline: {stages: 1}",
+        "pipeline: {microbatches: 0}",
+        "pipeline: {schedule: 1F1B}",
+        "precision: amp",
+        "save: {keep: 1}",
+        "seed: -1",
+    ],
+)
+def test_what_load_refuses_is_marked(checker: Any, text: str) -> None:
+    assert mistakes(checker, text), text
+    with pytest.raises(RecipeError):
+        load(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extends: ../runs/x",
+        "devices: [cuda:0, cuda:1]",
+        "devices: auto",
+        "pipeline: {cuts: [layer2.3, layer4]}",
+        "pipeline: {cuts: [3, 6]}",
+        "model: {name: my_own_net}",
+        "loss: {class_weights: [1, 2.5]}",
+        "loss: {class_weights: balanced}",
+        "max_steps: null",
+        "optimizer: {lr: 1}",
+        "ema: 0.999",
+    ],
+)
+def test_what_load_takes_is_not_marked(checker: Any, text: str) -> None:
+    assert mistakes(checker, text) == []
+    tree = yaml.safe_load(text)
+    tree.pop("extends", None)
+    load(tree)
+
+
+def test_what_the_commands_write_and_print_is_accepted(checker: Any, tmp_path: Path) -> None:
+    ok("recipes", "new", "my.yaml", "extends=digits", "ema=0.9", cwd=tmp_path)
+    assert mistakes(checker, (tmp_path / "my.yaml").read_text()) == []
+    assert json.loads(ok("recipes", "schema").stdout) == checker.schema

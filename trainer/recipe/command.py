@@ -1,0 +1,68 @@
+"""`python -m trainer recipes ...`: what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.errors import RecipeError
+from trainer.recipe.editor import schema_text
+from trainer.recipe.keys import shown_keys
+from trainer.recipe.loading import describe, shipped_recipes
+from trainer.recipe.pages import commented, differences, write_new
+from trainer.recipe.text import nearest
+
+USAGE = """\
+usage: python -m trainer recipes                                  a line for each shipped recipe
+       python -m trainer recipes NAME [key=value ...]             one with every key, its meaning and who set it
+       python -m trainer recipes diff ONE OTHER                   the keys in which two differ
+       python -m trainer recipes new my.yaml extends=NAME [key=value ...]    write a short file to start from
+       python -m trainer recipes keys [SECTION or KEY]            what each key means, its default and what it takes
+       python -m trainer recipes schema                           the JSON Schema that editors check files with
+
+NAME, ONE and OTHER are shipped names, YAML files or run folders.
+"""
+VERBS = ("diff", "new", "keys", "schema", "help")
+
+
+def answer(words: Sequence[str]) -> str:
+    """What `recipes` followed by these words prints.
+
+    Raises:
+        RecipeError: the words are not of its usage.
+        SetupError: a file cannot be written.
+    """
+    if not words:
+        return listed() + "\n"
+    verb, rest = words[0], words[1:]
+    if verb in ("help", "--help", "-h"):
+        return USAGE
+    if verb == "diff":
+        names = [word.removeprefix("recipe=") for word in rest]
+        if len(names) != 2:
+            raise RecipeError(f"recipes diff compares two recipes, not {len(names)}: type recipes diff digits mnist")
+        return differences(*names)
+    if verb == "new":
+        names = [word for word in rest if "=" not in word]
+        if not names:
+            raise RecipeError("recipes new needs a file to write: type recipes new my.yaml extends=digits")
+        if len(names) > 1:
+            raise RecipeError(f"recipes new {names[0]}: to start from {names[1]}, type extends={names[1]}")
+        return write_new(names[0], [word for word in rest if "=" in word])
+    if verb == "keys":
+        if len(rest) > 1:
+            raise RecipeError(f"recipes keys takes one section or key, not {len(rest)}: type recipes keys {rest[0]}")
+        return shown_keys(*rest)
+    if verb == "schema":
+        return schema_text()
+    guess = nearest(verb, VERBS)
+    if guess and verb not in shipped_recipes() and not Path(verb).exists():
+        raise RecipeError(f"recipes {verb}: no such recipe; did you mean recipes {guess}?")
+    return commented(verb.removeprefix("recipe="), *rest)
+
+
+def listed(indent: str = "") -> str:
+    """The shipped recipes with a line each."""
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    return "\n".join(f"{indent}{name:{width}}  {describe(path)}" for name, path in shipped.items())

@@ -1,0 +1,119 @@
+"""The key reference: every key with its default, what it takes, and the one comment that the schema has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import RecipeError
+from trainer.recipe.editor import json_schema
+from trainer.recipe.schema import EXTENDS, Recipe
+from trainer.recipe.text import flatten, nearest, typed
+
+PAGE = """\
+# Every key of a recipe
+
+A recipe is a YAML file of these keys; on the command line a key is written `section.key=value`. What a recipe leaves
+out is as in the recipe that it `extends`, or else the default. In a terminal, `python -m trainer recipes keys NAME`
+shows a section or a key, and `python -m trainer recipes NAME` a recipe with every key and who set it.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its dotted name, its default as typed, what it takes in words, and its comment."""
+
+    name: str
+    default: str
+    takes: str
+    comment: str
+
+    @property
+    def section(self) -> str:
+        """Empty for the keys of the highest level."""
+        return self.name.rpartition(".")[0]
+
+
+def keys() -> dict[str, Key]:
+    """Every key of a recipe by its dotted name, in the schema's order."""
+    defaults = flatten(Recipe().to_dict())
+    properties = json_schema()["properties"]
+    found = {}
+    for name, node in _leaves(properties):
+        default = "none" if name == EXTENDS else typed(defaults[name])
+        found[name] = Key(name, default, _takes(node), node.get("description", ""))
+    return found
+
+
+def sections() -> dict[str, str]:
+    """Every section with its comment; the highest level is the empty name."""
+    nodes = json_schema()["properties"]
+    return {"": "The run.", **{name: node["description"] for name, node in nodes.items() if "properties" in node}}
+
+
+def shown_keys(word: str | None = None) -> str:
+    """The reference as lines for a terminal: all of it, a section, or the keys of that name.
+
+    Raises:
+        RecipeError: no section and no key is called so.
+    """
+    chosen = [key for key in keys().values() if word is None or word in _names(key)]
+    if not chosen:
+        guess = nearest(str(word), [each for key in keys().values() for each in (key.name, *_names(key)[2:])])
+        hint = f"did you mean {guess}? " if guess else ""
+        raise RecipeError(f"recipes keys {word}: no key and no section; {hint}recipes keys shows all")
+    names, defaults = max(len(key.name) for key in chosen), max(len(key.default) for key in chosen)
+    lines = []
+    for section, comment in sections().items():
+        own = [key for key in chosen if key.section == section]
+        lines += [f"{section or 'recipe'}: {comment}"] if own else []
+        lines += [f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{key.takes}]" for key in own]
+    return "\n".join(lines) + "\n"
+
+
+def reference_page() -> str:
+    """The reference as a Markdown page."""
+    parts = [PAGE]
+    for section, comment in sections().items():
+        parts += [f"## {section}\n\n{comment}\n" if section else ""]
+        rows = ["| key | default | takes | meaning |", "| --- | --- | --- | --- |"]
+        for key in (key for key in keys().values() if key.section == section):
+            cells = (f"`{key.name}`", f"`{key.default}`", key.takes, key.comment)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(part for part in parts if part)
+
+
+def _names(key: Key) -> tuple[str, ...]:
+    return key.name, key.section, key.name.rpartition(".")[2]
+
+
+def _leaves(properties: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, node in properties.items():
+        if "properties" in node:
+            yield from _leaves(node["properties"], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", node
+
+
+def _takes(node: Mapping[str, Any]) -> str:
+    """What a JSON Schema lets through, in words."""
+    if "enum" in node:
+        return ", ".join(map(str, node["enum"]))
+    if "const" in node:
+        return str(node["const"])
+    if "anyOf" in node and "type" not in node:
+        return " or ".join(map(_takes, node["anyOf"]))
+    kind = node.get("type")
+    if kind == "array":
+        return f"list of {_takes(node['items'])}" if "items" in node else "list"
+    if isinstance(kind, list):
+        return " or ".join(_takes({"type": each}) for each in kind)
+    words = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
+    text = words.get(str(kind), str(kind))
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    limits = [f"from {low}" if low is not None else "", f"above {above}" if above is not None else ""]
+    limits += [f"to {high}" if high is not None else "", f"below {below}" if below is not None else ""]
+    return " ".join([text, *filter(None, limits)])

@@ -35,6 +35,7 @@ TAKEN = {
     "recipe=digits 'devices=[cuda:0, cuda:1]'": "recipe=digits 'devices=[cuda:0, cuda:1]'",
     "recipe=digits data.root=/a/b=c": "recipe=digits data.root=/a/b=c",
     "recipe=digits model.name=my_net plugin=mine": "recipe=digits model.name=my_net plugin=mine",
+    "plugin=mine model.name=ResNet_18 task.name=bce": "plugin=mine model.name=ResNet_18 task.name=bce",
     "recipe=digits optimizer.lr=1e-3 ema=null": "recipe=digits optimizer.lr=1e-3 ema=null",
     "recipe=": "recipe=",
     "recipe= epochs=5": "recipe= epochs=5",

@@ -84,7 +84,7 @@ def _value(key: str, value: str, around: Around) -> Meaning | None:
     if key in _KEYS:
         return _KEYS[key](value, around)
     allowed = choices().get(key, ())
-    if value in allowed:
+    if value in allowed or (key == "task.name" and "plugin" in around.values):
         return None
     if allowed[:2] == ("true", "false"):
         return _set(key, "true") if value.lower() in YES else _set(key, "false") if value.lower() in NO else None
@@ -203,7 +203,9 @@ def _model(value: str, around: Around) -> Meaning | None:
     return _model_name(value, around) or _set("model.name", value)
 
 
-def _model_name(value: str, _: Around) -> Meaning | None:
+def _model_name(value: str, around: Around) -> Meaning | None:
+    if "plugin" in around.values:  # it may have registered this very name
+        return None
     names = {*SMALL_MODELS, *torchvision_classifiers()}
     if value in names:
         return None
@@ -220,8 +222,8 @@ def _data(value: str, around: Around) -> Meaning | None:
     return Meaning(("data.name=imagefolder", f"data.root={value}"))
 
 
-def _data_name(value: str, _: Around) -> Meaning | None:
-    if value in DATASETS:
+def _data_name(value: str, around: Around) -> Meaning | None:
+    if value in DATASETS or "plugin" in around.values:
         return None
     if _plain(value) in IMAGENET:
         return Meaning(("data.name=imagefolder", "data.root=/path/to/imagenet"))

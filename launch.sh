@@ -13,6 +13,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh doctor                         what this machine offers, and what is wrong with it
        ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
+       ./launch.sh COMMAND --help                 more on train, compare, plan, predict, evaluate, recipes, completion
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts
        ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, installed beside .venv
 
@@ -166,6 +167,7 @@ case $1 in
         exec "$venv/bin/python" -m tensorboard.main "$@"
         ;;
     *)
+        export TRAINER_COMMAND="$0"                 # what an error tells to type
         export TRAINER_TENSORBOARD="$0 tensorboard" # what a run's last line tells to type
         hold=() # Ctrl-C while Python itself starts, which would show a traceback, waits until the trainer hears it
         if env --block-signal=INT true 2>/dev/null; then hold=(env --block-signal=INT); fi

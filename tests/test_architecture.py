@@ -13,7 +13,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"recipe"},
     {"devices"},
     {"processes"},
-    {"saving", "tasks"},
+    {"saving", "tasks", "words"},
     {"data", "launch", "models", "pool", "telemetry"},
     {"modes"},
     {"training"},

@@ -22,6 +22,7 @@ from trainer.processes import family
 from trainer.recipe import load, shipped_recipes
 
 ROOT = Path(__file__).parent.parent
+LAUNCHERS = ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE")
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
 
@@ -29,7 +30,16 @@ RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's variables, whatever runs these tests."""
-    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE", family.PARENT):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "TRAINER_COMMAND",
+        "NPROC",
+        "NNODES",
+        "SLURM_STEP_ID",
+        "TORCHELASTIC_ERROR_FILE",
+        family.PARENT,
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(family, "die_with_parent", lambda: None)
 
@@ -44,7 +54,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 def test_usage_lists_the_recipes(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, output, errors = outcome(capsys, *words)
     assert (code, errors) == (0, "")
-    assert output.startswith("usage: python -m trainer [train] recipe=NAME")
+    assert output.startswith("usage: python -m trainer COMMAND")
     for name in shipped_recipes():
         assert f"\n  {name} " in output
 
@@ -80,10 +90,12 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (
             ["recips"],
             "'recips' is not a command; did you mean recipes? there are: "
-            "train, compare, plan, predict, evaluate, doctor, recipes, help",
+            "train, compare, plan, predict, evaluate, doctor, recipes, completion, version, help",
         ),
-        (["resnet50"], "'resnet50' is not a command; did you mean recipe=resnet50? "),
-        (["--nproc", "2"], "'--nproc' is not a command; "),
+        (["resnet50"], "'resnet50' is recipe=resnet50: type python -m trainer recipe=resnet50"),
+        (["--foo", "2"], "foo is not a key; "),
+        (["doctor", "now"], "doctor takes no words"),
+        (["completion", "fish"], "'fish' is not a shell that completion knows: type python -m trainer completion bash"),
         (["train", "epochs"], "'epochs' is not key=value, as in optimizer.lr=0.05"),
         (["recipe=digts"], "did you mean recipe=digits?"),
         (["recipes", "digts"], "did you mean recipe=digits?"),
@@ -100,7 +112,8 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (["recipe=digits", "data.name=digit"], "did you mean data.name=digits?"),
         (["recipe=digits", "checkpoint=runs/x"], "checkpoint= belongs to evaluate"),
         (["recipe=digits", "plugin=trainer_test_absent", "mode=single"], "plugin=trainer_test_absent: no module"),
-        (["evaluate"], "evaluate needs checkpoint="),
+        (["evaluate"], "evaluate what? type python -m trainer evaluate checkpoint=RUN"),
+        (["evaluate", "batch_size=5"], "evaluate needs checkpoint="),
         (["evaluate", "checkpoint=x", "nproc=2"], "nproc= is not for evaluate: start several ranks with torchrun"),
         (["evaluate", "checkpoint=x", "recipe=digits"], "recipe= is not for evaluate"),
     ],

@@ -25,31 +25,10 @@ from trainer.recipe import checks
 from trainer.recipe import command as recipe_pages
 from trainer.recipe.words import split_words
 from trainer.saving.files import open_streams
+from trainer.words import completion, pages
+from trainer.words.pages import version_line
+from trainer.words.reading import read
 
-USAGE = """\
-usage: python -m trainer [train] recipe=NAME [key=value ...]    train
-       python -m trainer compare recipe=NAME modes=[single,ddp] [key=value ...]    which mode is fastest here
-       python -m trainer plan recipe=NAME [key=value ...]    memory, traffic and schedule without running anything
-       python -m trainer predict checkpoint=RUN data.root=FOLDER [key=value ...]    label every image
-       python -m trainer evaluate checkpoint=RUN [key=value ...]    evaluate a trained run again
-       python -m trainer doctor    what this machine offers, and what is wrong with it, ready to paste
-       python -m trainer recipes [NAME] [key=value ...]    list the recipes, or print one with every key explained
-       python -m trainer recipes keys [SECTION or KEY]    what each key means; recipes help shows diff, new and more
-
-  recipe=NAME      a shipped recipe, a YAML file or a run folder
-  key=value        anything the recipe holds, as in optimizer.lr=0.05 or devices=[cuda:0,cuda:1]
-  nproc=N          ranks on this machine (default: every GPU; without one, two)
-  plugin=MODULE    your own module, which registers models and data sets
-
-recipes:
-{recipes}
-
-examples:
-  python -m trainer recipe=digits
-  python -m trainer recipe=digits mode=single epochs=2 output=runs/first
-  torchrun --nproc_per_node=4 -m trainer recipe=resnet50 data.root=/data/imagenet
-"""
-COMMANDS = ("train", "compare", "plan", "predict", "evaluate", "doctor", "recipes", "help")
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
 
@@ -91,11 +70,9 @@ def check_folder() -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run one command."""
-    command, rest = (words[0], words[1:]) if words and not {"--help", "-h"} & set(words) else ("help", [])
-    if words and words[0] == "recipes":
-        command, rest = words[0], words[1:]
-    if "=" in command:
-        command, rest = "train", words
+    if {"--help", "-h"} & set(words):
+        return show_help([word for word in words if word not in ("--help", "-h")])
+    command, rest = read(words)
     if command == "train":
         return train(rest)
     if command == "evaluate":
@@ -119,15 +96,24 @@ def run(words: Sequence[str]) -> int:
         from trainer import doctor
 
         return doctor.command(rest)
+    if command == "recipes" and rest == ["help"]:
+        return show_help([command])
     if command == "recipes":
         _show(recipe_pages.answer(rest))
         return 0
-    if command == "help":
-        _show(USAGE.format(recipes=recipe_pages.listed("  ")))
+    if command == "completion":
+        return completion.command(rest)
+    if command == "version":
+        _show(f"{version_line()}\n")
         return 0
-    guess = recipe.nearest(command, [*COMMANDS, *recipe.shipped_recipes()])
-    hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
-    raise RecipeError(f"'{command[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
+    return show_help(rest)
+
+
+def show_help(words: Sequence[str]) -> int:
+    """Print the page of the command that is among the words, or the first page."""
+    named = [word.lstrip("-") for word in words if word.lstrip("-") in pages.PAGES]
+    _show(pages.page(named[0]) if named else pages.first(recipe_pages.listed("  ")))
+    return 0
 
 
 def train(words: Sequence[str]) -> int:

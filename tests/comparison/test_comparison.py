@@ -64,7 +64,10 @@ def test_words_that_no_entry_can_run_with(words, says, tmp_path, monkeypatch):
     assert says in line and "\n" not in line and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("words", "says"), [(["recipe=digitz"], "did you mean recipe=digits?"), ([], "needs recipe=")])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["recipe=digitz"], "did you mean recipe=digits?"), ([], "compare what? type python -m trainer compare recipe=")],
+)
 def test_no_recipe(words, says):
     done = trainer("compare", *words)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1

@@ -66,7 +66,7 @@ def test_every_mode_has_a_line():
         (["nproc=2", "nproc=3"], 2, "given twice"),
         (["memory="], 2, "memory= is empty"),
         (["optimizer.lr=-1"], 2, "optimizer.lr"),
-        (["epoch=3"], 2, "did you mean epochs"),
+        (["epoch=3"], 2, "'epoch=3' is epochs=3: type python -m trainer plan recipe=digits epochs=3"),
         (["mode=ddp", "nproc=7"], 2, "batch_size=96 does not divide"),
         (["mode=dp", "nproc=8"], 2, "mode=dp runs in 1 process"),
         (["mode=pipeline", "nproc=2", "pipeline.microbatches=7"], 2, "pipeline.microbatches=7"),
@@ -79,7 +79,7 @@ def test_every_mode_has_a_line():
         (["model.name=resnet18", "data.channels=3", "model.weights=NONE"], 2, "is not published"),
         (["batch_size=9600", "nproc=2"], 2, "fewer than one global batch"),
         (["model.init_from=nowhere"], 4, "nowhere"),
-        (["--jsonn"], 2, "not key=value"),
+        (["--jsonn"], 2, "jsonn is not a key"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, code, text, capsys):

@@ -51,16 +51,16 @@ def test_plain_lines_and_files(tmp_path, capsys):
     recipe = load("digits", f"output={tmp_path / 'run'}")
     tracker = Tracker(recipe, RunFolder(recipe))
     tracker.start(Position(0, 0, 0), 10, "top1")
-    row = {"step": 5, "epoch": 0, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1, "samples_per_sec": 1234.5}
+    row = {"step": 5, "epoch": 1, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1, "samples_per_sec": 1234.5}
     tracker.step(row)
-    tracker.progress(5, 0)
+    tracker.progress(5, 1)
     tracker.scalars({"train/loss": 0.25}, 5)
     tracker.result({"status": "running"})
     tracker.close()
-    assert "step 5/10, epoch 0, loss 0.2500, 1,234 images/s" in capsys.readouterr().out
+    assert "step 5/10, epoch 1/30, loss 0.2500, 1,234 images/s" in capsys.readouterr().out
     names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
     assert {"recipe", "steps", "result", "events"} <= names
-    assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,0,1.0,0.25,0.1,1234.5"
+    assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,1,1.0,0.25,0.1,1234.5"
 
 
 @pytest.mark.parametrize(

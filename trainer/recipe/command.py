@@ -12,31 +12,19 @@ from trainer.recipe.loading import describe, shipped_recipes
 from trainer.recipe.pages import commented, differences, write_new
 from trainer.recipe.text import nearest
 
-USAGE = """\
-usage: python -m trainer recipes                                  a line for each shipped recipe
-       python -m trainer recipes NAME [key=value ...]             one with every key, its meaning and who set it
-       python -m trainer recipes diff ONE OTHER                   the keys in which two differ
-       python -m trainer recipes new my.yaml extends=NAME [key=value ...]    write a short file to start from
-       python -m trainer recipes keys [SECTION or KEY]            what each key means, its default and what it takes
-       python -m trainer recipes schema                           the JSON Schema that editors check files with
-
-NAME, ONE and OTHER are shipped names, YAML files or run folders.
-"""
-VERBS = ("diff", "new", "keys", "schema", "help")
+VERBS = ("diff", "new", "keys", "schema")
 
 
 def answer(words: Sequence[str]) -> str:
     """What `recipes` followed by these words prints.
 
     Raises:
-        RecipeError: the words are not of its usage.
+        RecipeError: the words are none of `recipes --help`.
         SetupError: a file cannot be written.
     """
     if not words:
         return listed() + "\n"
     verb, rest = words[0], words[1:]
-    if verb in ("help", "--help", "-h"):
-        return USAGE
     if verb == "diff":
         names = [word.removeprefix("recipe=") for word in rest]
         if len(names) != 2:

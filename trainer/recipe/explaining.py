@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.text import flatten, nearest, shown
 
 # pydantic's kinds of error, as the words that follow "key=value must be".
@@ -48,7 +49,8 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
         given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
         section = key.rpartition(".")[0]
         within = [name for name in defaults if section and name.startswith(f"{section}.")]
-        guess = nearest(key, within or [*defaults, *top])
+        guess = OTHER_KEYS.get(key.lower()) if OTHER_KEYS.get(key.lower()) in defaults else None
+        guess = guess or nearest(key, within or [*defaults, *top])
         guess = guess or next(filter(None, (nearest(name, defaults) for name in given)), None)
         hint = f"did you mean {guess}?" if guess else "python -m trainer recipes digits prints them all"
         return f"{key} is not a key; {hint}"

@@ -59,7 +59,8 @@ class NullTracker:
         """A logged step: a row of steps.csv."""
 
     def progress(self, step: int, epoch: int) -> None:
-        """Training has come this far; called about once a second, or after every step that takes longer."""
+        """Training has come this far, in this epoch, the first being 1; called about once a second, or after every
+        step that takes longer."""
 
     def evaluating(self, done: int, total: int) -> None:
         """Evaluation is at batch `done` of `total`."""
@@ -152,12 +153,14 @@ class Tracker(NullTracker):
 
     def progress(self, step: int, epoch: int) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(f"epoch {epoch}{self._news}", refresh=False)
+            self._bar.set_postfix_str(f"epoch {epoch}/{self.recipe.epochs}{self._news}", refresh=False)
             self._bar.update(step - self._bar.n)
         elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
             self._spoke = time.perf_counter()
             left = (self._spoke - self._begun) / max(1, step - self._first) * (self._total - step)
-            self.say(f"step {step}/{self._total}, epoch {epoch}{self._news}, {_duration(left)} left")
+            self.say(
+                f"step {step}/{self._total}, epoch {epoch}/{self.recipe.epochs}{self._news}, {_duration(left)} left"
+            )
 
     def evaluating(self, done: int, total: int) -> None:
         if self._bar is not None:

@@ -119,7 +119,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                     history.epoch_steps += len(unlogged)
                     reporting.log_step(run, agreed.loss / len(unlogged), lr, norm, agreed.window)
                     unlogged.clear()
-                run.tracker.progress(step, epoch)
+                run.tracker.progress(step, epoch + 1)
             if agreed.stop is not None:
                 leave(run, agreed.stop)
             if agreed.late:

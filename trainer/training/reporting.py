@@ -113,7 +113,7 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
     run.tracker.step(
         {
             "step": run.position.step,
-            "epoch": run.position.epoch,
+            "epoch": run.position.epoch + 1,
             "seconds": round(run.seconds(), 3),
             "train_loss": loss,
             "lr": lr,
@@ -182,7 +182,7 @@ def last_line(run: Run, result: Result) -> str:
         return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
     metric = run.task.metric
     held_out = run.task.told({metric: run.history.validation.get(f"val_{metric}")})
-    held_out += f" on {result['data']['val_samples']:,} held-out images"
+    held_out += _best(run) + f" on {result['data']['val_samples']:,} held-out images"
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
@@ -196,6 +196,15 @@ def last_line(run: Run, result: Result) -> str:
         command = os.environ.get("TRAINER_TENSORBOARD", "python -m tensorboard.main")
         text += f"\n  watch    {command} --logdir {shlex.quote(str(folder))}"
     return text
+
+
+def _best(run: Run) -> str:
+    """The best epoch, where it is not the last."""
+    history = run.history
+    if history.best_epoch is None or history.best_epoch + 1 == len(history.losses):
+        return ""
+    best = run.task.told({run.task.metric: history.best})
+    return f" (best {best} in epoch {history.best_epoch + 1}: best.safetensors)"
 
 
 def _verdict_line(result: Result) -> str:
@@ -244,7 +253,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             **{f"val_{name}": None for name in run.task.metric_names()},
             **{key: value for key, value in history.validation.items() if key != "val_samples"},
             f"best_{run.task.metric}": history.best,
-            "best_epoch": history.best_epoch,
+            "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
             **{key: speed[key] for key in SPEED_KEYS},
             "peak_memory_bytes": run.memory,
             "mfu": mfu,

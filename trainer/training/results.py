@@ -54,7 +54,7 @@ class Result(TypedDict):
         DataResult, "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, and how many were `skipped`"
     ]
     train_loss: Annotated[float | None, "mean of the last epoch"]
-    best_epoch: Annotated[int | None, "from 0"]
+    best_epoch: Annotated[int | None, "from 1, as on the screen; its weights are `best.safetensors`"]
     throughput: Annotated[
         Throughput | None,
         "images a second over all devices, `per_device`, their deviation `std` (null for one window), `threads`",

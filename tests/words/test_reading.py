@@ -1,0 +1,306 @@
+"""What people who come from other programs type: each is taken as meant, or answered by what to type."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import RecipeError
+from trainer.processes import family
+from trainer.recipe import shipped_recipes
+from trainer.words.reading import program, read
+
+TRAIN = "python -m trainer"
+
+# Typed, and the words that it is taken as: where dashes and blanks are all that differs from key=value.
+TAKEN = {
+    "recipe=digits": "recipe=digits",
+    "train recipe=digits": "recipe=digits",
+    "--recipe=digits": "recipe=digits",
+    "--recipe resnet50": "recipe=resnet50",
+    "-recipe digits": "recipe=digits",
+    "recipe = digits": "recipe=digits",
+    "recipe= digits": "recipe=digits",
+    "recipe =digits": "recipe=digits",
+    "recipe=digits --batch_size 64": "recipe=digits batch_size=64",
+    "recipe=digits batch-size=64": "recipe=digits batch_size=64",
+    "recipe=digits --batch-size=64": "recipe=digits batch_size=64",
+    "recipe=digits --epochs 5": "recipe=digits epochs=5",
+    "--epochs 5": "epochs=5",
+    "recipe=digits --optimizer.lr 0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits --nproc 2": "recipe=digits nproc=2",
+    "recipe=digits \N{EN DASH}epochs=5": "recipe=digits epochs=5",
+    "recipe=digits 'devices=[cuda:0, cuda:1]'": "recipe=digits 'devices=[cuda:0, cuda:1]'",
+    "recipe=digits data.root=/a/b=c": "recipe=digits data.root=/a/b=c",
+    "recipe=digits model.name=my_net plugin=mine": "recipe=digits model.name=my_net plugin=mine",
+    "plugin=mine model.name=ResNet_18 task.name=bce": "plugin=mine model.name=ResNet_18 task.name=bce",
+    "recipe=digits optimizer.lr=1e-3 ema=null": "recipe=digits optimizer.lr=1e-3 ema=null",
+    "recipe=": "recipe=",
+    "recipe= epochs=5": "recipe= epochs=5",
+}
+
+# Typed, and the words of the command that the answer tells to type.
+TOLD = {
+    # commands
+    "recipe resnet50": "recipe=resnet50",
+    "digits": "recipe=digits",
+    "train digits": "recipe=digits",
+    "list": "recipes",
+    "ls": "recipes",
+    "--list": "recipes",
+    "recipe=digits --list-models": "recipes",
+    "plan": "plan recipe=digits",
+    "train": "recipe=digits",
+    "compare": "compare recipe=digits",
+    "predict": "predict checkpoint=RUN data.root=FOLDER",
+    "evaluate": "evaluate checkpoint=RUN",
+    "python trainer/training.py": "recipe=digits",
+    "train.py": "recipe=digits",
+    "main.py recipe=digits": "recipe=digits",
+    "python train.py --lr 0.1 --epochs 5": "optimizer.lr=0.1 epochs=5",
+    "python -m trainer recipe=digits": "recipe=digits",
+    "python -m trainer plan recipe=digits": "plan recipe=digits",
+    "torchrun --nproc_per_node=2 -m trainer recipe=digits": "nproc=2 recipe=digits",
+    "accelerate launch train.py recipe=digits": "recipe=digits",
+    "val": "evaluate checkpoint=RUN",
+    "test": "evaluate checkpoint=RUN",
+    "eval checkpoint=runs/x": "evaluate checkpoint=runs/x",
+    "validate": "evaluate checkpoint=RUN",
+    "recipe=digits --test-only": "evaluate checkpoint=RUN",
+    "--evaluate recipe=digits checkpoint=runs/x": "evaluate checkpoint=runs/x",
+    "evaluate runs/foo": "evaluate checkpoint=runs/foo",
+    "detect": "predict checkpoint=RUN data.root=FOLDER",
+    "infer checkpoint=runs/x data.root=cat.jpg": "predict checkpoint=runs/x data.root=cat.jpg",
+    "predict checkpoint=runs/x photos": "predict checkpoint=runs/x data.root=photos",
+    "predict checkpoint=runs/x source=cat.jpg": "predict checkpoint=runs/x data.root=cat.jpg",
+    "fit recipe=digits": "recipe=digits",
+    "Train recipe=digits": "recipe=digits",
+    "benchmark recipe=digits": "compare recipe=digits",
+    "compare single ddp recipe=digits": "compare 'modes=[single,ddp]' recipe=digits",
+    "compare recipe=digits modes=single,ddp": "compare recipe=digits 'modes=[single,ddp]'",
+    "compare recipe=digits mode=single,ddp": "compare recipe=digits 'modes=[single,ddp]'",
+    "--dry-run recipe=digits": "plan recipe=digits",
+    "plan resnet50": "plan recipe=resnet50",
+    "info": "doctor",
+    "env": "doctor",
+    "resume": "recipe=RUN output=RUN resume=auto",
+    "bash": "completion bash",
+    "usage": "help",
+    # how a word is set
+    "recipe=digits optimizer.lr 0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits lr 0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits epochs: 5": "recipe=digits epochs=5",
+    "recipe=digits epochs:5": "recipe=digits epochs=5",
+    "recipe=digits epochs==5": "recipe=digits epochs=5",
+    "recipe=digits epochs=5,": "recipe=digits epochs=5",
+    "recipe=digits EPOCHS=5": "recipe=digits epochs=5",
+    "recipe=digits +epochs=5": "recipe=digits epochs=5",
+    "recipe=digits ++trainer.max_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits --epochs": "recipe=digits epochs=10",
+    "recipe=digits optimizer.lr=0,1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits \N{LEFT DOUBLE QUOTATION MARK}mode=ddp\N{RIGHT DOUBLE QUOTATION MARK}": "recipe=digits mode=ddp",
+    "recipe=digits --compile": "recipe=digits compile=true",
+    "recipe=digits --no-compile": "recipe=digits compile=false",
+    "recipe=digits compile=1": "recipe=digits compile=true",
+    "recipe=digits clip_grad_norm=none": "recipe=digits clip_grad_norm=null",
+    "recipe=digits ema=true": "recipe=digits ema=0.999",
+    # recipes
+    "recipe=imagenet": "recipe=resnet50 data.root=/path/to/imagenet",
+    "recipe=vgg11": "recipe=resnet50 model.name=vgg11",
+    "recipe=vit_tiny": "recipe=digits model.name=vit_tiny",
+    "recipe=./digits.yml": "recipe=digits",
+    "recipe=configs/digits.yaml": "recipe=digits",
+    "recipe=CIFAR10": "recipe=cifar10",
+    "recipe=cifar-10": "recipe=cifar10",
+    "recipe=cifar": "recipe=cifar10",
+    "recipe=ddp": "recipe=digits mode=ddp",
+    "recipe=photos": "recipe=finetune data.root=FOLDER",
+    "--config digits": "recipe=digits",
+    "--config-name=digits": "recipe=digits",
+    "-c digits.yaml": "recipe=digits",
+    # training
+    "recipe=digits --lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits lr0=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits learning_rate=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits batch=64": "recipe=digits batch_size=64",
+    "recipe=digits --per-device-train-batch-size 64": "recipe=digits batch_size=64",
+    "recipe=digits max_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits trainer.max_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits num_train_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits steps=100": "recipe=digits max_steps=100",
+    "recipe=digits optimizer=adam": "recipe=digits optimizer.name=adam",
+    "recipe=digits optimizer=AdamW": "recipe=digits optimizer.name=adamw",
+    "recipe=digits --opt adamw --sched cosine": "recipe=digits optimizer.name=adamw schedule.name=cosine",
+    "recipe=digits scheduler=StepLR": "recipe=digits schedule.name=step",
+    "recipe=digits --wd 1e-4": "recipe=digits optimizer.weight_decay=1e-4",
+    "recipe=digits weight_decay=1e-4": "recipe=digits optimizer.weight_decay=1e-4",
+    "recipe=digits warmup_epochs=3": "recipe=digits schedule.warmup_epochs=3",
+    "recipe=digits label-smoothing=0.1": "recipe=digits loss.label_smoothing=0.1",
+    "recipe=digits gradient_accumulation_steps=4": "recipe=digits accumulate=4",
+    "recipe=digits accumulate_grad_batches=4": "recipe=digits accumulate=4",
+    "recipe=digits max_grad_norm=1": "recipe=digits clip_grad_norm=1",
+    "recipe=digits loss=bce": "recipe=digits task.name=multilabel",
+    "recipe=digits task=classify": "recipe=digits task.name=classification",
+    "recipe=digits --resume": "recipe=digits resume=auto",
+    "recipe=digits resume=true": "recipe=digits resume=auto",
+    "recipe=digits resume=runs/foo": "recipe=digits output=runs/foo resume=auto",
+    "resume=runs/foo": "recipe=runs/foo output=runs/foo resume=auto",
+    "recipe=digits --output-dir runs/x": "recipe=digits output=runs/x",
+    "recipe=digits log_every_n_steps=5": "recipe=digits logging.every_steps=5",
+    "recipe=digits seed_everything=1": "recipe=digits seed=1",
+    "recipe=digits save_top_k=3": "recipe=digits save.keep=3",
+    # models and data
+    "recipe=digits model=resnet18": "recipe=digits model.name=resnet18",
+    "recipe=digits -a resnet18": "recipe=digits model.name=resnet18",
+    "recipe=digits --arch=resnet18": "recipe=digits model.name=resnet18",
+    "recipe=digits model=resnet50.pt": "recipe=digits model.name=resnet50 model.weights=DEFAULT",
+    "recipe=digits model=runs/x/last.safetensors": "recipe=digits model.init_from=runs/x/last.safetensors",
+    "recipe=digits model.name=ResNet-50": "recipe=digits model.name=resnet50",
+    "recipe=digits --pretrained": "recipe=digits model.weights=DEFAULT",
+    "recipe=digits pretrained=false": "recipe=digits model.weights=null",
+    "recipe=digits weights=best.pth": "recipe=digits model.init_from=best.pth",
+    "recipe=digits data=photos": "recipe=digits data.name=imagefolder data.root=photos",
+    "recipe=finetune data=photos": "recipe=finetune data.root=photos",
+    "recipe=finetune --data-path photos": "recipe=finetune data.root=photos",
+    "recipe=digits dataset=cifar10": "recipe=digits data.name=cifar10",
+    "recipe=digits data.name=CIFAR-10": "recipe=digits data.name=cifar10",
+    "recipe=digits data=imagenet": "recipe=digits data.name=imagefolder data.root=/path/to/imagenet",
+    "recipe=digits imgsz=224": "recipe=digits data.image_size=224",
+    "recipe=digits num_workers=4": "recipe=digits data.workers=4",
+    "recipe=digits -j 4": "recipe=digits data.workers=4",
+    "recipe=digits mixup_alpha=0.2 auto_augment=ra": "recipe=digits augment.mixup=0.2 augment.auto=rand",
+    # devices, modes, precision
+    "recipe=digits devices=0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits devices=[0,1]": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits devices=2": "recipe=digits nproc=2",
+    "recipe=digits gpus=2": "recipe=digits nproc=2",
+    "recipe=digits --gpus 0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits mode=dp gpus=2": "recipe=digits mode=dp 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits device=0": "recipe=digits 'devices=[cuda:0]'",
+    "recipe=digits device=cpu": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits --device cuda:1": "recipe=digits 'devices=[cuda:1]'",
+    "recipe=digits --device cuda": "recipe=digits devices=auto",
+    "recipe=digits devices=-1": "recipe=digits devices=auto",
+    "recipe=digits devices=mps": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits accelerator=gpu": "recipe=digits devices=auto",
+    "recipe=digits --cpu": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits --no-cuda": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits --nproc_per_node=2": "recipe=digits nproc=2",
+    "recipe=digits --local-rank=0": "recipe=digits",
+    "recipe=digits --verbose": "recipe=digits",
+    "recipe=digits mode=DataParallel": "recipe=digits mode=dp",
+    "recipe=digits mode=DDP": "recipe=digits mode=ddp",
+    "recipe=digits mode=model_parallel": "recipe=digits mode=split",
+    "recipe=digits mode=gpipe": "recipe=digits mode=pipeline pipeline.schedule=gpipe",
+    "recipe=digits mode=local-sgd": "recipe=digits mode=local_sgd",
+    "recipe=digits strategy=ddp": "recipe=digits mode=ddp",
+    "recipe=digits pipeline=1f1b": "recipe=digits pipeline.schedule=1f1b",
+    "recipe=digits precision=amp": "recipe=digits precision=bf16",
+    "recipe=digits precision=16-mixed": "recipe=digits precision=fp16",
+    "recipe=digits precision=32": "recipe=digits precision=fp32",
+    "recipe=digits --amp": "recipe=digits precision=bf16",
+    "recipe=digits amp=true": "recipe=digits precision=bf16",
+    "recipe=digits amp=false": "recipe=digits precision=fp32",
+    "recipe=digits --fp16": "recipe=digits precision=fp16",
+    "recipe=digits mixed_precision=fp16": "recipe=digits precision=fp16",
+    # several at once
+    "recipe=digits --lr=0.1 batch=64 workers=2": "recipe=digits optimizer.lr=0.1 batch_size=64 data.workers=2",
+}
+
+# Answered by a sentence: there is no such command.
+SAID = {
+    "runs": "ls runs",
+    "export": "RUN/last.safetensors",
+    "onnx": "RUN/last.safetensors",
+    "tensorboard": "python -m tensorboard.main --logdir runs",
+    "new": "python -m trainer recipes digits > my.yaml",
+    "recipe=digits nnodes=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
+    "recipe=digits mode=fsdp": "there is no fsdp here",
+    "recips": "did you mean recipes?",
+    "resnet5": "did you mean recipe=resnet50?",
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TRAINER_COMMAND", family.PARENT):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("typed", TAKEN)
+def test_what_is_taken_as_it_is_meant(typed: str) -> None:
+    assert read(shlex.split(typed)) == ("train", shlex.split(TAKEN[typed]))
+
+
+@pytest.mark.parametrize("typed", TOLD)
+def test_what_is_answered_by_what_to_type(typed: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(shlex.split(typed))
+    assert str(error.value).endswith(f" type {TRAIN} {TOLD[typed]}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("typed", TOLD)
+def test_what_it_tells_to_type_is_taken(typed: str) -> None:
+    """But for files that are not here."""
+    command, words = read(shlex.split(TOLD[typed]))
+    assert [*words] == [word for word in shlex.split(TOLD[typed]) if word != command]
+
+
+@pytest.mark.parametrize("typed", SAID)
+def test_what_is_answered_by_a_sentence(typed: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(shlex.split(typed))
+    assert SAID[typed] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "typed", ["5", "=", "--", "-", "", "[", "recipe=digits =", "--=5", "\N{SNOWMAN}", "a:b", "x=", "=x"]
+)
+def test_what_nobody_understands_is_passed_on_or_one_line(typed: str) -> None:
+    try:
+        command, words = read(shlex.split(typed) or [""])
+    except RecipeError as error:
+        assert "is not a command" in str(error) and "\n" not in str(error)
+    else:
+        assert (command, words) == ("train", shlex.split(typed))
+
+
+def test_folders_and_files_that_lie_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pets", "runs/first"):
+        Path(name).mkdir(parents=True)
+    for name in ("runs/first/recipe.yaml", "mine.yaml", "cat.jpg"):
+        Path(name).touch()
+    for typed, told in {
+        "pets": "recipe=finetune data.root=pets",
+        "recipe=pets": "recipe=finetune data.root=pets",
+        "mine.yaml": "recipe=mine.yaml",
+        "evaluate runs/first": "evaluate checkpoint=runs/first",
+        "predict runs/first cat.jpg": "predict checkpoint=runs/first data.root=cat.jpg",
+        "predict cat.jpg": "predict checkpoint=RUN data.root=cat.jpg",
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            read(typed.split())
+        assert str(error.value).endswith(f"type {TRAIN} {told}"), typed
+    assert read(["recipe=runs/first"]) == ("train", ["recipe=runs/first"])
+
+
+def test_a_recipe_of_every_name_is_taken() -> None:
+    for name in shipped_recipes():
+        assert read([f"recipe={name}"]) == ("train", [f"recipe={name}"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "python -m trainer"),
+        ({"TRAINER_COMMAND": "./launch.sh"}, "./launch.sh"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "torchrun --nproc_per_node=4 -m trainer"),
+        ({"RANK": "0", "WORLD_SIZE": "8", family.PARENT: "5"}, "python -m trainer"),
+    ],
+)
+def test_what_to_type_begins_as_the_user_did(environment: dict[str, str], expected: str) -> None:
+    assert program(environment) == expected

@@ -1,0 +1,124 @@
+"""What other programs call a recipe's keys and values, so that an error can say what they are called here.
+
+Names of torchvision's references, timm, Lightning, Ultralytics, Hugging Face, Accelerate and torchrun.
+"""
+
+from __future__ import annotations
+
+# Each key of ours with what others call it: lower case, dashes as underscores.
+_KEYS = {
+    "recipe": "config c cfg conf yaml config_name config_file hparams_file",
+    "nproc": "nproc_per_node num_gpus n_gpus n_gpu ngpus gpu_count num_processes n_procs num_procs world_size "
+    "devices_per_node",
+    "plugin": "user_module import_module custom_module",
+    "checkpoint": "ckpt checkpoint_path",
+    "mode": "strategy parallel parallelism parallel_mode dist_mode distributed_type trainer.strategy",
+    "task.name": "problem problem_type task_type",
+    "model.name": "arch a architecture model_name net network backbone model_type model.arch model.type "
+    "model_name_or_path",
+    "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
+    "load_weights weights_path model.checkpoint model.path",
+    "model.num_classes": "nc n_classes nb_classes classes num_labels data.num_classes",
+    "data.name": "dataset dataset_name data_name data.dataset dataset.name data_set",
+    "data.root": "data_dir data_path data_root datadir dataset_dir dataset_path train_dir root path source src images "
+    "image_folder img_dir folder input_dir data.path data.dir data.folder data.source dataset.root",
+    "data.image_size": "imgsz img_size image_size input_size size resolution crop_size train_crop_size val_crop_size "
+    "data.img_size data.size",
+    "data.workers": "num_workers workers n_workers nw j dataloader_num_workers dataloader.num_workers data.num_workers "
+    "loader.workers cpus_per_task",
+    "augment.mixup": "mixup_alpha mix_up",
+    "augment.cutmix": "cutmix_alpha",
+    "augment.erase": "random_erase random_erasing reprob erasing",
+    "augment.auto": "auto_augment autoaugment aa augmentation randaugment",
+    "augment.hflip": "fliplr horizontal_flip random_flip flip",
+    "batch_size": "batch bs b train_batch_size per_device_train_batch_size per_device_batch_size batch_size_train "
+    "total_batch_size global_batch_size mini_batch_size "
+    "data.batch_size dataloader.batch_size loader.batch_size trainer.batch_size",
+    "accumulate": "gradient_accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps accum_iter "
+    "gradient_accumulation accumulation_steps accum trainer.accumulate_grad_batches",
+    "epochs": "epoch max_epochs num_epochs n_epochs nb_epochs num_train_epochs total_epochs ep e trainer.max_epochs "
+    "trainer.epochs training.epochs train.epochs",
+    "max_steps": "steps num_steps n_steps total_steps max_iter max_iters iterations iters num_iterations "
+    "trainer.max_steps",
+    "optimizer.name": "opt optim optimizer_name optimizer_type optimizer.type optim.name",
+    "optimizer.lr": "lr lr0 base_lr learning_rate learningrate init_lr initial_lr blr max_lr optim.lr "
+    "optimizer.learning_rate model.lr train.lr",
+    "optimizer.weight_decay": "wd l2 weightdecay optim.weight_decay",
+    "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
+    "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs",
+    "schedule.min_lr": "lr_min eta_min min_learning_rate",
+    "schedule.step_epochs": "lr_step_size step_size decay_epochs lr_step lr_drop",
+    "schedule.gamma": "lr_gamma decay_rate lr_decay",
+    "loss.label_smoothing": "smoothing labelsmoothing",
+    "loss.class_weights": "class_weight cls_weight",
+    "precision": "dtype data_type mixed_precision amp_dtype torch_dtype trainer.precision",
+    "compile": "torch_compile torchcompile use_compile torch.compile",
+    "ema": "ema_decay model_ema model_ema_decay",
+    "clip_grad_norm": "clip_grad clip grad_clip gradient_clip_val max_grad_norm clip_gradients gradient_clipping "
+    "max_norm trainer.gradient_clip_val",
+    "sync_bn": "sync_batchnorm syncbn sync_batch_norm sync_bn_layers",
+    "channels_last": "channelslast memory_format",
+    "pipeline.stages": "num_stages n_stages pp pp_size pipeline_parallel_size",
+    "pipeline.microbatches": "microbatches num_microbatches n_microbatches micro_batches chunks",
+    "pipeline.split_size": "micro_batch_size microbatch_size",
+    "pipeline.schedule": "pp_schedule pipeline_schedule",
+    "pipeline.recompute": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpointing",
+    "local_sgd.every": "sync_every local_steps sync_interval",
+    "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator "
+    "trainer.devices trainer.gpus trainer.accelerator",
+    "threads": "num_threads omp_num_threads torch_threads",
+    "save.every_epochs": "save_period save_epochs checkpoint_interval save_freq",
+    "save.every_steps": "save_steps checkpoint_steps",
+    "save.keep": "save_total_limit save_top_k checkpoint_hist",
+    "logging.every_steps": "print_freq log_interval log_every log_every_n_steps logging_steps log_freq",
+    "logging.progress": "progress_bar enable_progress_bar progress",
+    "resume": "resume_from resume_from_checkpoint continue ckpt_path resume_path",
+    "seed": "random_seed manual_seed rng_seed seed_everything",
+    "deterministic": "use_deterministic_algorithms reproducible trainer.deterministic",
+    "output": "out output_dir outdir output_path save_dir savedir save_path project log_dir logdir logging_dir "
+    "default_root_dir run_dir work_dir exp_name run_name experiment_name results_dir hydra.run.dir dest o",
+}
+OTHER_KEYS = {name: key for key, names in _KEYS.items() for name in names.split()}
+
+# For keys with a list of values: each value with what others call it; lower case, and no other sign than letters,
+# digits and the dots of "nn.DataParallel".
+_VALUES = {
+    "mode": {
+        "dp": "dataparallel nn.dataparallel torch.nn.dataparallel",
+        "ddp": "distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
+        "split": "modelparallel modelparallelism mp naive sequential devicemap",
+        "pipeline": "pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
+        "single": "none cpu onegpu singlegpu singledevice no",
+        "local_sgd": "localsgd local diloco postlocalsgd",
+        "hogwild": "async asgd asyncsgd hogwild",
+    },
+    "precision": {
+        "fp32": "32 float32 float full 32true fp32true single no none false",
+        "tf32": "tensorfloat32 high",
+        "bf16": "bfloat16 bf16mixed bf16true amp autocast mixed true auto",
+        "fp16": "16 float16 half 16mixed 16true fp16mixed",
+    },
+    "optimizer.name": {"sgd": "momentum sgdmomentum nesterov torch.optim.sgd", "adamw": "torch.optim.adamw adamwtorch",
+                       "adam": "torch.optim.adam"},
+    "schedule.name": {
+        "cosine": "cos cosineannealing cosineannealinglr cosinelr onecycle true",
+        "step": "steplr multistep multisteplr",
+        "constant": "none flat fixed const false",
+    },
+    "augment.auto": {"trivial": "ta trivialaugment ta_wide tawide true", "rand": "ra randaugment randaug",
+                     "autoaugment": "aa imagenet autoaug"},
+    "augment.crop": {"resized": "randomresizedcrop rrc", "pad": "randomcrop padding"},
+    "task.name": {
+        "classification": "classify singlelabel multiclass imageclassification cls",
+        "multilabel": "multilabelclassification bce tagging",
+        "regression": "mse regress",
+    },
+    "loss.name": {
+        "classification": "crossentropy ce nll crossentropyloss softmax",
+        "multilabel": "bce bcewithlogits binarycrossentropy bceloss",
+        "regression": "mse l2 mseloss",
+    },
+}  # fmt: skip
+OTHER_VALUES = {
+    key: {name: value for value, names in values.items() for name in names.split()} for key, values in _VALUES.items()
+}

@@ -15,6 +15,7 @@ from trainer.telemetry.tracking import NullTracker, Tracker, without_nan
 
 def test_a_resumed_run_has_its_page_once(tmp_path):
     recipe = load("digits", f"output={tmp_path / 'run'}", "resume=auto")
+    (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)  # what is saved is continued
     for position in (Position(0, 0, 0), Position(5, 0, 5), Position(10, 1, 0)):
         tracker = Tracker(recipe, RunFolder(recipe))
         tracker.start(position, 10, "top1")

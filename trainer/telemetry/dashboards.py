@@ -93,7 +93,7 @@ def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str) ->
 
     words = " ".join(f"{key}={value}" for key, value in changed.items())
     shown = {f"{n}_{key}": (key, value) for n, (key, value) in enumerate(main.items(), 1)}
-    shown |= {"9_changed": ("changed", words)} | {key: (key, value) for key, value in changed.items()}
+    shown |= {"8_changed": ("changed", words)} | {key: (key, value) for key, value in changed.items()}
     infos = [
         api_pb2.HParamInfo(name=name, display_name=key, type=_kind(value), differs=key in main)
         for name, (key, value) in shown.items()

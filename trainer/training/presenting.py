@@ -36,9 +36,10 @@ def begin(run: Run) -> None:
         return
     ranks, pipeline = run.world.size > 1, run.recipe.traits.micro_batches
     tracker.show(dashboards.layout(task.metric_names(), task.titles, ranks, pipeline), 0)
-    for summary in dashboards.columns(_main(run), _changed(run), task.titles.get(task.metric, task.metric)):
+    words = words_of(run.recipe)
+    for summary in dashboards.columns(_main(run), _changed(words), task.titles.get(task.metric, task.metric)):
         tracker.show(summary, 0)
-    tracker.text(PAGE, opening(run), 0)
+    tracker.text(PAGE, opening(run, words), 0)
 
 
 def first_batch(run: Run, batch: Batch) -> None:
@@ -94,15 +95,15 @@ def end(run: Run, result: Result, verdict: Verdict | None) -> None:
     tracker.show(dashboards.ended(), step)
 
 
-def opening(run: Run) -> str:
+def opening(run: Run, words: Sequence[str]) -> str:
     """Markdown, the lower half of the page: what runs, what was changed, on which machine, how to continue it."""
-    changed = _changed(run)
+    changed = _changed(words)
     return _markdown(
         {
             f"# {run.recipe.name}, {run.recipe.mode}": _table(reporting.facts(run)),
             "## What was changed": _table(changed) if changed else "Nothing: the recipe as it is.",
             "## Machine": _table(_machine(run)),
-            "## If it is interrupted": _commands(_next(run)[:1]),
+            "## If it is interrupted": _commands(_next(run, words)[:1]),
             "## The whole recipe": "```yaml\n" + run.recipe.to_yaml() + "```",
         }
     )
@@ -111,13 +112,13 @@ def opening(run: Run) -> str:
 def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:
     """Markdown, the upper half: how it went, where the time went, what to do next."""
     first, *rest = reporting.last_line(run, result).splitlines()
-    told = dict(line.split(maxsplit=1) for line in rest)
+    told = {title: text.strip() for title, _, text in (line.strip().partition(" ") for line in rest)}
     kept = ["bubble", "weights"] + ["verdict"] * (verdict is None)
     return _markdown(
         {
             f"# {first}": "\n\n".join(f"{what}: {told[what]}" for what in kept if what in told),
             "## Where the time went": verdict.to_markdown() if verdict is not None else "",
-            "## How to continue": _commands(_next(run)[1:]),
+            "## How to continue": _commands(_next(run, words_of(run.recipe))[1:]),
         }
     )
 
@@ -130,11 +131,13 @@ def _commands(found: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"- {what}: `python -m trainer {words}`" for what, words in found)
 
 
-def _next(run: Run) -> list[tuple[str, str]]:
+def _next(run: Run, words: Sequence[str]) -> list[tuple[str, str]]:
     """What one may do, with the words to type; the first while it is not over."""
-    where = shlex.quote(str(run.tracker.path))
-    again = " ".join(shlex.quote(word) for word in words_of(run.recipe) if not word.startswith(("output=", "resume=")))
-    found = [("go on", f"{again} output={where} resume=auto"), ("the same run again", f"recipe={where}/recipe.yaml")]
+    where, world = shlex.quote(str(run.tracker.path)), run.world
+    ranks = [f"nproc={world.size}"] * (1 < world.size == world.place.local_size)
+    again = " ".join([*(shlex.quote(word) for word in words if not word.startswith(("output=", "resume="))), *ranks])
+    found = [("go on", f"{again} output={where} resume=auto")]
+    found += [("the same run again", " ".join([f"recipe={where}/recipe.yaml", *ranks]))]
     if not run.speed_only:
         found += [("its accuracy once more", f"evaluate checkpoint={where}")]
         found += [("a new run from these weights", f"{again} model.init_from={where}")]
@@ -162,9 +165,9 @@ def _main(run: Run) -> dict[str, Any]:
     }
 
 
-def _changed(run: Run) -> dict[str, Any]:
+def _changed(words: Sequence[str]) -> dict[str, Any]:
     """Keys that differ from the recipe's own, apart from those that have a column anyway and where things lie."""
-    pairs = (word.partition("=") for word in words_of(run.recipe))
+    pairs = (word.partition("=") for word in words)
     known = {"recipe", "mode", "model.name", "batch_size", "optimizer.lr", "precision", "output", "resume"}
     found = {key: yaml.safe_load(value) for key, _, value in pairs if key not in known}
     return {key: value if isinstance(value, bool | int | float) else _words(value) for key, value in found.items()}

@@ -18,6 +18,7 @@ from trainer.data.sets import (
     TensorSet,
     TensorSpec,
 )
+from trainer.data.viewing import as_pictures, held_out_pictures
 
 __all__ = [
     "Batch",
@@ -30,6 +31,8 @@ __all__ = [
     "Shard",
     "TensorSet",
     "TensorSpec",
+    "as_pictures",
+    "held_out_pictures",
     "open_datasets",
     "register_dataset",
     "steps_per_epoch",

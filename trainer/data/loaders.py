@@ -182,13 +182,17 @@ class Loader:
         """Batches of one evaluation, the same on every shard."""
         return -(-len(self._datasets.val) // (self._rows * self._shard.count))
 
+    @property
+    def evaluation_spans(self) -> list[tuple[int, int]]:
+        """Which held-out samples this shard's batches of one evaluation hold, (start, stop)."""
+        return sampling.evaluation_spans(len(self._datasets.val), self._rows, self._shard.index, self._shard.count)
+
     def evaluation(self) -> Iterator[Batch]:
         """The held-out set: over all shards each sample once, in as many full-shape batches on every shard.
 
         With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing.
         """
-        spans = sampling.evaluation_spans(len(self._datasets.val), self._rows, self._shard.index, self._shard.count)
-        for images, labels, count in self._val.evaluation(spans):
+        for images, labels, count in self._val.evaluation(self.evaluation_spans):
             yield Batch(self._inputs(images), self._targets(labels), count)
 
     def close(self) -> None:

@@ -81,6 +81,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(N,): how wrong each row is, by which the worst predictions are found. One at a time where `loss` is all."""
+        return torch.stack([self.loss(outputs[n : n + 1], targets[n : n + 1]) for n in range(len(outputs))])
+
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """What `metrics` is made of, added up over the rows: tensors of a fixed shape, under names of their own.
 

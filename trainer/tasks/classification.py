@@ -57,6 +57,9 @@ class Classification(Task):
         weights = self.weights.on(outputs.device)
         return cross_entropy(outputs, targets, weights, label_smoothing=smoothing, reduction="sum") / len(outputs)
 
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets, reduction="none")
+
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The plain cross-entropy, without smoothing and weights, and how many of the best 1 and 5 are right."""
         best = outputs.topk(min(5, outputs.shape[1])).indices

@@ -70,6 +70,9 @@ class Multilabel(Task):
         weights = None if self.weights is None else self.weights.on(outputs.device)
         return binary_cross_entropy_with_logits(self._of_names(outputs), targets, pos_weight=weights)
 
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return binary_cross_entropy_with_logits(self._of_names(outputs), targets, reduction="none").mean(1)
+
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs = self._of_names(outputs)
         found, labels = outputs > 0, targets > 0.5

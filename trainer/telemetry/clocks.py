@@ -39,6 +39,7 @@ class StepTimer:
         self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
         # Seconds of the optimizer's part where it was looked at, of measured, and early, steps.
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
+        self.latest_update = 0.0  # mean of the last window in which it was looked at
         self._events: list[torch.cuda.Event] = []
         self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
         self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # the device's, by step
@@ -127,6 +128,8 @@ class StepTimer:
             found = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
         else:
             found = [(n, update) for n, (_, _, update) in enumerate(self._pending)]
+        if found:
+            self.latest_update = sum(seconds for _, seconds in found) / len(found)
         for n, seconds in found:
             number = self.seen + n
             if number > 0:

@@ -16,9 +16,9 @@ from typing import Any
 
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import Growing, draft_of, opened, put, why
+from trainer.telemetry.dashboards import AT_END, AT_FINISH
 
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
-_AT_END = ("val/", "memory/", "verdict/")  # what a run that is continued within an epoch logs anew at its end
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
 
 
@@ -49,6 +49,13 @@ class Events(Growing):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self.add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
+
+    def restart(self, step: int) -> None:
+        """From this step on everything comes anew: a TensorBoard that has read older values forgets them."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        event = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
+        self._records.write(event.SerializeToString())
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Markdown for the text tab."""
@@ -143,4 +150,4 @@ def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None
 def _stays(tag: str, step: int, position: Position) -> bool:
     if step != position.step:
         return step < position.step
-    return position.step_in_epoch == 0 or not tag.startswith(_AT_END)
+    return not AT_FINISH.match(tag) and (position.step_in_epoch == 0 or not AT_END.match(tag))

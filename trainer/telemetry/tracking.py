@@ -15,33 +15,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.recipe import Recipe, flatten
+from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import writing
 from trainer.saving.run_folder import RunFolder, StepsFile
+from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
-
-SPEED_CHARTS = {
-    "speed": {
-        "samples per second": ["Multiline", ["speed/samples_per_sec", "speed/samples_per_sec_per_device"]],
-        "step time, ms": ["Multiline", ["speed/step_ms"]],
-        "waiting for data, %": ["Multiline", ["speed/data_wait_pct"]],
-    }
-}
-
-
-PIPELINE_CHARTS = {
-    "pipeline": {
-        "bubble, %": ["Multiline", ["pipeline/bubble_pct", "pipeline/bubble_predicted_pct"]],
-        "stages at work, %": ["Multiline", ["pipeline/stage.*"]],
-    }
-}
 
 
 class NullTracker:
     """Does nothing, for ranks that have no run folder."""
 
     path: Path | None = None
+    shows = False  # whether there is a page to make pictures and texts for
+    shown = False  # whether an earlier part of the run has told it what it is
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -54,6 +41,9 @@ class NullTracker:
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Markdown for TensorBoard's text tab."""
+
+    def show(self, summary: Any, step: int) -> None:
+        """Anything else for TensorBoard: a layout, a table's columns, a picture."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A logged step: a row of steps.csv."""
@@ -122,27 +112,27 @@ class Tracker(NullTracker):
             )  # fmt: skip
 
     def _open_events(self, position: Position, metric: str) -> None:
-        from torch.utils.tensorboard.summary import custom_scalars, hparams
-
-        kept = trim_events(self.path, position, self.say)
+        self._metric = metric
+        self.shown = trim_events(self.path, position, self.say) > 0
         self._events = Events(self.path)
-        if not kept:
-            self._events.text("recipe", "```yaml\n" + self.recipe.to_yaml() + "```", 0)
-            pipeline = PIPELINE_CHARTS if self.recipe.traits.micro_batches else {}
-            self._events.add(custom_scalars({**SPEED_CHARTS, **pipeline}), 0)  # type: ignore[no-untyped-call]
-            plain = {key: _plain(value) for key, value in flatten(self.recipe.to_dict()).items()}
-            for summary in hparams(plain, {f"val/{metric}": 0.0, "val/loss": 0.0}):  # type: ignore[no-untyped-call]
-                self._events.add(summary, 0)
+        self.shows = True
+        if self.shown:
+            self._events.restart(position.step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._events is not None:
             with writing(self.path):
-                self._events.scalars(values, step)
+                self._events.scalars(arranged(values, self._metric), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         if self._events is not None:
             with writing(self.path):
                 self._events.text(tag, text, step)
+
+    def show(self, summary: Any, step: int) -> None:
+        if self._events is not None:
+            with writing(self.path):
+                self._events.add(summary, step)
 
     def step(self, row: Mapping[str, Any]) -> None:
         if self._steps is not None:
@@ -204,10 +194,6 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain(value: Any) -> bool | float | str:
-    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _duration(seconds: float) -> str:

@@ -51,6 +51,7 @@ def evaluate(
     batches: Iterator[Batch],
     world: World,
     boundary: Callable[[int], None] = lambda done: None,
+    look: Callable[[Tensor, Tensor, int], None] = lambda outputs, targets, count: None,
 ) -> dict[str, float]:
     """The task's metrics of the model as it stands.
 
@@ -59,6 +60,7 @@ def evaluate(
         batches: this rank's share of the held-out set, full-shape batches of which `count` rows are real.
         world: sums are added over its ranks, once.
         boundary: called after every batch with the number done.
+        look: called with every batch's outputs, targets and number of real rows, on ranks that have outputs.
 
     Returns:
         The task's metrics as val_loss and so on (of a classification the mean cross-entropy, without label smoothing,
@@ -70,6 +72,7 @@ def evaluate(
         outputs = strategy.forward(batch.inputs)
         if outputs is not None:
             sums.add(outputs, batch.targets, batch.count)
+            look(outputs, batch.targets, batch.count)
         boundary(done)
     metrics, count = sums.metrics(world)
     return {**{f"val_{name}": value for name, value in metrics.items()}, "val_samples": count}

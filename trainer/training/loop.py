@@ -16,9 +16,10 @@ from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
-from trainer.training import diagnosis, reporting, resuming
+from trainer.training import diagnosis, presenting, reporting, resuming
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
+from trainer.training.mistakes import Mistakes
 from trainer.training.optimization import learning_rate
 from trainer.training.results import Result
 from trainer.training.run import Run
@@ -95,6 +96,8 @@ def train_epoch(run: Run, epoch: int) -> None:
             run.timer.ask()
             batch = next(batches)
             waited += run.timer.arrive()
+            if step == 1 and micro == 0:
+                presenting.first_batch(run, batch)
             part = strategy.forward_backward(batch, weight, sync=micro == recipe.accumulate - 1)
             loss = part if loss is None else loss + part
         assert loss is not None
@@ -148,13 +151,21 @@ def end_epoch(run: Run, epoch: int) -> None:
     if run.speed_only:
         run.position = Position(step, epoch + 1, 0)
         return
+    looks = finished and run.recipe.logging.tensorboard
+    found = Mistakes(run.task, run.loader.evaluation_spans) if looks else None
+    begun = time.perf_counter()
     with run.ledger.span("evaluation"):
-        history.validation = measure(run)
+        history.validation = measure(run, found)
+    speed = history.validation["val_samples"] / (time.perf_counter() - begun)
     note_skipped(run)
     improved = run.task.improves(history.validation[f"val_{run.task.metric}"], history.best)
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
-    tracker.scalars({f"val/{name}": value for name, value in metrics_of(history.validation).items()}, step)
+    values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
+    tracker.scalars(values | {"speed/val_samples_per_sec": speed} | reporting.summary(run), step)
+    if found is not None:
+        presenting.mistakes(run, found)
+        presenting.timeline(run)
     tracker.say(reporting.epoch_line(run, epoch))
     run.position = Position(step, epoch + 1, 0)
     save = run.recipe.save
@@ -167,8 +178,9 @@ def end_epoch(run: Run, epoch: int) -> None:
     tracker.result(reporting.result(run, "running"))
 
 
-def measure(run: Run) -> dict[str, float]:
+def measure(run: Run, mistakes: Mistakes | None = None) -> dict[str, float]:
     """Evaluate under the averaged weights where there are any. Signals are heard between batches."""
+    look = {"look": mistakes.add} if mistakes is not None else {}
     run.interrupts.beat()
     averages = run.average.tensors() if run.average is not None else {}
     run.strategy.settle(averages)
@@ -184,7 +196,7 @@ def measure(run: Run) -> dict[str, float]:
 
     try:
         with run.strategy.weights(averages):
-            return evaluate(run.strategy, run.loader.evaluation(), run.world, boundary)
+            return evaluate(run.strategy, run.loader.evaluation(), run.world, boundary, **look)
     except (Interrupted, Preempted) as error:
         leave(run, type(error))
         raise
@@ -215,8 +227,7 @@ def finish(run: Run) -> Result:
         result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
     shared: Result = run.world.share(result)
     run.tracker.result(shared)
-    if found is not None:
-        run.tracker.text("verdict", found.to_markdown(), run.position.step)
+    presenting.end(run, shared, found)
     run.tracker.say(reporting.last_line(run, shared))
     run.tracker.close()
     run.loader.close()

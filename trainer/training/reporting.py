@@ -15,6 +15,7 @@ import trainer
 from trainer.devices import precision
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
+from trainer.telemetry.verdict import StepParts, shares
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result
 from trainer.training.run import Run
@@ -28,6 +29,13 @@ KEPT_KEYS = (*SPEED_KEYS, "seconds_in", "verdict")  # of a run that is continued
 
 def banner(run: Run) -> str:
     """What is about to run, in a few lines."""
+    return f"trainer {trainer.__version__}: {run.recipe.name}\n" + "\n".join(
+        f"  {key:<8} {value}" for key, value in facts(run).items()
+    )
+
+
+def facts(run: Run) -> dict[str, str]:
+    """What is about to run, by title."""
     recipe, world, data = run.recipe, run.world, run.datasets
     size = world.size
     names = world.devices
@@ -59,9 +67,7 @@ def banner(run: Run) -> str:
         lines["warning"] = (
             f"the warm-up is as long as the run: lr never reaches {recipe.optimizer.lr:g}; set schedule.warmup_epochs=0"
         )
-    return f"trainer {trainer.__version__}: {recipe.name}\n" + "\n".join(
-        f"  {key:<8} {value}" for key, value in lines.items()
-    )
+    return lines
 
 
 def _named(run: Run) -> str:
@@ -96,11 +102,6 @@ def few_for_batch_norm(run: Run) -> str | None:
     )
 
 
-def mode_lines(run: Run) -> str:
-    """How the mode runs, for TensorBoard's text tab."""
-    return "\n".join(f"- {title}: {text}" for title, text in {"mode": run.recipe.mode, **run.strategy.notes()}.items())
-
-
 def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
     """A logged step's values for TensorBoard and its row for steps.csv. Collective.
 
@@ -108,8 +109,11 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
         loss, window: see `step_values`.
     """
     steps, seconds, _ = window
+    figures = run.strategy.figures()
     values = step_values(run, loss, lr, norm.item() if norm is not None else None, window)
-    run.tracker.scalars(values | run.strategy.figures(), run.position.step)
+    if seconds:
+        values |= _step_parts(run, window, figures.get("pipeline/bubble_pct", 0.0) / 100)
+    run.tracker.scalars(values | figures, run.position.step)
     run.tracker.step(
         {
             "step": run.position.step,
@@ -147,6 +151,30 @@ def step_values(
         if utilisation is not None:
             values["speed/mfu_pct"] = 100 * utilisation
     return values
+
+
+def _step_parts(run: Run, timed: tuple[int, float, float], bubble: float) -> dict[str, float]:
+    """Milliseconds of a step by what they go to. Communication counts as computing: what it adds, the end tells."""
+    steps, seconds, waited = timed
+    if run.world.size == 1 and run.world.device.type == "cpu":
+        bubble = 0.0  # stand-ins of one process work in turn
+    step = seconds / steps
+    parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))
+    shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.micro_batches
+    return {f"speed/part_{name}_ms": 1e3 * step * share for name, share in parts.items() if name in shown}
+
+
+def summary(run: Run) -> dict[str, float]:
+    """How far the run has come, in the few figures by which runs are compared."""
+    speed, history = run.timer.summary(run.loader.samples_per_step), run.history
+    found = {
+        "best": history.best,
+        "last": history.validation.get(f"val_{run.task.metric}"),
+        "samples_per_sec": speed["throughput"] and speed["throughput"]["samples_per_sec"],
+        "step_ms": speed["step_time_s"] and 1e3 * speed["step_time_s"]["mean"],
+        "hours": run.seconds() / 3600,
+    }
+    return {f"summary/{name}": value for name, value in found.items() if value is not None}
 
 
 def _mfu(run: Run, samples_per_sec: float) -> float | None:

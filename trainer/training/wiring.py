@@ -27,7 +27,7 @@ from trainer.tasks import Task
 from trainer.telemetry.clocks import StepTimer
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import reporting, resuming
+from trainer.training import presenting, reporting, resuming
 from trainer.training.optimization import MovingAverage, Updater, build_optimizer, loss_scaler, total_steps
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import Run
@@ -100,8 +100,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     if state is not None:
         resuming.restore(run, state)
     tracker.start(run.position, run.total_steps, task.metric)
-    if run.position.step == 0:
-        tracker.text("mode", reporting.mode_lines(run), 0)
+    presenting.begin(run)
     return run
 
 

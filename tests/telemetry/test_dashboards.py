@@ -1,0 +1,121 @@
+"""What TensorBoard is told to show first, together, and in its table of runs."""
+
+import re
+
+import pytest
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.metadata import (
+    parse_experiment_plugin_data,
+    parse_session_end_info_plugin_data,
+    parse_session_start_info_plugin_data,
+)
+
+from trainer.telemetry import dashboards
+
+LOGGED = ["train/loss", "train/lr", "train/grad_norm", "val/loss", "val/top1", "val/top5", "speed/samples_per_sec"]
+LOGGED += ["speed/samples_per_sec_per_device", "speed/val_samples_per_sec", "speed/step_ms", "speed/part_data_ms"]
+LOGGED += ["speed/part_bubble_ms", "memory/peak_gib/cpu", "pipeline/bubble_pct", "pipeline/bubble_predicted_pct"]
+LOGGED += ["pipeline/stage0_busy_pct", "pipeline/stage1_busy_pct", "summary/best"]
+
+
+def groups(tags):
+    """As TensorBoard makes and sorts them."""
+    return list(dict.fromkeys(tag.split("/")[0] for tag in sorted(tags)))
+
+
+@pytest.mark.parametrize(
+    ("metric", "first"),
+    [
+        ("top1", ["1_train_loss", "2_val_loss", "3_val_top1", "4_samples_per_sec", "5_val_samples_per_sec"]),
+        ("loss", ["1_train_loss", "2_val_loss", "3_samples_per_sec", "4_val_samples_per_sec"]),
+    ],
+)
+def test_learning_and_speed_come_first_and_memory_last(metric, first):
+    found = dashboards.arranged({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
+    assert groups(found) == ["overview", "speed", "train", "val", "z_memory", "z_pipeline", "z_summary"]
+    assert [tag.removeprefix("overview/") for tag in sorted(found) if tag.startswith("overview/")] == first
+    assert found["overview/1_train_loss"] == found["train/loss"] == 0.0
+    assert {tag for tag in LOGGED if tag.startswith(("train/", "val/", "speed/"))} <= set(found)
+
+
+def test_what_is_not_logged_is_not_made_up():
+    assert dashboards.arranged({"train/lr": 0.1}, "top1") == {"train/lr": 0.1}
+    assert dashboards.arranged({}, "top1") == {}
+
+
+def charts(**settings):
+    """{question: {title: tags}} of the layout."""
+    settings = {"metrics": ("loss", "top1"), "titles": {"top1": "top-1"}, "ranks": False, "pipeline": False} | settings
+    [value] = dashboards.layout(**settings).value
+    found = Layout.FromString(value.tensor.string_val[0])
+    return {
+        category.title: {
+            chart.title: list(chart.multiline.tag) or [chart.margin.series[0].value, chart.margin.series[0].lower]
+            for chart in category.chart
+        }
+        for category in found.category
+    }
+
+
+def test_the_charts_answer_three_questions():
+    found = charts(pipeline=True, ranks=True)
+    assert list(found) == ["does it learn", "how fast", "how full"]
+    assert list(found["does it learn"]) == [
+        "loss: training, and validation",
+        "top-1 of validation",
+        "learning rate",
+        "gradient norm",
+    ]
+    parts = [title.split(",")[0] for title in found["how fast"] if "ms of a step" in title]
+    assert parts == ["data", "compute", "communication", "bubble", "optimizer"]
+    assert not any("bubble" in title for title in charts()["how fast"])
+    assert not any("communication" in title for title in charts()["how fast"])
+
+
+def test_global_and_a_devices_speed_are_not_in_one_chart():
+    for title, tags in charts(pipeline=True)["how fast"].items():
+        shown = {
+            tag for tag in dashboards.arranged(dict.fromkeys(LOGGED, 0.0), "top1") for t in tags if re.match(t, tag)
+        }
+        assert len(shown & {"speed/samples_per_sec", "speed/samples_per_sec_per_device"}) < 2, title
+
+
+def test_predicted_and_measured_bubble_are_told_apart():
+    [chart] = [tags for title, tags in charts(pipeline=True)["how fast"].items() if "predicted" in title]
+    assert chart == ["z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"]
+
+
+def test_the_columns_of_the_table_of_runs():
+    main = {"mode": "ddp", "model": "cnn", "devices": "2 x cpu", "batch_size": 96, "lr": 0.1, "precision": "fp32"}
+    changed = {"optimizer.momentum": 0.8, "compile": True, "augment.crop": "pad"}
+    experiment, start = dashboards.columns(main, changed, "top-1")
+    infos = parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content)
+    shown = sorted(infos.hparam_infos, key=lambda info: (not info.differs, info.name))  # as TensorBoard does
+    assert [info.display_name for info in shown] == [*main, "changed", "augment.crop", "compile", "optimizer.momentum"]
+    assert [info.display_name for info in infos.metric_infos] == [
+        "best top-1",
+        "last top-1",
+        "images/s",
+        "step, ms",
+        "hours",
+    ]
+    told = parse_session_start_info_plugin_data(start.value[0].metadata.plugin_data.content).hparams
+    assert {info.name for info in shown} == set(told)
+    assert told["4_batch_size"].number_value == 96 and told["compile"].bool_value is True
+    assert told["8_changed"].string_value == "optimizer.momentum=0.8 compile=True augment.crop=pad"
+
+
+def test_a_run_that_is_over_says_so():
+    [value] = dashboards.ended().value
+    assert parse_session_end_info_plugin_data(value.metadata.plugin_data.content).end_time_secs > 0
+
+
+@pytest.mark.parametrize(
+    ("tag", "again"),
+    [("val/top1", True), ("overview/3_val_top1", True), ("z_memory/peak_gib/cpu", True), ("z_summary/best", True),
+     ("view/worst predictions", True), ("speed/val_samples_per_sec", True), ("memory/peak_gib/cpu", True),
+     ("train/loss", False), ("overview/1_train_loss", False), ("speed/samples_per_sec", False),
+     ("z_pipeline/bubble_pct", False)],
+)  # fmt: skip
+def test_which_values_an_epochs_end_logs(tag, again):
+    assert bool(dashboards.AT_END.match(tag)) is again

@@ -1,0 +1,123 @@
+"""The samples told worst and the classes taken for each other, over batches and ranks."""
+
+import pytest
+import torch
+
+from trainer.recipe import load
+from trainer.tasks import Classification, Multilabel, Regression, Task
+from trainer.training.mistakes import ONE_BY_ONE, WORST, Mistakes
+
+
+class Ranks:
+    """Stands in for a world: its ranks' parts come together on rank 0."""
+
+    def __init__(self, *others):
+        self.others = others
+
+    def gather(self, value):
+        return [value, *self.others]
+
+
+class Catch:
+    def gather(self, value):
+        self.value = value
+        return []
+
+
+RECIPE = load("digits")
+
+
+def logits(predicted, sure=4.0, classes=3):
+    found = torch.zeros(len(predicted), classes)
+    found[range(len(predicted)), predicted] = sure
+    return found
+
+
+def test_the_worst_are_found_by_their_places_and_padding_is_left_out():
+    task = Classification(RECIPE, ["a", "b", "c"])
+    found = Mistakes(task, [(0, 4), (4, 6)])
+    found.add(logits([0, 1, 2, 0]), torch.tensor([0, 1, 1, 0]), 4)  # sample 2 is wrong
+    found.add(
+        logits([1, 1, 2, 2], 6.0), torch.tensor([1, 0, 0, 0]), 2
+    )  # sample 5 is, more surely; two rows are padding
+    worst = found.gathered(Ranks())
+    assert [one.place for one in worst[:2]] == [5, 2] and {one.place for one in worst} == set(range(6))
+    assert worst[0].told[0][0] == 1 and worst[0].told[0][1] > 0.9 and int(worst[0].target) == 0
+    assert found.pairs.tolist() == [[2, 1, 0], [0, 2, 1], [0, 0, 0]]
+    assert found.hits.tolist() == [2, 2, 0] and found.counts.tolist() == [3, 3, 0]
+
+
+def test_ranks_are_added_and_those_without_outputs_add_nothing():
+    task = Classification(RECIPE, ["a", "b", "c"])
+    other, catch = Mistakes(task, [(4, 6)]), Catch()
+    other.add(logits([2, 2], 9.0), torch.tensor([2, 0]), 2)
+    assert other.gathered(catch) == []
+    found = Mistakes(task, [(0, 2)])
+    found.add(logits([0, 1]), torch.tensor([0, 0]), 2)
+    worst = found.gathered(Ranks(catch.value, None))
+    assert [one.place for one in worst[:2]] == [5, 1]
+    assert found.pairs.sum() == 4 and found.counts.tolist() == [3, 0, 1]
+    assert Mistakes(task, []).gathered(Ranks(None)) == []
+
+
+def test_no_more_are_kept_than_are_shown():
+    task = Classification(RECIPE, ["a", "b", "c"])
+    found = Mistakes(task, [(start, start + 50) for start in range(0, 200, 50)])
+    for _ in range(4):
+        found.add(torch.randn(50, 3), torch.randint(3, (50,)), 50)
+    worst = found.gathered(Ranks())
+    assert len(worst) == WORST and [one.loss for one in worst] == sorted((one.loss for one in worst), reverse=True)
+
+
+def test_where_samples_were_left_out_nobody_knows_their_places():
+    found = Mistakes(Classification(RECIPE, ["a", "b", "c"]), [(0, 4)])
+    found.add(logits([0, 1, 2, 0]), torch.tensor([0, 1, 1, 0]), 3)
+    assert found.gathered(Ranks()) == [] and found.counts.sum() == 3
+
+
+def test_labels_and_values_have_worst_samples_and_no_classes():
+    recipe = load("digits", "task.name=multilabel")
+    labels = Mistakes(Multilabel(recipe, ["a", "b"]), [(0, 2)])
+    labels.add(torch.tensor([[5.0, -5.0], [5.0, 5.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]), 2)
+    assert [one.place for one in labels.gathered(Ranks())] == [1, 0] and labels.counts is None
+    values = Mistakes(Regression(load("digits", "task.name=regression"), ["age"]), [(0, 2)])
+    values.add(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.1], [9.0]]), 2)
+    worst = values.gathered(Ranks())
+    assert [one.place for one in worst] == [1, 0] and worst[0].loss == pytest.approx(49.0)
+    assert worst[0].told == ((0, 2.0),)
+
+
+class Own(Task):
+    """A user's task: a loss and nothing else."""
+
+    def loss(self, outputs, targets):
+        self.asked = getattr(self, "asked", 0) + 1
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+
+def test_a_task_with_a_loss_alone_is_asked_one_by_one_and_not_for_ever():
+    task = Own(RECIPE, ["a", "b", "c"])
+    found = Mistakes(task, [(start, start + 300) for start in range(0, 1200, 300)])
+    for _ in range(4):
+        found.add(torch.randn(300, 3), torch.randint(3, (300,)), 300)
+    worst = found.gathered(Ranks())
+    assert len(worst) == WORST and all(one.told == () for one in worst) and task.asked == ONE_BY_ONE
+    assert found.counts.sum() == 1200
+
+
+class Broken(Own):
+    def loss(self, outputs, targets):
+        raise ZeroDivisionError
+
+
+def test_a_task_that_fails_at_this_ends_no_run():
+    found = Mistakes(Broken(RECIPE, ["a"]), [(0, 2), (2, 4)])
+    for _ in range(2):
+        found.add(torch.randn(2, 4, 5, 5), torch.zeros(2, 5, 5), 2)
+    assert found.gathered(Ranks()) == [] and found.pairs is None
+
+
+def test_a_loss_that_is_no_number_is_not_shown_as_the_worst():
+    found = Mistakes(Classification(RECIPE, ["a", "b", "c"]), [(0, 2)])
+    found.add(torch.tensor([[torch.nan] * 3, [0.0, 4.0, 0.0]]), torch.tensor([0, 0]), 2)
+    assert found.gathered(Ranks())[0].place == 1

@@ -1,0 +1,151 @@
+"""How TensorBoard shows a run: which charts come first, what lies together, the columns of its table of runs.
+
+TensorBoard sorts groups of tags by name. Time Series, its first page, opens the first two, Scalars the first three. So
+what everybody looks for is repeated in a group that sorts first, and what few look at moves to groups that sort last.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FIRST, LAST = "overview/", "z_"
+_MOVED = ("memory/", "pipeline/", "summary/")  # to the end
+# What a run that is continued within an epoch logs anew at its end.
+AT_END = re.compile(r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|part_communication)")
+AT_FINISH = re.compile(r"run/|_hparams_/session_end")  # what every part of a run logs anew as it finishes
+SUMMARY = {  # columns of results, by their tag below summary/
+    "best": "best {metric}",
+    "last": "last {metric}",
+    "samples_per_sec": "images/s",
+    "step_ms": "step, ms",
+    "hours": "hours",
+}
+
+
+def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Values by tag, under the tags that TensorBoard is given: some moved to the end, the most wanted also in front."""
+    front = _front(metric)
+    found = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
+    return found | {FIRST + front[tag]: value for tag, value in values.items() if tag in front}
+
+
+def _front(metric: str) -> dict[str, str]:
+    wanted = ("train/loss", "val/loss", f"val/{metric}", "speed/samples_per_sec", "speed/val_samples_per_sec")
+    short = [tag.removeprefix("speed/").replace("/", "_") for tag in dict.fromkeys(wanted)]
+    return {tag: f"{n}_{name}" for n, (tag, name) in enumerate(zip(dict.fromkeys(wanted), short, strict=True), 1)}
+
+
+def layout(metrics: Sequence[str], titles: Mapping[str, str], ranks: bool, pipeline: bool) -> Any:
+    """Custom Scalars: three rows of charts that answer a question each.
+
+    Args:
+        metrics: the task's, by their names.
+        titles: what people call them, where that is another name.
+        ranks: whether there are several, which communicate.
+        pipeline: whether there are stages.
+    """
+    from torch.utils.tensorboard.summary import custom_scalars
+
+    parts = ["data", "compute"] + ["communication"] * ranks + ["bubble"] * pipeline + ["optimizer"]
+    when = {"communication": ": measured at the end"} | ({"compute": ", and communication"} if ranks else {})
+    others = [name for name in metrics if name != "loss"]
+    learning = {"loss: training, and validation": ["train/loss", "val/loss"]}
+    learning |= {f"{titles.get(name, name)} of validation": [f"val/{name}"] for name in others}
+    learning |= {"learning rate": ["train/lr"], "gradient norm": ["train/grad_norm"]}
+    speed = {
+        "images/s, all devices together": ["speed/samples_per_sec"],
+        "images/s, one device": ["speed/samples_per_sec_per_device"],
+        "images/s, validation": ["speed/val_samples_per_sec"],
+        "step, ms": ["speed/step_ms"],
+        **{f"{part}, ms of a step{when.get(part, '')}": [f"speed/part_{part}_ms"] for part in parts},
+    }
+    if pipeline:
+        speed["stages at work, %"] = [r"z_pipeline/stage\d+_busy_pct"]
+    full = {"peak memory, GiB": ["z_memory/peak_gib/.*"]}
+
+    rows = {"does it learn": learning, "how fast": speed, "how full": full}
+    # Tags are regular expressions, which need not match to the end.
+    charts: dict[str, dict[str, Any]] = {
+        question: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in found.items()}
+        for question, found in rows.items()
+    }
+    if pipeline:  # all lines of a run have its colour: what was predicted is the other edge of an area
+        measured, predicted = "z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"
+        title = "bubble measured, %; the area reaches to the predicted one"
+        charts["how fast"][title] = ["Margin", [measured, predicted, measured]]
+    return custom_scalars(charts)  # type: ignore[no-untyped-call]
+
+
+def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str) -> list[Any]:
+    """HParams: a line a run. `main` comes first and in this order, then `changed`, then the results of SUMMARY.
+
+    TensorBoard takes the columns of all runs from one of them, so what is peculiar to a run is also told in a column
+    that each has, in words. It sorts columns by name; what is shown is another name.
+
+    Args:
+        metric: what people call the task's.
+    """
+    from tensorboard.plugins.hparams import api_pb2
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+    words = " ".join(f"{key}={value}" for key, value in changed.items())
+    shown = {f"{n}_{key}": (key, value) for n, (key, value) in enumerate(main.items(), 1)}
+    shown |= {"8_changed": ("changed", words)} | {key: (key, value) for key, value in changed.items()}
+    infos = [
+        api_pb2.HParamInfo(name=name, display_name=key, type=_kind(value), differs=key in main)
+        for name, (key, value) in shown.items()
+    ]
+    metrics = [
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=f"z_summary/{tag}"), display_name=title.format(metric=metric))
+        for tag, title in SUMMARY.items()
+    ]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics, time_created_secs=time.time())
+    start = SessionStartInfo(start_time_secs=time.time())  # without a name, its line has the run's
+    for name, (_, value) in shown.items():
+        if isinstance(value, bool):
+            start.hparams[name].bool_value = value
+        elif isinstance(value, int | float):
+            start.hparams[name].number_value = value
+        else:
+            start.hparams[name].string_value = str(value)
+    return [
+        _told("experiment", HParamsPluginData(experiment=experiment)),
+        _told("session_start_info", HParamsPluginData(session_start_info=start)),
+    ]
+
+
+def ended() -> Any:
+    """HParams: the run is over, and well."""
+    from tensorboard.plugins.hparams import api_pb2
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
+    end = SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+    return _told("session_end_info", HParamsPluginData(session_end_info=end))
+
+
+def _told(tag: str, content: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams.metadata import NULL_TENSOR, create_summary_metadata
+
+    metadata = create_summary_metadata(content)
+    return Summary(value=[Summary.Value(tag=f"_hparams_/{tag}", metadata=metadata, tensor=NULL_TENSOR)])
+
+
+def image(tag: str, encoded: bytes, size: tuple[int, int]) -> Any:
+    """A picture (PNG or JPEG) of (width, height)."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    width, height = size
+    picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=encoded)
+    return Summary(value=[Summary.Value(tag=f"view/{tag}", image=picture)])
+
+
+def _kind(value: Any) -> int:
+    from tensorboard.plugins.hparams import api_pb2
+
+    if isinstance(value, bool):
+        return int(api_pb2.DATA_TYPE_BOOL)
+    return int(api_pb2.DATA_TYPE_FLOAT64 if isinstance(value, int | float) else api_pb2.DATA_TYPE_STRING)

@@ -1,0 +1,225 @@
+"""A run as TensorBoard's page shows it: what it is, what its model sees, where it errs, and one page of words.
+
+Drawn once at the start and once at the end, on rank 0; what other ranks have comes to it there.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from trainer.data import Batch, as_pictures, held_out_pictures
+from trainer.devices import precision
+from trainer.processes.world import cores
+from trainer.recipe.loading import words_of
+from trainer.telemetry import dashboards, gallery
+from trainer.telemetry.verdict import Verdict
+from trainer.training import reporting
+from trainer.training.mistakes import Mistake, Mistakes
+from trainer.training.results import Result
+from trainer.training.run import Run
+
+SEEN = 32  # samples of the first batch
+PAGE = "run"
+
+
+def begin(run: Run) -> None:
+    """What a run is, told once: the layout of its charts, its line among other runs, its page."""
+    tracker, task = run.tracker, run.task
+    if not tracker.shows or tracker.shown:
+        return
+    ranks, pipeline = run.world.size > 1, run.recipe.traits.micro_batches
+    tracker.show(dashboards.layout(task.metric_names(), task.titles, ranks, pipeline), 0)
+    words = words_of(run.recipe)
+    for summary in dashboards.columns(_main(run), _changed(words), task.titles.get(task.metric, task.metric)):
+        tracker.show(summary, 0)
+    tracker.text(PAGE, opening(run, words), 0)
+
+
+def first_batch(run: Run, batch: Batch) -> None:
+    """The first batch as the model sees it, augmented, with its labels where this rank has them."""
+    images = as_pictures(run.datasets, batch.inputs[:SEEN]) if run.tracker.shows else None
+    if images is not None and len(images):
+        targets = batch.targets[:SEEN].cpu()
+        captions = [[said] if (said := named(run, target)) else [] for target in targets]
+        _picture(run, "batch as the model sees it", gallery.grid(images.numpy(), captions), 0)
+
+
+def mistakes(run: Run, found: Mistakes) -> None:
+    """The worst predictions of the last evaluation, and how well each class is told. Collective."""
+    worst, step = found.gathered(run.world), run.position.step
+    if not run.tracker.shows:
+        return
+    images = _read(run, worst)
+    if images is not None:
+        captions = [_caption(run, mistake) for mistake in worst]
+        _picture(run, "worst predictions", gallery.grid(images.numpy(), captions, columns=4), step)
+    if found.hits is not None and found.counts is not None:
+        held = found.counts.nonzero().flatten().tolist()  # classes of which there is a sample
+        names = [name(run, place) for place in range(len(found.counts))]
+        shares = [(found.hits[n] / found.counts[n]).item() for n in held]
+        title = "accuracy of each class, the worst first"
+        counts = [int(found.counts[n]) for n in held]
+        _picture(run, "accuracy a class", gallery.class_bars(shares, counts, [names[n] for n in held], title), step)
+        if found.pairs is not None:
+            _picture(run, "confusion matrix", gallery.confusion(found.pairs.numpy(), names), step)
+
+
+def timeline(run: Run) -> None:
+    """The pipeline's, as drawn in the run folder at the end of the last epoch."""
+    path = run.tracker.path
+    if run.tracker.shows and run.recipe.pipeline.timeline and path is not None and (path / "timeline.png").is_file():
+        encoded = (path / "timeline.png").read_bytes()
+        size = int.from_bytes(encoded[16:20]), int.from_bytes(encoded[20:24])  # of a PNG's first chunk
+        _picture(run, "timeline", gallery.Picture(encoded, size), run.position.step)
+
+
+def end(run: Run, result: Result, verdict: Verdict | None) -> None:
+    """How it went, above what ran; the part of a step that only the end tells."""
+    tracker, step = run.tracker, run.position.step
+    if not tracker.shows:
+        return
+    if run.speed_only:
+        tracker.scalars(reporting.summary(run), step)
+    if verdict is not None:
+        alone = 1e3 * verdict.step_seconds * verdict.step["communication"]
+        if alone:
+            tracker.scalars({"speed/part_communication_ms": alone}, step)
+    tracker.text(PAGE, outcome(run, result, verdict), step)
+    tracker.show(dashboards.ended(), step)
+
+
+def opening(run: Run, words: Sequence[str]) -> str:
+    """Markdown, the lower half of the page: what runs, what was changed, on which machine, how to continue it."""
+    changed = _changed(words)
+    return _markdown(
+        {
+            f"# {run.recipe.name}, {run.recipe.mode}": _table(reporting.facts(run)),
+            "## What was changed": _table(changed) if changed else "Nothing: the recipe as it is.",
+            "## Machine": _table(_machine(run)),
+            "## If it is interrupted": _commands(_next(run, words)[:1]),
+            "## The whole recipe": "```yaml\n" + run.recipe.to_yaml() + "```",
+        }
+    )
+
+
+def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:
+    """Markdown, the upper half: how it went, where the time went, what to do next."""
+    first, *rest = reporting.last_line(run, result).splitlines()
+    told = {title: text.strip() for title, _, text in (line.strip().partition(" ") for line in rest)}
+    kept = ["bubble", "weights"] + ["verdict"] * (verdict is None)
+    return _markdown(
+        {
+            f"# {first}": "\n\n".join(f"{what}: {told[what]}" for what in kept if what in told),
+            "## Where the time went": verdict.to_markdown() if verdict is not None else "",
+            "## How to continue": _commands(_next(run, words_of(run.recipe))[1:]),
+        }
+    )
+
+
+def _markdown(parts: Mapping[str, str]) -> str:
+    return "\n\n".join(f"{title}\n\n{text}" for title, text in parts.items() if text or title.startswith("# "))
+
+
+def _commands(found: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"- {what}: `python -m trainer {words}`" for what, words in found)
+
+
+def _next(run: Run, words: Sequence[str]) -> list[tuple[str, str]]:
+    """What one may do, with the words to type; the first while it is not over."""
+    where, world = shlex.quote(str(run.tracker.path)), run.world
+    ranks = [f"nproc={world.size}"] * (1 < world.size == world.place.local_size)
+    again = " ".join([*(shlex.quote(word) for word in words if not word.startswith(("output=", "resume="))), *ranks])
+    found = [("go on", f"{again} output={where} resume=auto")]
+    found += [("the same run again", " ".join([f"recipe={where}/recipe.yaml", *ranks]))]
+    if not run.speed_only:
+        found += [("its accuracy once more", f"evaluate checkpoint={where}")]
+        found += [("a new run from these weights", f"{again} model.init_from={where}")]
+    return found
+
+
+def _machine(run: Run) -> dict[str, str]:
+    found = {"host": platform.node(), "system": platform.platform(), "cores": f"{cores()} for this process"}
+    if torch.cuda.is_available():
+        found["GPU"] = torch.cuda.get_device_name(run.world.device)
+    return found | {what: version for what, version in reporting.versions().items() if version}
+
+
+def _main(run: Run) -> dict[str, Any]:
+    recipe, devices = run.recipe, run.world.devices
+    kinds = [name.partition(":")[0] for name in devices]
+    return {
+        "mode": recipe.mode,
+        "model": recipe.model.name,
+        "devices": f"{len(devices)} x {kinds[0]}" if len(set(kinds)) == 1 else ", ".join(devices),
+        "batch_size": recipe.batch_size,
+        "lr": recipe.optimizer.lr,
+        "precision": precision.computed_in(recipe.precision, run.world.device),
+        "recipe": recipe.name,
+    }
+
+
+def _changed(words: Sequence[str]) -> dict[str, Any]:
+    """Keys that differ from the recipe's own, apart from those that have a column anyway and where things lie."""
+    pairs = (word.partition("=") for word in words)
+    known = {"recipe", "mode", "model.name", "batch_size", "optimizer.lr", "precision", "output", "resume"}
+    found = {key: yaml.safe_load(value) for key, _, value in pairs if key not in known}
+    return {key: value if isinstance(value, bool | int | float) else _words(value) for key, value in found.items()}
+
+
+def _words(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    lines = [f"| {key} | {' '.join(str(value).split()).replace('|', '/')} |" for key, value in rows.items()]
+    return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def _picture(run: Run, tag: str, picture: gallery.Picture, step: int) -> None:
+    run.tracker.show(dashboards.image(tag, picture.encoded, picture.size), step)
+
+
+def _read(run: Run, worst: list[Mistake]) -> Tensor | None:
+    try:
+        return held_out_pictures(run.datasets, [mistake.place for mistake in worst])
+    except Exception:  # a user's data set may raise anything, also for what it could read before
+        return None
+
+
+def name(run: Run, place: int) -> str:
+    """Of a class or a value; a model may have more outputs than there are names."""
+    names = run.datasets.classes
+    return names[place] if 0 <= place < len(names) else str(place)
+
+
+def named(run: Run, target: Tensor) -> str:
+    """One sample's target in words; empty where it is none that words tell."""
+    if target.dim() == 0 and not target.is_floating_point():
+        return name(run, int(target))
+    if target.dim() > 1 or target.numel() == 0:
+        return ""
+    if run.task.reads == "values" or target.dim() == 0:
+        return ", ".join(f"{value:.4g}" for value in target.flatten().tolist()[:3])
+    if not target.is_floating_point():
+        return ""
+    shares = [(share, place) for place, share in enumerate(target.tolist()) if share > 0]
+    told = [f"{name(run, place)}{'' if share == 1 else f' {share:.0%}'}" for share, place in sorted(shares)[::-1][:3]]
+    return ", ".join(told) or "none"
+
+
+def _caption(run: Run, mistake: Mistake) -> list[str]:
+    if run.task.reads == "values":
+        said = ", ".join(f"{number:.4g}" for _, number in mistake.told)
+    elif run.task.reads == "classes":
+        said = ", ".join(f"{name(run, place)} {number:.0%}" for place, number in mistake.told if number > 0.5) or "none"
+    else:
+        said = "".join(f"{name(run, place)} {number:.0%}" for place, number in mistake.told[:1])
+    actual = named(run, mistake.target)
+    return [f"is {actual}"] * bool(actual) + [f"said {said}" if said else f"loss {mistake.loss:.3g}"]

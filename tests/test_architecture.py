@@ -15,7 +15,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"processes"},
     {"saving", "tasks"},
     {"data", "launch", "models", "pool", "telemetry"},
-    {"modes"},
+    {"modes", "runs"},
     {"training"},
     {"doctor", "inference", "planning"},
     {"comparison"},

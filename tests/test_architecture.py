@@ -17,7 +17,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"data", "launch", "models", "pool", "telemetry"},
     {"modes", "runs"},
     {"training"},
-    {"doctor", "inference", "planning"},
+    {"doctor", "exporting", "inference", "planning"},
     {"comparison"},
     {"__main__"},
 ]

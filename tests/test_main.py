@@ -80,7 +80,7 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (
             ["recips"],
             "'recips' is not a command; did you mean recipes? there are: "
-            "train, compare, plan, predict, evaluate, runs, doctor, recipes, help",
+            "train, compare, plan, predict, evaluate, export, runs, doctor, recipes, help",
         ),
         (["resnet50"], "'resnet50' is not a command; did you mean recipe=resnet50? "),
         (["--nproc", "2"], "'--nproc' is not a command; "),
@@ -264,6 +264,7 @@ def test_several_ranks_are_started_with_the_same_words(
         ("compare",),
         ("plan", "recipe=digits"),
         ("runs",),
+        ("export", "x", "format=onnx"),
         ("doctor",),
     ],
 )

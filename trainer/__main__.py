@@ -31,6 +31,7 @@ usage: python -m trainer [train] recipe=NAME [key=value ...]    train
        python -m trainer plan recipe=NAME [key=value ...]    memory, traffic and schedule without running anything
        python -m trainer predict checkpoint=RUN data.root=FOLDER [key=value ...]    label every image
        python -m trainer evaluate checkpoint=RUN [key=value ...]    evaluate a trained run again
+       python -m trainer export RUN format=onnx    the model for other programs; exported_program, torchscript too
        python -m trainer runs [show RUN | compare RUN RUN | delete RUN]    the runs below ./runs and how they went
        python -m trainer doctor    what this machine offers, and what is wrong with it, ready to paste
        python -m trainer recipes [NAME] [key=value ...]    list the recipes, or print one completely
@@ -48,7 +49,7 @@ examples:
   python -m trainer recipe=digits mode=single epochs=2 output=runs/first
   torchrun --nproc_per_node=4 -m trainer recipe=resnet50 data.root=/data/imagenet
 """
-COMMANDS = ("train", "compare", "plan", "predict", "evaluate", "runs", "doctor", "recipes", "help")
+COMMANDS = ("train", "compare", "plan", "predict", "evaluate", "export", "runs", "doctor", "recipes", "help")
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
 
@@ -112,6 +113,12 @@ def run(words: Sequence[str]) -> int:
 
         interrupts.raise_at_ctrl_c()
         return inference.command(rest)
+    if command == "export":
+        from trainer import exporting
+
+        interrupts.raise_at_ctrl_c()
+        _show(exporting.command(rest))
+        return 0
     if command == "runs":
         from trainer import runs
 

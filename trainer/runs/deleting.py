@@ -15,8 +15,9 @@ from trainer.saving import locks
 from trainer.saving.files import remove, why
 
 WRITTEN = (  # by training and by commands that are given the run
-    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "loggers.json", "timeline.*", "*events.out.tfevents.*",
-    "*.safetensors", "checkpoints", "wandb", "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript",
+    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "timeline.*", "*events.out.tfevents.*", "checkpoints",
+    "*.safetensors", "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript",
+    "wandb", "wandb.json", "mlflow.json",
     ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".events.*",
 )  # fmt: skip
 STOP = "stop it first (Ctrl-C, or kill its process)"

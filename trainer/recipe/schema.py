@@ -49,10 +49,17 @@ def _cuts(value: Any) -> Any:
     return names
 
 
+def _logger(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError("must be true, or text: a project's name for wandb, an address for mlflow")
+
+
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 Devices = Annotated[Literal["auto"] | list[str], BeforeValidator(_devices)]
 
 
@@ -161,6 +168,8 @@ class LoggingRecipe(_Section):
     every_steps: Positive = 100
     warmup_steps: Annotated[int, Field(ge=0)] = 10  # left out of every speed figure
     tensorboard: bool = True
+    wandb: Logger = None  # a project of Weights & Biases, or true
+    mlflow: Logger = None  # the address of an MLflow server or folder, or true: MLFLOW_TRACKING_URI, or its own default
     progress: bool = True
     verdict: bool = True  # what bounds the step, found at the run's end with at most 1 % of its time
 

@@ -15,9 +15,9 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"processes"},
     {"saving", "tasks", "words"},
     {"data", "launch", "models", "pool", "telemetry"},
-    {"modes"},
+    {"modes", "runs"},
     {"training"},
-    {"doctor", "inference", "planning"},
+    {"doctor", "exporting", "inference", "planning"},
     {"comparison"},
     {"__main__"},
 ]

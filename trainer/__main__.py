@@ -92,6 +92,17 @@ def run(words: Sequence[str]) -> int:
 
         interrupts.raise_at_ctrl_c()
         return inference.command(rest)
+    if command == "export":
+        from trainer import exporting
+
+        interrupts.raise_at_ctrl_c()
+        _show(exporting.command(rest))
+        return 0
+    if command == "runs":
+        from trainer import runs
+
+        _show(runs.command(rest))
+        return 0
     if command == "doctor":
         from trainer import doctor
 

@@ -42,3 +42,19 @@ def test_the_next_comes_when_the_first_has_done(tmp_path):
         seen.append("first")
     waits.join(60)
     assert seen == ["first", "next"]
+
+
+def test_who_only_looks_changes_nothing(tmp_path):
+    assert not locks.is_held(tmp_path / "nowhere") and not locks.is_held(tmp_path)
+    lock = locks.hold(tmp_path, "run")
+    assert locks.is_held(tmp_path)
+    os.close(lock)
+    assert not locks.is_held(tmp_path)
+
+
+def test_a_look_at_that_moment_does_not_keep_a_run_from_starting(tmp_path):
+    (tmp_path / ".lock").write_text("")
+    with (tmp_path / ".lock").open() as file:
+        locks.fcntl.flock(file, locks.fcntl.LOCK_SH)  # as is_held has it, for a moment
+        threading.Timer(0.01, file.close).start()
+        os.close(locks.hold(tmp_path, "run"))

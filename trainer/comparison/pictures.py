@@ -10,9 +10,9 @@ from trainer.comparison.comparison_report import ComparisonReport, EntryFigures
 from trainer.comparison.entries import Entry, Sweep
 from trainer.comparison.tables import as_markdown, columns
 from trainer.telemetry import plots
-from trainer.telemetry.events import Events, read_events
+from trainer.telemetry.curves import Curve, curves_of
+from trainer.telemetry.events import Events
 
-Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 SPEED = "images per second"
 
 
@@ -102,22 +102,6 @@ def _falls_far(curves: Iterable[Curve]) -> bool:
     """Whether the ends of the curves would lie on the axis of a linear picture."""
     values = [value for *_, curve in curves for value in curve]
     return 0 < min(values) < max(values) / 50
-
-
-def curves_of(folder: Path) -> dict[str, Curve]:
-    """A run's TensorBoard values by tag."""
-    found: dict[str, Curve] = {}
-    begun = None
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        for event in read_events(path):
-            begun = begun or event.wall_time
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    steps, seconds, values = found.setdefault(value.tag, ([], [], []))
-                    steps.append(float(event.step))
-                    seconds.append(event.wall_time - begun)
-                    values.append(value.simple_value)
-    return found
 
 
 def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Entry], pictures: Sequence[Path]) -> None:

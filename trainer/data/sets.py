@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,10 @@ class TensorSpec(NamedTuple):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> str:
+        """As in '["float32", [3, 224, 224]]'."""
+        return json.dumps([str(self.dtype).removeprefix("torch."), self.shape])
 
     @classmethod
     def of(cls, rows: Tensor) -> TensorSpec:

@@ -23,7 +23,7 @@ from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
-from trainer.training.trained import recipe_of
+from trainer.training.trained import facts_of, recipe_of
 from trainer.training.wiring import model_for
 
 
@@ -103,20 +103,6 @@ class _Told(BaseModel):
         if not len(self.mean) == len(self.std) == self.channels:
             raise ValueError("mean and std have other channels")
         return self
-
-
-def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
-    """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in.
-
-    Raises:
-        CheckpointError: neither does.
-    """
-    for folder in (None, *path.absolute().parents[:2]):
-        if folder is not None and (folder / "last.safetensors").is_file():
-            facts = read_weights(folder)[1]
-        if "classes" in facts:
-            return facts
-    raise CheckpointError(f"{path} does not tell its classes; give a run folder or its last.safetensors")
 
 
 def wants_split(recipe: Recipe, words: Sequence[str]) -> bool:

@@ -29,7 +29,7 @@ from trainer.launch.topology import Launch, choose_launch
 from trainer.processes import children, family, interrupts, world
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
-from trainer.recipe.checks import check_processes
+from trainer.recipe.checks import check_loggers, check_processes
 from trainer.saving.run_folder import fresh_folder
 
 EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
@@ -44,7 +44,9 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
 
     Raises:
         RecipeError: it cannot run like this; the line says what can.
+        SetupError: a logger that it names is not installed.
     """
+    check_loggers(recipe)
     me = place()
     if me.launched:
         if nproc is not None and nproc != str(me.local_size):

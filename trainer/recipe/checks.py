@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, STREAMS, Recipe, nearest, neighbours
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
@@ -291,3 +291,11 @@ def torchvision_classifiers() -> list[str]:
     for path in sorted(Path(spec.submodule_search_locations[0], "models").glob("*.py")):
         names += re.findall(r"@register_model\(\)\n(?:@.*\n)*def (\w+)", path.read_text(encoding="utf-8"))
     return names
+
+
+def check_loggers(recipe: Recipe) -> None:
+    """Raises SetupError where a logger that the recipe names is not installed."""
+    for name in ("wandb", "mlflow"):
+        found = find_spec(name) if getattr(recipe.logging, name) else None
+        if getattr(recipe.logging, name) and (found is None or found.origin is None):  # a mere folder of that name
+            raise SetupError(f"logging.{name} needs the library: pip install {name}, or logging.{name}=null")

@@ -52,6 +52,12 @@ def _cuts(value: Any) -> Any:
     return names
 
 
+def _logger(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError("must be true, or text: a project's name for wandb, an address for mlflow")
+
+
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -62,6 +68,7 @@ Names = Annotated[list[Name], Field(min_length=1)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
+Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 
 
 class _Section(BaseModel):
@@ -200,6 +207,8 @@ class LoggingRecipe(_Section):
     every_steps: Positive = key(100, "steps between points in TensorBoard and rows of steps.csv")
     warmup_steps: int = key(10, "first steps, which every speed figure leaves out", ge=0)
     tensorboard: bool = key(True, "write TensorBoard's events into the run folder")
+    wandb: Logger = key(None, "a project of Weights & Biases that gets the figures too, or true")
+    mlflow: Logger = key(None, "an MLflow server or folder that gets the figures too, or true for its own default")
     progress: bool = key(True, "a progress bar on the terminal")
     verdict: bool = key(True, "at the end, what bounds a step's time, in at most 1 % of the run")
 

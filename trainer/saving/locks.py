@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.errors import FolderInUseError, SetupError
+
+LOOKS, MOMENT = 3, 0.02  # who only looks whether a folder is held (`is_held`) has its lock for microseconds
 
 
 def hold(folder: Path, others: str, name: str = ".lock") -> int:
@@ -32,12 +35,31 @@ def hold(folder: Path, others: str, name: str = ".lock") -> int:
         lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
+    for look in range(LOOKS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError:
+            time.sleep(MOMENT * (look + 1 < LOOKS))
+    os.close(lock)
+    raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=")
+
+
+def is_held(folder: Path, name: str = ".lock") -> bool:
+    """Whether a living process holds a folder, as far as this machine can tell. Nothing is made or changed."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk without locks
+        return False
+    finally:
         os.close(lock)
-        raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=") from None
-    return lock
 
 
 @contextmanager

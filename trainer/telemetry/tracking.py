@@ -21,6 +21,7 @@ from trainer.saving.files import writing
 from trainer.saving.run_folder import RunFolder, StepsFile
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
+from trainer.telemetry.loggers import Loggers
 
 
 class NullTracker:
@@ -86,6 +87,7 @@ class Tracker(NullTracker):
         self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None
+        self._loggers: Loggers | None = None
         self._spoke = 0.0
         self._news = ""  # the latest loss and speed
         self._interactive = recipe.logging.progress and sys.stderr is not None and sys.stderr.isatty()
@@ -105,6 +107,7 @@ class Tracker(NullTracker):
             self._steps = StepsFile(self.path, position.step, self.say)
             if self.recipe.logging.tensorboard:
                 self._open_events(position, metric)
+        self._loggers = Loggers(self.recipe, self.path, self.say)
         if self._interactive:
             self._bar = tqdm(
                 total=total_steps, initial=position.step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
@@ -123,6 +126,8 @@ class Tracker(NullTracker):
         if self._events is not None:
             with writing(self.path):
                 self._events.scalars(arranged(values, self._metric), step)
+        if self._loggers is not None:
+            self._loggers.scalars(values, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         if self._events is not None:
@@ -159,6 +164,8 @@ class Tracker(NullTracker):
 
     def result(self, result: Mapping[str, Any]) -> None:
         self.folder.write_result(result)
+        if self._loggers is not None:
+            self._loggers.result(result)
 
     def known(self) -> dict[str, Any]:
         return self.folder.known(self.say)
@@ -177,12 +184,12 @@ class Tracker(NullTracker):
                 self._events.sync()
 
     def close(self) -> None:
-        bar, steps, events = self._bar, self._steps, self._events
-        self._bar = self._steps = self._events = None
+        bar, steps, events, loggers = self._bar, self._steps, self._events, self._loggers
+        self._bar = self._steps = self._events = self._loggers = None
         with ExitStack() as closing:  # all of them, also when a disk is full
             closing.callback(self.folder.close)
             closing.enter_context(writing(self.path))
-            for part in (bar, steps, events):
+            for part in (loggers, bar, steps, events):
                 if part is not None:
                     closing.callback(part.close)
 

@@ -202,6 +202,7 @@ def write_weights(run: Run, name: str) -> None:
             "num_classes": str(run.num_classes),
             "channels": str(data.channels),
             "image_size": str(data.image_size),
+            "inputs": data.inputs.to_json(),
             "mean": json.dumps(data.mean),
             "std": json.dumps(data.std),
             "classes": json.dumps(data.classes),

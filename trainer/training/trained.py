@@ -87,3 +87,17 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -
         if (folder / "recipe.yaml").is_file():
             return recipes.load({**recipes.load(str(folder / "recipe.yaml")).to_dict(), **anywhere}, *words)
     raise CheckpointError(f"{path} has no recipe with it; give a run folder, as in checkpoint=runs/x")
+
+
+def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
+    """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    for folder in (None, *path.absolute().parents[:2]):
+        if folder is not None and (folder / "last.safetensors").is_file():
+            facts = read_weights(folder)[1]
+        if "classes" in facts:
+            return facts
+    raise CheckpointError(f"{path} does not tell its classes; give a run folder or its last.safetensors")

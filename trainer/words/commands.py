@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-COMMANDS = ("train", "compare", "plan", "predict", "evaluate", "doctor", "recipes", "completion", "version", "help")
+COMMANDS = (
+    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "doctor", "recipes", "completion", "version",
+    "help",
+)  # fmt: skip
 
 # What people type first, and what to type: words of ours, or a sentence that stands for itself.
 _TYPED = {
@@ -12,6 +15,8 @@ _TYPED = {
     "predict checkpoint=RUN data.root=FOLDER": "infer inference detect classify label prediction classification",
     "compare recipe=digits": "benchmark bench speed profile race comparison sweep tune search multirun",
     "plan recipe=digits": "estimate dry-run dryrun dry_run memory simulate planning",
+    "export RUN format=onnx": "convert onnx torchscript deploy",
+    "runs": "logs history results experiments",
     "doctor": "info env collect_env check diagnose checks system status nvidia-smi gpus devices",
     "recipe=RUN output=RUN resume=auto": "resume continue restart",
     "help": "usage man commands ?",
@@ -20,16 +25,7 @@ _TYPED = {
 }
 OTHER_COMMANDS = {name: words for words, names in _TYPED.items() for name in names.split()}
 SENTENCES = {
-    **dict.fromkeys(
-        ("runs", "logs", "history", "results"),
-        "runs lie in the folder runs: ls runs, and all curves are shown by python -m tensorboard.main --logdir runs",
-    ),
     **dict.fromkeys(("tensorboard", "dashboard", "ui"), "python -m tensorboard.main --logdir runs shows all runs"),
-    **dict.fromkeys(
-        ("export", "convert", "onnx", "torchscript", "deploy"),
-        "RUN/last.safetensors holds the weights under torchvision's names: "
-        'model.load_state_dict(safetensors.torch.load_file("RUN/last.safetensors"))',
-    ),
     **dict.fromkeys(("segment", "pose", "track", "obb"), "task.name= is classification, multilabel or regression"),
     **dict.fromkeys(
         ("new", "init", "create", "config", "cfg", "make"),

@@ -129,6 +129,36 @@ PAGES = {
             "torchrun --nproc_per_node=2 -m trainer evaluate checkpoint=runs/first",
         ),
     ),
+    "export": Page(
+        "export RUN format=onnx [key=value ...]",
+        "Write a trained model as a file for other programs, and check that its outputs are the model's.",
+        {
+            "RUN": "a run folder, a name below runs, a checkpoint or a .safetensors file",
+            "format=onnx": "or exported_program, torchscript, safetensors",
+            "output=FILE": "where it goes (default: beside the weights)",
+            **PLUGIN,
+        },
+        (
+            "python -m trainer export runs/first format=onnx",
+            "python -m trainer export runs/first output=model.pt2",
+        ),
+    ),
+    "runs": Page(
+        "runs [show RUN | compare RUN RUN | delete RUN]",
+        "List the runs below the folder runs: mode, status, best figure, images/s, age and size.",
+        {
+            "FOLDER": "list another folder",
+            "show RUN": "one run on a page",
+            "compare RUN RUN": "what differed, the figures side by side, and the curves in one picture",
+            "delete RUN": "remove runs; yes=true does not ask",
+            "--json": "the same as JSON",
+        },
+        (
+            "python -m trainer runs",
+            "python -m trainer runs show runs/first",
+            "python -m trainer runs compare runs/first runs/second",
+        ),
+    ),
     "doctor": Page(
         "doctor",
         "What this machine offers to training, and what is wrong with it, ready to paste. It repairs nothing.",

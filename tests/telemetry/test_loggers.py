@@ -1,0 +1,202 @@
+"""W&B and MLflow: fed what TensorBoard is fed, beside the run and never in its way. With the real libraries where
+they are installed, with stand-ins for the wiring everywhere."""
+
+import glob
+import json
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tests.commands import QUIET, ok, result, trainer
+from trainer.errors import RecipeError, SetupError
+from trainer.recipe import load
+from trainer.recipe.checks import check_loggers
+from trainer.saving.checkpoint import Position
+from trainer.saving.run_folder import RunFolder
+from trainer.telemetry import loggers
+from trainer.telemetry.tracking import Tracker
+
+SHORT = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=3", *QUIET]
+
+
+class StandIn:
+    """A library that remembers what it was given."""
+
+    def __init__(self, recipe, folder):
+        self.given = []
+        type(self).last = self
+
+    def open(self):
+        self.given.append("open")
+
+    def scalars(self, values, step):
+        self.given.append((step, dict(values)))
+
+    def finish(self, result):
+        self.given.append(result.get("status"))
+
+
+@pytest.fixture
+def track(tmp_path, monkeypatch):
+    """Starts a tracker whose sink is the one given."""
+
+    def start(sink, *words):
+        monkeypatch.setitem(loggers.SINKS, "wandb", sink)
+        recipe = load("digits", f"output={tmp_path / 'run'}", "logging.wandb=mine", *words)
+        tracker = Tracker(recipe, RunFolder(recipe))
+        tracker.start(Position(0, 0, 0), 10, "top1")
+        return tracker
+
+    return start
+
+
+@pytest.mark.parametrize("words", [(), ("logging.tensorboard=false",)])
+def test_all_values_arrive_in_order_and_how_it_ended(track, words):
+    tracker = track(StandIn, *words)
+    for step in range(1, 50):
+        tracker.scalars({"train/loss": 1 / step}, step)
+    tracker.result({"status": "running"})
+    tracker.result({"status": "completed"})
+    tracker.close()
+    assert StandIn.last.given == ["open", *((n, {"train/loss": 1 / n}) for n in range(1, 50)), "completed"]
+
+
+@pytest.mark.parametrize("where", ["open", "scalars", "finish"])
+def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys):
+    class Broken(StandIn):
+        pass
+
+    def fail(*_):
+        raise SystemExit("the server\nsaid no")
+
+    setattr(Broken, where, fail)
+    tracker = track(Broken)
+    for step in range(1, 4):
+        tracker.scalars({"train/loss": 1.0}, step)
+        time.sleep(0.02)
+    tracker.result({"status": "completed"})
+    tracker.close()
+    out = capsys.readouterr().out
+    line = "warning: logging.wandb is left out from here on, and the run goes on (SystemExit: the server said no)\n"
+    assert out.count("warning") == 1 and line in out
+
+
+def test_one_that_hangs_holds_nothing_up(track, monkeypatch, capsys):
+    monkeypatch.setattr(loggers, "PATIENCE", 0.05)
+    go_on = threading.Event()
+
+    class Hanging(StandIn):
+        def open(self):
+            go_on.wait(60)
+
+    tracker = track(Hanging)
+    tracker.scalars({"train/loss": 1.0}, 1)
+    tracker.close()
+    go_on.set()
+    assert "(it has not taken all values within 0.05 s)" in capsys.readouterr().out
+
+
+def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch):
+    given = []
+
+    def init(**words):
+        given.append(words)
+        return SimpleNamespace(
+            log=lambda values, step: given.append((step, values)),
+            summary=SimpleNamespace(update=given.append),
+            finish=lambda exit_code: given.append(exit_code),
+        )
+
+    stand_in = ModuleType("wandb")
+    stand_in.init, stand_in.Settings = init, lambda **words: words
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.setattr(loggers, "has_account", lambda: False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    recipe = load("digits", "logging.wandb=faces")
+    for _ in range(2):  # a run, and its continuation
+        found = loggers.Loggers(recipe, tmp_path, print)
+        found.scalars({"val/top1": 0.5}, 7)
+        found.result({"status": "preempted", "val_top1": 0.5, "throughput": {"samples_per_sec": 9.0}, "steps": 7})
+        found.close()
+    first, values, summary, code, again, *_ = given
+    assert (first["project"], first["mode"]) == ("faces", "offline")
+    assert (first["name"], first["dir"]) == (tmp_path.name, tmp_path)
+    assert first["config"]["optimizer"]["lr"] == recipe.optimizer.lr and values == (7, {"val/top1": 0.5})
+    assert summary == {"val_top1": 0.5, "steps": 7.0, "samples_per_sec": 9.0, "status": "preempted"} and code == 1
+    assert again["id"] == first["id"] and again["resume"] == "allow"
+
+
+def test_an_account_is_a_variable_or_what_login_wrote(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not loggers.has_account()
+    (tmp_path / ".netrc").write_text("machine other.host login user password x\n")
+    assert not loggers.has_account()
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert loggers.has_account()
+    (tmp_path / ".netrc").write_text("[broken")
+    assert not loggers.has_account()
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert loggers.has_account()
+
+
+@pytest.mark.parametrize("value", ["5", "[a]", "''", "1.5"])
+def test_what_is_no_project(value):
+    with pytest.raises(RecipeError, match=r"logging.wandb=.* must be true, or text: a project's name"):
+        load("digits", f"logging.wandb={value}")
+
+
+def test_one_that_is_not_installed_is_one_line(monkeypatch):
+    monkeypatch.setattr("trainer.recipe.checks.find_spec", lambda name: None)
+    for name in ("wandb", "mlflow"):
+        with pytest.raises(SetupError, match=rf"logging.{name} needs the library: pip install {name}, or logging"):
+            check_loggers(load("digits", f"logging.{name}=true"))
+    monkeypatch.setattr("trainer.recipe.checks.find_spec", lambda name: SimpleNamespace(origin=None))  # a folder
+    with pytest.raises(SetupError, match="pip install mlflow"):
+        check_loggers(load("digits", "logging.mlflow=http://127.0.0.1:5000"))
+    check_loggers(load("digits", "logging.mlflow=false"))
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_the_command_line_says_what_to_install(tmp_path):
+    done = trainer(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}")
+    assert (done.returncode, done.stdout) == (3, "") and not (tmp_path / "run").exists()
+    assert done.stderr == (
+        "trainer: error: logging.wandb needs the library: pip install wandb, or logging.wandb=null\n"
+    )
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install .[loggers]")
+def test_the_real_wandb_offline(tmp_path):
+    ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env={"HOME": str(tmp_path), "WANDB_API_KEY": ""})
+    [kept] = glob.glob(f"{tmp_path}/run/wandb/offline-run-*/run-*.wandb")
+    content = Path(kept).read_bytes()
+    for word in (b"train/loss", b"val/top1", b"samples_per_sec", b"optimizer", b"mine"):
+        assert word in content
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"].encode() in content
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow: pip install .[loggers]")
+def test_the_real_mlflow_in_a_folder_and_continued(tmp_path, monkeypatch):
+    where = f"file:{tmp_path / 'mlruns'}"
+    words = [*SHORT, f"logging.mlflow={where}", f"output={tmp_path / 'run'}", "resume=auto"]
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for _ in range(2):
+        ok(*words, env={"MLFLOW_ALLOW_FILE_STORE": "true"})
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=where)
+    known = json.loads((tmp_path / "run" / "mlflow.json").read_text())["id"]
+    run = client.get_run(known)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run") and run.data.params["model.name"] == "mlp"
+    assert run.data.metrics["final/val_top1"] == pytest.approx(result(tmp_path / "run")["val_top1"])
+    history = client.get_metric_history(known, "train/loss")
+    assert [point.step for point in history] == [1, 2, 3]
+    assert len(client.search_runs([run.info.experiment_id])) == 1

@@ -1,0 +1,99 @@
+"""One function a format: writes the model and what is to know of it, and gives back what runs the file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.exporting.source import ExportSource
+from trainer.models.zoo import initialise
+from trainer.saving.weights import read_weights, save_weights
+
+Runner = Callable[[Tensor], Tensor]
+FACTS = "trainer.json"  # in files of torch, which hold further ones by name
+ONE_FILE = 1.9e9  # bytes that protobuf can hold, and some room: an ONNX file with more has its weights beside it
+
+
+def to_onnx(source: ExportSource, path: Path) -> Runner:
+    """An ONNX file; the facts are its metadata."""
+    with quietly():
+        made: Any = torch.onnx.export(
+            _program(source), (), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
+        )
+        made.model.metadata_props.update(source.facts)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in source.tensors.values())
+        made.save(path, external_data=size > ONE_FILE)
+    del made
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])
+
+
+def to_exported_program(source: ExportSource, path: Path) -> Runner:
+    """A file of torch.export; the facts are a further file in it, trainer.json."""
+    with quietly():
+        torch.export.save(_program(source), path, extra_files={FACTS: json.dumps(dict(source.facts), indent=1)})
+        found: Runner = torch.export.load(path).module()
+    return found
+
+
+def to_torchscript(source: ExportSource, path: Path) -> Runner:
+    """A traced module; the facts are a further file in it, trainer.json."""
+    with quietly():
+        traced: Any = torch.jit.trace(source.model, source.sample(2), check_trace=False)  # type: ignore[no-untyped-call]
+        facts = json.dumps(dict(source.facts), indent=1)
+        torch.jit.save(traced, path, _extra_files={FACTS: facts})
+        found: Runner = torch.jit.load(path)  # type: ignore[no-untyped-call]
+    return found
+
+
+def to_safetensors(source: ExportSource, path: Path) -> Runner:
+    """The weights alone under plain names, with the facts as metadata; predict and evaluate take the file."""
+    recipe = json.dumps(source.recipe.replace(output=None, resume=None).to_dict())
+    save_weights(path, dict(source.tensors), {**source.metadata, **source.facts, "recipe": recipe})
+    before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
+
+    def run(inputs: Tensor) -> Tensor:
+        initialise(source.model, read_weights(path)[0], str(path), whole=True)
+        found: Tensor = source.model(inputs)
+        source.model.load_state_dict(before)
+        return found
+
+    return run
+
+
+WRITERS: dict[str, Callable[[ExportSource, Path], Runner]] = {
+    "onnx": to_onnx,
+    "exported_program": to_exported_program,
+    "torchscript": to_torchscript,
+    "safetensors": to_safetensors,
+}
+
+
+def _program(source: ExportSource) -> torch.export.ExportedProgram:
+    """The model as a graph for any number of samples."""
+    return torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the libraries' own words: of deprecations, of every operator, of graphs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -13,7 +13,7 @@ from trainer.planning import schedules
 from trainer.planning.dataset_facts import dataset_facts
 from trainer.planning.layout import lay_out
 from trainer.planning.memory import footprint
-from trainer.training.optimization import build_optimizer, optimizer_state
+from trainer.training.optimizers import build_optimizer, optimizer_state
 
 SAMPLE = [pytest.param(name, marks=pytest.mark.full if name == "densenet121" else ()) for name in MODELS]  # it is slow
 

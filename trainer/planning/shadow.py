@@ -26,7 +26,8 @@ from trainer.modes.pipeline.wire import Wire
 from trainer.planning.allocations import Allocations, size_of
 from trainer.planning.dataset_facts import DatasetFacts
 from trainer.recipe import ModelRecipe, Recipe
-from trainer.training.optimization import build_optimizer, optimizer_state
+from trainer.training.optimizers import build_optimizer, optimizer_state
+from trainer.training.trainable import roles_of
 
 
 class Pass(NamedTuple):
@@ -67,6 +68,7 @@ class Shadow:
         self._cpu = kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._build().train()
+        self._roles = roles_of(self.model, recipe)
         self._fit = cache(self._measure)
 
     def _build(self) -> nn.Module:
@@ -96,7 +98,7 @@ class Shadow:
         parameters = dict(module.named_parameters())
         weights = sum(map(size_of, parameters.values()))
         with self._fake:
-            optimizer = build_optimizer(parameters, self.recipe.optimizer)
+            optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
             state = sum(map(size_of, optimizer_state(optimizer, parameters).values()))
         saved = self.saved_buffers(module)
         return {
@@ -157,7 +159,8 @@ class Shadow:
                 out = self.task.loss(out.float(), targets)
             saved, forward = seen.live, seen.peak
             seed = torch.empty_like(out)
-            torch.autograd.backward(out, seed)
+            if out.requires_grad:  # else all of it is frozen
+                torch.autograd.backward(out, seed)
             peak = seen.peak
         for leaf in (*parameters, inputs):
             leaf.grad = None

@@ -120,7 +120,7 @@ def _steps(layout: Layout, images: DatasetFacts) -> StepFigures:
     shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
     steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
     total = None if steps is None else total_steps(recipe, steps)
-    return {"per_epoch": steps, "epochs": recipe.epochs, "total": total}
+    return {"per_epoch": steps, "epochs": recipe.epochs, "total": total, "patience": recipe.stop.patience}
 
 
 def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
@@ -129,7 +129,7 @@ def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
     known: RateFigures = {
         "schedule": schedule.name,
         "warmup_epochs": schedule.warmup_epochs,
-        "highest": recipe.optimizer.lr,
+        "highest": recipe.peak_lr,
         "first": None,
         "last": None,
     }

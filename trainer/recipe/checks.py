@@ -209,7 +209,8 @@ def wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | 
     factor = 2 ** math.ceil(math.log2(ENOUGH_IMAGES / each))
     if images is not None and factor * recipe.batch_size > images:
         return None
-    lr = f" optimizer.lr={factor * recipe.optimizer.lr:g}" if recipe.optimizer.name == "sgd" else ""
+    by_hand = recipe.optimizer.name == "sgd" and recipe.optimizer.lr_per is None
+    lr = f" optimizer.lr={factor * recipe.optimizer.lr:g}" if by_hand else ""
     return f"batch_size={factor * recipe.batch_size}{lr}"
 
 

@@ -49,6 +49,16 @@ def _cuts(value: Any) -> Any:
     return names
 
 
+def _freeze(value: Any) -> Any:
+    if value is None or (type(value) is int and value != 0):
+        return value
+    listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    names = [str(name) if type(name) is int else name for name in listed]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("must be a number of blocks, as in 4, or a list of names, as in [conv1] or ['features.0']")
+    return names
+
+
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -65,6 +75,7 @@ class ModelRecipe(_Section):
     weights: str | None = None  # torchvision's name of published weights, or DEFAULT
     init_from: str | None = None  # a run folder, checkpoint or .safetensors file to start from
     num_classes: Positive | None = None  # null: as many as the data has
+    freeze: Annotated[int | list[str] | None, BeforeValidator(_freeze)] = None  # blocks (-1: all but 1), or names
 
 
 class DataRecipe(_Section):
@@ -98,14 +109,17 @@ class AugmentRecipe(_Section):
 
 
 class OptimizerRecipe(_Section):
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    name: Literal["sgd", "adam", "adamw", "muon", "lars"] = "sgd"
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    momentum: Decay = 0.9  # sgd
-    nesterov: bool = False  # sgd
+    lr_per: Positive | None = None  # images a step that lr is for: lr grows with batch_size; null: lr as it is
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # a block's share of the next block's lr; null: 1
+    momentum: Decay = 0.9  # sgd, muon, lars
+    nesterov: bool = False  # sgd, muon
     weight_decay: Amount = 0.0  # of all parameters
     norm_weight_decay: Amount | None = None  # of normalisation layers and biases; null: as weight_decay
-    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.999]  # adam
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8  # adam
+    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.999]  # adam, adamw, and muon's AdamW
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8  # as betas
+    trust: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.001  # lars: a layer's step, as a share of its weights
 
 
 class ScheduleRecipe(_Section):
@@ -151,6 +165,12 @@ class PredictRecipe(_Section):
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0  # seconds for one image
 
 
+class StopRecipe(_Section):
+    """When a run ends before its epochs are done."""
+
+    patience: Positive | None = None  # epochs without a better value of the task's metric; null: all epochs
+
+
 class SaveRecipe(_Section):
     every_epochs: Positive | None = 1
     every_steps: Positive | None = None
@@ -192,6 +212,7 @@ class Recipe(_Section):
     threads: Positive | None = None  # per process; null: cores / local ranks
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # seconds to wait for a silent rank or worker
     grace: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0  # seconds a step may still take after SIGTERM
+    stop: StopRecipe = StopRecipe()
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = None
     resume_weights_only: bool = False  # start the optimizer anew where a checkpoint's does not fit
@@ -212,6 +233,15 @@ class Recipe(_Section):
     def traits(self) -> Traits:
         """What is to know of the mode."""
         return TRAITS[self.mode]
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after warm-up: `optimizer.lr`, or so much of it as batch_size is of `optimizer.lr_per`.
+
+        Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 2.1: the linear scaling rule.
+        """
+        optimizer = self.optimizer
+        return optimizer.lr if optimizer.lr_per is None else optimizer.lr * self.batch_size / optimizer.lr_per
 
     @property
     def processes(self) -> Processes:
@@ -265,8 +295,9 @@ def _check_together(recipe: Recipe, name: str) -> None:
     optimizer = recipe.optimizer
     if optimizer.name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
-    if recipe.schedule.min_lr > optimizer.lr:
-        raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}")
+    if recipe.schedule.min_lr > recipe.peak_lr:
+        of = "" if optimizer.lr_per is None else f", which is {recipe.peak_lr:g} at batch_size={recipe.batch_size}"
+        raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}{of}")
     if recipe.pipeline.split_size is not None and recipe.pipeline.microbatches != "auto":
         raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches say the same twice: keep one")
     low, high = recipe.augment.crop_scale

@@ -137,7 +137,7 @@ def _time(
         out = run(block, received)
         middle = _clock(received.device)
         wanted = [received, *parameters] if received.requires_grad else parameters
-        if out.requires_grad:  # else this block and all before it are frozen; .grad and its hooks are left alone
+        if out.requires_grad:  # else this block and all before it are frozen. Leaves .grad and its hooks alone
             torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
         end = _clock(received.device)
     sent = out.detach()

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer.data import Example, TensorSpec
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost
+from trainer.models.blocks import frozen_norms
 from trainer.models.partition import Traced, trace
 from trainer.modes.base import AUTOCAST
 from trainer.modes.pipeline.wire import Wire
@@ -68,6 +69,9 @@ class Shadow:
         self._cpu = kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._build().train()
+        if recipe.model.freeze is not None:
+            for norm in frozen_norms(self.model):
+                norm.eval()
         self._roles = roles_of(self.model, recipe)
         self._fit = cache(self._measure)
 

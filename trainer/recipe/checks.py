@@ -33,6 +33,10 @@ OPTIONS = {
     "accumulate": ("accumulate", 2),
     "sync_bn": ("sync_bn", True),
     "label_smoothing": ("loss.label_smoothing", 0.1),
+    "freeze": ("model.freeze", 1),
+    "layer_decay": ("optimizer.layer_decay", 0.75),
+    "muon": ("optimizer.name", "muon"),
+    "lars": ("optimizer.name", "lars"),
 }  # each with a key and a value that turn it on
 
 

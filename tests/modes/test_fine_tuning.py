@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import losses, ok
+from tests.commands import losses, ok, trainer
+from tests.training.test_resume_modes import kill
 from tests.training.test_training import SAME
 
 SHORT = [word for word in SAME if not word.startswith(("max_steps", "optimizer.lr"))]
@@ -89,3 +90,53 @@ def test_workers_that_go_their_own_ways(way, option, single, tmp_path, full):
     if option == "frozen":
         ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", single(option)))
         assert torch.equal(ours["0.weight"], theirs["0.weight"]), "averaging leaves it as it is, to the last bit"
+
+
+NORMS = {
+    **{way: WAYS[way] for way in ("dp", "ddp", "split", "streams", "1f1b", "zbv", "recomputed")},
+    "single": ["mode=single"],
+    "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
+    **APART,
+}
+
+
+@pytest.mark.parametrize("way", NORMS)
+def test_frozen_batch_norm_keeps_its_statistics(way, tmp_path, full):
+    if way not in ("ddp", "streams") and not full:
+        pytest.skip("--all")
+    words = [word.format(cut="8") for word in NORMS[way]]
+    done = ok(*SHORT, "model.name=cnn", *SGD, "model.freeze=1", *words, f"output={tmp_path / 'run'}")
+    assert "frozen   0, 1: 352 of 94,186 parameters; 1 BatchNorm layer there keeps its statistics" in done.stdout
+    weights = load_file(tmp_path / "run" / "last.safetensors")
+    assert not weights["1.running_mean"].any() and weights["1.running_var"].unique().tolist() == [1.0]
+    assert weights["1.num_batches_tracked"] == 0 and weights["5.running_mean"].any()
+
+
+@pytest.mark.parametrize(
+    ("option", "way"), [("muon", "single"), ("lars", "1f1b"), ("frozen", "1f1b"), ("layer_decay", "single")]
+)
+def test_continued_to_the_last_bit(option, way, tmp_path, full):
+    if (option, way) not in (("muon", "single"), ("frozen", "1f1b")) and not full:
+        pytest.skip("--all")
+    cut = CUT[OPTIONS[option][0].partition("=")[2]]
+    mode = [word.format(cut=cut) for word in WAYS.get(way, ["mode=single"])]
+    words = [*SHORT, *OPTIONS[option], *mode, "save.every_steps=3"]
+    ok(*words, f"output={tmp_path / 'whole'}")
+    kill(5, *words, f"output={tmp_path / 'run'}")
+    ok(*words, "resume=auto", f"output={tmp_path / 'run'}")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    ours, theirs = (load_file(tmp_path / name / "last.safetensors") for name in ("run", "whole"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("model.freeze=9 mode=single", "model.freeze=4 is the most"),
+        ("model.freeze=conv1 mode=ddp nproc=2", "nothing in cnn that trains is called 'conv1'"),
+        ("optimizer.name=muon mode=pipeline devices=[cpu,cpu]", "cnn has none that train"),
+    ],
+)
+def test_what_is_refused(words, says):
+    done = trainer("recipe=digits", *words.split())
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

@@ -150,7 +150,7 @@ def test_what_is_frozen_has_no_state_and_stays(name):
 def test_a_stage_in_which_nothing_trains(name):
     optimizer = build_optimizer({}, load(None, f"optimizer.name={name}").optimizer)
     optimizer.step()
-    assert [group["params"] for group in optimizer.param_groups] == [[]]
+    assert [(group["params"], group["rate"]) for group in optimizer.param_groups] == [([], 1.0)]
 
 
 def test_one_group_where_all_is_alike():

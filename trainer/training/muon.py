@@ -44,7 +44,7 @@ class MuonAdamW(torch.optim.Optimizer):
         others = [group for group in others if group["params"]]
         self.adamw = AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
         parts: list[torch.optim.Optimizer] = [*self.muons, *([self.adamw] if self.adamw is not None else [])]
-        super().__init__([group for part in parts for group in part.param_groups] or [{"params": []}], {"lr": lr})
+        super().__init__([group for part in parts for group in part.param_groups] or groups, {"lr": lr})
         self._step_supports_amp_scaling = True
         for part in parts:
             part.state = self.state

@@ -79,7 +79,8 @@ def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
         lines["frozen"] = f"{', '.join(still)}: {size:,} of {sum(p.numel() for p in named.values()):,} parameters"
         norms = len(frozen_norms(model)) if recipe.model.freeze is not None else 0
         if norms:
-            lines["frozen"] += f"; {norms} BatchNorm layer{'s' * (norms > 1)} there keep their statistics"
+            kept = "layer there keeps its" if norms == 1 else "layers there keep their"
+            lines["frozen"] += f"; {norms} BatchNorm {kept} statistics"
     rate = f"{recipe.peak_lr:g}"
     if optimizer.lr_per is not None:
         rate += f": {optimizer.lr:g} for {optimizer.lr_per} images a step, and batch_size={recipe.batch_size}"

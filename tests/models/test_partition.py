@@ -258,7 +258,7 @@ def test_a_tied_parameter_stays_in_one_stage_under_all_its_names():
     check_names(model, traced.stages(["tied"]))
 
 
-def test_frozen_parts_are_no_stages():
+def test_frozen_parts_are_stages_too():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     model[:2].requires_grad_(False)
-    assert trace(model).cuts == ("2", "3")
+    assert trace(model).cuts == ("0", "1", "2", "3")

@@ -262,7 +262,7 @@ TRAINED += ["threads=1", "timeout=60", *QUIET, "logging.tensorboard=false"]
 
 def pairs_job(option, column, folder):
     """A pair as words; BatchNorm only where it matters, for it tells modes apart."""
-    model = "cnn" if option == "sync_bn" else "cnn_gn"
+    model = {"sync_bn": "cnn", "muon": "vit_tiny"}.get(option, "cnn_gn")
     layout = [] if option == "channels_last" else ["channels_last=false"]  # it is on by default
     return [*TRAINED, *layout, f"model.name={model}", *COLUMNS[column][1], *turned_on(option), f"output={folder}"]
 

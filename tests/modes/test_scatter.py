@@ -13,7 +13,8 @@ from trainer.modes import Strategy
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit, newest
 from trainer.saving.spreading import on_every_rank
-from trainer.training.optimization import MovingAverage, build_optimizer, optimizer_state
+from trainer.training.optimization import MovingAverage
+from trainer.training.optimizers import build_optimizer, optimizer_state
 
 
 class Sharded(Strategy):

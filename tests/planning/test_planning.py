@@ -30,7 +30,7 @@ def test_a_plan_for_more_devices_than_there_are():
 def test_steps_and_rates():
     found = plan(load_recipe("cifar10"), nproc=2)
     assert found["data"]["train_samples"] == 50_000
-    assert found["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240}
+    assert found["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240, "patience": None}
     assert found["learning_rate"]["first"] == pytest.approx(0.001)
     assert plan(load_recipe("mnist_local_sgd"), nproc=4)["data"]["train_samples"] == 60_000
     assert plan(load_recipe("digits"), nproc=2)["data"]["train_samples"] == 1437

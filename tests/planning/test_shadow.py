@@ -13,7 +13,8 @@ from trainer.planning import schedules
 from trainer.planning.dataset_facts import dataset_facts
 from trainer.planning.layout import lay_out
 from trainer.planning.memory import footprint
-from trainer.training.optimization import build_optimizer, optimizer_state
+from trainer.training.optimizers import build_optimizer, optimizer_state
+from trainer.training.trainable import roles_of
 
 SAMPLE = [pytest.param(name, marks=pytest.mark.full if name == "densenet121" else ()) for name in MODELS]  # it is slow
 
@@ -25,8 +26,9 @@ SAMPLE = [pytest.param(name, marks=pytest.mark.full if name == "densenet121" els
         ["optimizer.momentum=0.9", "optimizer.norm_weight_decay=0.0"],
         ["optimizer.momentum=0"],
         ["optimizer.name=adamw", "optimizer.lr=0.001", "ema=0.9"],
+        ["optimizer.name=lars"],
     ],
-    ids=["momentum", "sgd", "adamw"],
+    ids=["momentum", "sgd", "adamw", "lars"],
 )
 def test_weights_and_optimizer_are_those_of_a_real_model(name, words):
     recipe = sized(name, *words)
@@ -40,6 +42,28 @@ def test_weights_and_optimizer_are_those_of_a_real_model(name, words):
     assert own["buffers"] == size(model.buffers())
     assert own["ema"] == (size(model.state_dict().values()) if recipe.ema else 0)
     assert shadow.size == sum(p.numel() for p in model.parameters())
+
+
+def test_muon_has_one_tensor_a_matrix_and_what_is_frozen_none():
+    recipe = sized("vit_tiny", "optimizer.name=muon", "model.freeze=2")
+    images, own = dataset_facts(recipe), (shadow := shadow_of(recipe)).resident(shadow.model)
+    model = build(recipe.model, images.classes, images.channels, images.size)
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, recipe.optimizer, roles_of(model, recipe))
+    assert own["optimizer"] == size(optimizer_state(optimizer, parameters).values())
+    assert own["gradients"] == size(p for p in parameters.values() if p.requires_grad) < own["parameters"]
+    matrices = size(group["params"][0] for group in optimizer.param_groups if len(group["params"]) == 1)
+    assert own["optimizer"] == pytest.approx(2 * own["gradients"] - matrices, rel=0.01)
+
+
+@pytest.mark.parametrize("words", [["model.freeze=6"], ["model.freeze=8"], ["model.freeze=[fc]"]])
+def test_activations_of_a_model_that_is_frozen_in_part(words):
+    recipe = sized("resnet18", *words)
+    strategy, batch = real(recipe)
+    strategy.forward_backward(batch, 1 / 16)
+    peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
+    (device,) = footprint(shadow_of(recipe), lay_out(recipe.replace(accumulate=2, batch_size=32)))
+    assert device.activations == pytest.approx(peak, rel=0.15)
 
 
 def test_nothing_is_allocated():

@@ -15,12 +15,11 @@ from trainer.recipe import load
 from trainer.training.optimization import (
     MovingAverage,
     Updater,
-    build_optimizer,
     learning_rate,
     loss_scaler,
-    optimizer_state,
-    parameter_groups,
 )
+from trainer.training.optimizers import build_optimizer, optimizer_state, parameter_groups
+from trainer.training.trainable import roles_of
 
 STEPS = 7  # in an epoch
 CPU = torch.device("cpu")
@@ -86,11 +85,12 @@ def test_groups():
     assert [(len(g["params"]), g["weight_decay"]) for g in apart] == [(1, 0.1), (3, 0.0)]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
 def test_a_gradient_that_is_not_finite_stops_all_updates(name):
-    model = nn.Linear(3, 2)
-    recipe = load(None, f"optimizer.name={name}")
-    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    recipe = load(None, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
+    named = dict(model.named_parameters())
+    optimizer = build_optimizer(named, recipe.optimizer, roles_of(model, recipe))
     updater, strategy = updater_of(optimizer, recipe), Alone(model)
 
     def step(poison):
@@ -98,9 +98,16 @@ def test_a_gradient_that_is_not_finite_stops_all_updates(name):
         optimizer.zero_grad()
         loss.backward()
         updater.step(loss.detach(), strategy, want_norm=False)
-        return model.weight.detach().clone()
+        return here()
 
-    before = model.weight.detach().clone()
+    def here():
+        return torch.cat(
+            [t.detach().reshape(-1) for t in (*named.values(), *optimizer_state(optimizer, named).values())]
+        )
+
+    untrained = here()
+    before = step(poison=False)
+    assert not torch.equal(before, untrained)
     assert torch.equal(step(poison=True), before) and updater.bad.item() == 1
     assert torch.equal(step(poison=False), before), "the flag is sticky: later updates are skipped as well"
 
@@ -137,21 +144,33 @@ def test_clipping():
     assert (before - model.weight).norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
-def test_fp16_skips_one_overflow_and_goes_on():
-    model = nn.Linear(2, 1, bias=False)
-    recipe = load(None, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0")
-    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lars"])
+def test_fp16_skips_one_overflow_and_goes_on(name):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    recipe = load(None, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0", f"optimizer.name={name}")
+    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer, roles_of(model, recipe))
     updater, strategy = updater_of(optimizer, recipe), Alone(model)
-    before = model.weight.detach().clone()
+    before = model[0].weight.detach().clone()
     moved = []
     for factor in (math.inf, 1.0):
         optimizer.zero_grad()
         loss = model(torch.ones(1, 2)).sum()
         (updater.scaler.scale(loss) * factor).backward()
         updater.step(loss.detach(), strategy, want_norm=False)
-        moved.append(not torch.equal(model.weight, before))
+        moved.append(not torch.equal(model[0].weight, before))
     assert moved == [False, True] and updater.bad.item() == 0
     assert updater.state()["scale"].item() == 2.0**15, "halved once"
+
+
+def test_a_stage_in_which_nothing_trains_hears_of_the_others_overflow_in_fp16():
+    class Elsewhere(Alone):
+        def share_overflow(self, flag):
+            flag.fill_(1)
+
+    recipe = load(None, "precision=fp16")
+    updater = updater_of(build_optimizer({}, recipe.optimizer), recipe)
+    updater.step(torch.zeros(()), Elsewhere(nn.Identity()), want_norm=False)
+    assert updater.state()["scale"].item() == 2.0**15, "halved, as on the ranks that have gradients"
 
 
 def test_fp16_that_never_becomes_finite_is_bad():

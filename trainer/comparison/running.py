@@ -63,7 +63,8 @@ class Length:
         return {"steps": self.steps, "epochs": self.epochs, "every": self.every}
 
     def words(self) -> dict[str, str]:
-        return {"max_steps": str(self.steps), "epochs": str(self.epochs), "logging.every_steps": str(self.every)}
+        words = {"max_steps": str(self.steps), "epochs": str(self.epochs), "logging.every_steps": str(self.every)}
+        return {**words, "stop.patience": "null"}  # all entries train as long
 
 
 class Runner:

@@ -137,11 +137,12 @@ def _time(
         out = run(block, received)
         middle = _clock(received.device)
         wanted = [received, *parameters] if received.requires_grad else parameters
-        torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)  # leaves .grad and its hooks alone
+        if out.requires_grad:  # else this block and all before it are frozen. Leaves .grad and its hooks alone
+            torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
         end = _clock(received.device)
     sent = out.detach()
     crossing = sent.numel() * sent.element_size()
-    return sent.requires_grad_(), BlockCost(middle - start, end - middle, crossing, sum(kept.values()))
+    return sent.requires_grad_(out.requires_grad), BlockCost(middle - start, end - middle, crossing, sum(kept.values()))
 
 
 def _clock(device: torch.device) -> float:

@@ -29,21 +29,21 @@ class CutPoint:
 
 
 def cut_points(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[CutPoint]]:
-    """The points of a graph where it can be cut, in order, those with the same trained parameters before them together.
+    """The points of a graph where it can be cut, in order, those with the same parameters before them together.
 
-    Left out are points with no trained parameter before or after them, and those with a tensor of the state dict used
+    Left out are points with no parameter before or after them, and those with a tensor of the state dict used
     on both sides. Reading an attribute keeps nothing alive: whoever uses it reads it anew.
     """
     position = {node: i for i, node in enumerate(nodes)}
     last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
     spans = _spans(nodes, model)
-    trained = [spans[id(p)] for p in model.parameters() if p.requires_grad and id(p) in spans]
+    used = [spans[id(p)] for p in model.parameters() if id(p) in spans]
     groups: defaultdict[int, list[CutPoint]] = defaultdict(list)
     live: set[fx.Node] = set()
     for i, node in enumerate(nodes):
         live = {value for value in live | {node} if last[value] > i and value.op != "get_attr"}
-        before = sum(first <= i for first, _ in trained)
-        if len(live) == 1 and 0 < before < len(trained) and not any(a <= i < b for a, b in spans.values()):
+        before = sum(first <= i for first, _ in used)
+        if len(live) == 1 and 0 < before < len(used) and not any(a <= i < b for a, b in spans.values()):
             (value,) = live
             usable = not _several(value) and not _changed(value, i, position, model)
             groups[before].append(CutPoint(i, value, usable))

@@ -101,8 +101,7 @@ class Traced:
 def trace(model: nn.Module, name: str = "") -> Traced:
     """Record the model's operations, in training and in evaluation mode, and find where it can be cut.
 
-    Nothing of the input's size is fixed by it: stages take any shape the model takes. Whether a parameter is trained
-    (`requires_grad`) is read now.
+    Nothing of the input's size is fixed by it: stages take any shape the model takes.
 
     Args:
         model: takes one tensor and returns one. It stays as it is.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError, SetupError
+from trainer.models.blocks import freeze
 from trainer.models.small import SMALL, Builder
 from trainer.recipe import ModelRecipe
 from trainer.saving.weights import read_weights
@@ -59,7 +60,7 @@ def build(
         any_output: whether other outputs than (N, num_classes) are right.
 
     Raises:
-        RecipeError: an unknown name, or a model that cannot read such images.
+        RecipeError: an unknown name, a model that cannot read such images, or a `freeze` that does not fit it.
         SetupError: published weights that cannot be fetched.
         CheckpointError: `init_from` does not fit.
     """
@@ -93,6 +94,8 @@ def build(
         raise RecipeError(f"model.name={recipe.name} gives {found} for 2 images; {wanted}")
     if starting and recipe.init_from is not None:
         initialise(model, read_weights_from(recipe.init_from), f"init_from={recipe.init_from}")
+    if recipe.freeze is not None:
+        freeze(model, recipe.freeze, recipe.name)
     return model
 
 

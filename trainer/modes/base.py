@@ -6,7 +6,7 @@ only what is here. A mode overrides what differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Batch, Example, Shard
+from trainer.models.blocks import frozen_norms
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -96,6 +97,13 @@ class Strategy:
     def train(self, training: bool = True) -> None:
         """Switch between training and evaluation."""
         self.module.train(training)
+        self.keep_frozen([self.module])
+
+    def keep_frozen(self, modules: Iterable[nn.Module]) -> None:
+        """Batch normalisation that `model.freeze` names goes on with the statistics that it has, in training too."""
+        if self.recipe.model.freeze is not None:
+            for norm in (norm for module in modules for norm in frozen_norms(module)):
+                norm.eval()
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Add the gradients of weight x the loss summed over the batch's rows.

@@ -139,7 +139,7 @@ class DistributedDataParallel(Strategy):
         return Communication(self._mean(max(0.0, with_ddp - without)))
 
     def _exchange(self, budget: float) -> Communication:
-        size = sum(p.numel() * p.element_size() for p in self._parameters) // 4
+        size = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad) // 4
         sent = torch.zeros(size, device=self.device)
         synchronise([self.device])
         seconds = 0.0

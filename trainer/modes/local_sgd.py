@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.data import Batch, Shard
 from trainer.data.sampling import own_span
+from trainer.models.blocks import frozen_norms
 from trainer.modes.base import Communication, Context, Strategy
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -68,7 +69,11 @@ class LocalSGD(Strategy):
         return {"workers": f"each has its own weights and optimizer; weights are averaged {when}"}
 
     def _weights(self) -> list[Tensor]:
-        return [*self.module.parameters(), *self.module.buffers()]
+        """What differs from worker to worker: what is frozen stays as it is, to the last bit."""
+        norms = frozen_norms(self.module) if self.recipe.model.freeze is not None else []
+        still = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        buffers = [buffer for buffer in self.module.buffers() if id(buffer) not in still]
+        return [*(p for p in self.module.parameters() if p.requires_grad), *buffers]
 
     def _average(self, sources: Sequence[Tensor], targets: Sequence[Tensor], exact: bool = False) -> None:
         """Write the average of each source into its target, which may be the same tensor.

@@ -173,7 +173,8 @@ def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
         tried.append(_tried(shadow, layout, memory, "16-bit activations", precision="bf16"))
     if pieces is not None:
         smaller = recipe.batch_size * recipe.accumulate // pieces
-        tried.append(_tried(shadow, layout, memory, "other maths: scale optimizer.lr with it", batch_size=smaller))
+        rate = "scale optimizer.lr with it" if recipe.optimizer.lr_per is None else "lr is scaled with it"
+        tried.append(_tried(shadow, layout, memory, f"other maths: {rate}", batch_size=smaller))
     return [one for one in tried if one is not None]
 
 

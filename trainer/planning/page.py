@@ -112,7 +112,8 @@ def _steps(steps: StepFigures, rate: RateFigures) -> str:
         count = f"{steps['per_epoch']:,} an epoch x {steps['epochs']} epochs, {steps['total']:,} in all"
     line = f"{count}; lr {rate['highest']:g} {rate['schedule']}"
     line += f", warm-up of {rate['warmup_epochs']:g} epochs" if rate["warmup_epochs"] else ""
-    return line + (f" (first {rate['first']:.3g}, last {rate['last']:.3g})" if rate["first"] is not None else "")
+    line += f" (first {rate['first']:.3g}, last {rate['last']:.3g})" if rate["first"] is not None else ""
+    return line + ("; fewer where stop.patience ends it" if steps["patience"] is not None else "")
 
 
 def _disk(disk: DiskFigures) -> str:

@@ -46,6 +46,7 @@ class StepFigures(TypedDict):
     per_epoch: int | None
     epochs: int
     total: int | None
+    patience: int | None  # epochs without a better metric that end it
 
 
 class RateFigures(TypedDict):

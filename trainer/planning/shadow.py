@@ -20,13 +20,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer.data import Example, TensorSpec
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost
+from trainer.models.blocks import frozen_norms
 from trainer.models.partition import Traced, trace
 from trainer.modes.base import AUTOCAST
 from trainer.modes.pipeline.wire import Wire
 from trainer.planning.allocations import Allocations, size_of
 from trainer.planning.dataset_facts import DatasetFacts
 from trainer.recipe import ModelRecipe, Recipe
-from trainer.training.optimization import build_optimizer, optimizer_state
+from trainer.training.optimizers import build_optimizer, optimizer_state
+from trainer.training.trainable import roles_of
 
 
 class Pass(NamedTuple):
@@ -67,6 +69,10 @@ class Shadow:
         self._cpu = kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._build().train()
+        if recipe.model.freeze is not None:
+            for norm in frozen_norms(self.model):
+                norm.eval()
+        self._roles = roles_of(self.model, recipe)
         self._fit = cache(self._measure)
 
     def _build(self) -> nn.Module:
@@ -96,7 +102,7 @@ class Shadow:
         parameters = dict(module.named_parameters())
         weights = sum(map(size_of, parameters.values()))
         with self._fake:
-            optimizer = build_optimizer(parameters, self.recipe.optimizer)
+            optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
             state = sum(map(size_of, optimizer_state(optimizer, parameters).values()))
         saved = self.saved_buffers(module)
         return {
@@ -157,7 +163,8 @@ class Shadow:
                 out = self.task.loss(out.float(), targets)
             saved, forward = seen.live, seen.peak
             seed = torch.empty_like(out)
-            torch.autograd.backward(out, seed)
+            if out.requires_grad:  # else all of it is frozen
+                torch.autograd.backward(out, seed)
             peak = seen.peak
         for leaf in (*parameters, inputs):
             leaf.grad = None

@@ -120,7 +120,7 @@ def _steps(layout: Layout, images: DatasetFacts) -> StepFigures:
     shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
     steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
     total = None if steps is None else total_steps(recipe, steps)
-    return {"per_epoch": steps, "epochs": recipe.epochs, "total": total}
+    return {"per_epoch": steps, "epochs": recipe.epochs, "total": total, "patience": recipe.stop.patience}
 
 
 def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
@@ -129,7 +129,7 @@ def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
     known: RateFigures = {
         "schedule": schedule.name,
         "warmup_epochs": schedule.warmup_epochs,
-        "highest": recipe.optimizer.lr,
+        "highest": recipe.peak_lr,
         "first": None,
         "last": None,
     }
@@ -186,7 +186,7 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
         reduced = ring(count) * own["gradients"]
     elif exchanges == "weights" and count > 1:
         every = recipe.local_sgd.every
-        reduced = ring(count) * (own["parameters"] + own["buffers"]) / every if every else 0.0
+        reduced = ring(count) * (own["gradients"] + own["buffers"]) / every if every else 0.0
     elif exchanges == "copies" and layout.kind == "cuda":  # the first device sends copies and gets gradients
         crossing = (len(layout.devices) - 1) * (own["parameters"] + own["gradients"]) * recipe.accumulate
     if cut is not None:
@@ -201,7 +201,7 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
         "all_reduce_bytes_per_device": round(reduced),
         "crossing_bytes": round(crossing),
         "every_steps": recipe.local_sgd.every if exchanges == "weights" else 1,
-        "epoch_bytes_per_device": round(ring(count) * (own["parameters"] + own["buffers"]))
+        "epoch_bytes_per_device": round(ring(count) * (own["gradients"] + own["buffers"]))
         if exchanges == "weights"
         else 0,
         "seconds": None if bandwidth is None else total / bandwidth,

@@ -33,6 +33,10 @@ OPTIONS = {
     "accumulate": ("accumulate", 2),
     "sync_bn": ("sync_bn", True),
     "label_smoothing": ("loss.label_smoothing", 0.1),
+    "freeze": ("model.freeze", 1),
+    "layer_decay": ("optimizer.layer_decay", 0.75),
+    "muon": ("optimizer.name", "muon"),
+    "lars": ("optimizer.name", "lars"),
 }  # each with a key and a value that turn it on
 
 
@@ -209,7 +213,8 @@ def wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | 
     factor = 2 ** math.ceil(math.log2(ENOUGH_IMAGES / each))
     if images is not None and factor * recipe.batch_size > images:
         return None
-    lr = f" optimizer.lr={factor * recipe.optimizer.lr:g}" if recipe.optimizer.name == "sgd" else ""
+    by_hand = recipe.optimizer.name == "sgd" and recipe.optimizer.lr_per is None
+    lr = f" optimizer.lr={factor * recipe.optimizer.lr:g}" if by_hand else ""
     return f"batch_size={factor * recipe.batch_size}{lr}"
 
 

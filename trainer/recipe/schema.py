@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
-from trainer.recipe.text import flatten, neighbours, shown
+from trainer.recipe.kinds import Amount, Cuts, Decay, Devices, Freeze, Logger, MicroBatches, Positive, Probability
+from trainer.recipe.text import flatten, neighbours
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
 STREAMS = "streams"  # the one pipeline schedule that runs in one process
@@ -22,53 +22,6 @@ Schedule = Literal[
 
 EXTENDS = "extends"  # the key of a file, not of a recipe, that names the recipe it is made from
 EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder as seen from this file"
-DEVICE = r"cpu|cuda(:\d{1,3})?"
-
-
-def _devices(value: Any) -> Any:
-    if value == "auto":
-        return value
-    if not isinstance(value, list) or not value:
-        example = value if isinstance(value, str) and re.fullmatch(DEVICE, value) else "cuda:0"
-        raise ValueError(f"must be auto or a list, as in devices=[{example}]")
-    for name in value:
-        if not isinstance(name, str) or not re.fullmatch(DEVICE, name):
-            raise ValueError(f"'{shown(name)}' is not a device: write cpu, cuda or cuda:0")
-    return value
-
-
-def _count(value: Any) -> Any:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError("must be auto or a number, as in 8")
-    return value
-
-
-def _cuts(value: Any) -> Any:
-    if value == "auto":
-        return value
-    names = [str(name) if type(name) is int else name for name in value] if isinstance(value, list) else []
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("must be auto or a list of names, as in [layer2.3] or ['0.3']")
-    return names
-
-
-def _logger(value: Any) -> Any:
-    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.strip()):
-        return value
-    raise ValueError("must be true, or text: a project's name for wandb, an address for mlflow")
-
-
-Positive = Annotated[int, Field(ge=1)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
-Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
-Names = Annotated[list[Name], Field(min_length=1)]
-Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
-Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
-Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
-Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 
 
 class _Section(BaseModel):
@@ -87,6 +40,7 @@ class ModelRecipe(_Section):
     weights: str | None = key(None, "torchvision's published weights to start from, by name, or DEFAULT")
     init_from: str | None = key(None, "a run folder, checkpoint or .safetensors file to start from")
     num_classes: Positive | None = key(None, "outputs; null: as many as the data has classes")
+    freeze: Freeze = key(None, "first blocks that are not trained (-1: all but the last), or names, as in [conv1]")
 
 
 class DataRecipe(_Section):
@@ -128,14 +82,21 @@ class AugmentRecipe(_Section):
 class OptimizerRecipe(_Section):
     """How gradients change weights."""
 
-    name: Literal["sgd", "adam", "adamw"] = key("sgd", "sgd has momentum, adam betas and eps; adamw for transformers")
+    name: Literal["sgd", "adam", "adamw", "muon", "lars"] = key(
+        "sgd", "sgd has momentum, adam betas and eps; adamw for transformers; lars for huge batches"
+    )
     lr: float = key(0.1, "the learning rate at its highest, for the whole batch_size", gt=0, allow_inf_nan=False)
-    momentum: Decay = key(0.9, "sgd: the share of the last step that goes into the next")
-    nesterov: bool = key(False, "sgd: Nesterov's form of momentum")
+    lr_per: Positive | None = key(None, "images a step that lr is for: it grows with batch_size; null: lr as it is")
+    layer_decay: float | None = key(None, "a block's share of the next block's learning rate; null: 1", gt=0, le=1)
+    momentum: Decay = key(0.9, "sgd, muon, lars: the share of the last step that goes into the next")
+    nesterov: bool = key(False, "sgd, muon: Nesterov's form of momentum")
     weight_decay: Amount = key(0.0, "pulls weights to zero; BatchNorm and biases as well, see norm_weight_decay")
     norm_weight_decay: Amount | None = key(None, "that of normalisation layers and biases; null: as weight_decay")
-    betas: list[Decay] = key([0.9, 0.999], "adam: memory of gradients and of squares", min_length=2, max_length=2)
+    betas: list[Decay] = key(
+        [0.9, 0.999], "adam, and muon's AdamW: memory of gradients and of squares", min_length=2, max_length=2
+    )
     eps: float = key(1e-8, "adam: added to the divisor", gt=0, allow_inf_nan=False)
+    trust: float = key(0.001, "lars: a layer's step as a share of its weights", gt=0, allow_inf_nan=False)
 
 
 class ScheduleRecipe(_Section):
@@ -193,6 +154,12 @@ class PredictRecipe(_Section):
     timeout: float = key(60.0, "seconds for one image", gt=0, allow_inf_nan=False)
 
 
+class StopRecipe(_Section):
+    """When a run ends before its epochs are done."""
+
+    patience: Positive | None = key(None, "epochs without a better value of the task's metric; null: all epochs")
+
+
 class SaveRecipe(_Section):
     """How often checkpoints are written."""
 
@@ -242,6 +209,7 @@ class Recipe(_Section):
     threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks")
     timeout: float = key(600.0, "seconds to wait for a silent rank or loader worker", gt=0, allow_inf_nan=False)
     grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0, allow_inf_nan=False)
+    stop: StopRecipe = StopRecipe()
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = key(None, "auto: continue the newest good checkpoint in output")
     resume_weights_only: bool = key(False, "start the optimizer anew where a checkpoint's does not fit")
@@ -262,6 +230,15 @@ class Recipe(_Section):
     def traits(self) -> Traits:
         """What is to know of the mode."""
         return TRAITS[self.mode]
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after warm-up: `optimizer.lr`, or so much of it as batch_size is of `optimizer.lr_per`.
+
+        Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 2.1: the linear scaling rule.
+        """
+        optimizer = self.optimizer
+        return optimizer.lr if optimizer.lr_per is None else optimizer.lr * self.batch_size / optimizer.lr_per
 
     @property
     def processes(self) -> Processes:
@@ -318,8 +295,9 @@ def _check_together(recipe: Recipe, name: str) -> None:
     optimizer = recipe.optimizer
     if optimizer.name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
-    if recipe.schedule.min_lr > optimizer.lr:
-        raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}")
+    if recipe.schedule.min_lr > recipe.peak_lr:
+        of = "" if optimizer.lr_per is None else f", which is {recipe.peak_lr:g} at batch_size={recipe.batch_size}"
+        raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}{of}")
     if recipe.pipeline.split_size is not None and recipe.pipeline.microbatches != "auto":
         raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches say the same twice: keep one")
     low, high = recipe.augment.crop_scale

@@ -94,7 +94,7 @@ def _figures(runs: Sequence[RunSummary]) -> dict[str, Callable[[RunSummary], str
 
     def best_epoch(one: RunSummary) -> str:
         at = value("best_epoch")(one)
-        return MISSING if at is None else f"{at + 1:.0f}"
+        return MISSING if at is None else f"{at:.0f}"
 
     def fullest(one: RunSummary) -> str:
         peaks = one.result.get("peak_memory_bytes")

@@ -67,7 +67,7 @@ def _figures(one: RunSummary) -> Iterator[tuple[str, str]]:
     if one.best:
         metric, value = one.best
         at = finite(result.get("best_epoch"))
-        yield "best", f"{metric} {words.score(metric, value)}" + (f" in epoch {at + 1:.0f}" if at is not None else "")
+        yield "best", f"{metric} {words.score(metric, value)}" + (f" in epoch {at:.0f}" if at is not None else "")
     last = {key.removeprefix("val_"): finite(value) for key, value in result.items() if key.startswith("val_")}
     told = [f"{name} {words.score(name, value)}" for name, value in last.items() if value is not None]
     yield "last", ", ".join(told)

@@ -16,7 +16,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
-from trainer.training import diagnosis, presenting, reporting, resuming
+from trainer.training import diagnosis, presenting, reporting, resuming, stopping
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
 from trainer.training.mistakes import Mistakes
@@ -63,10 +63,10 @@ def run(recipe: Recipe, own_process: bool = False) -> Result:
 
 
 def loop(run: Run) -> None:
-    """Train epoch by epoch until the steps are done."""
+    """Train epoch by epoch until the steps are done, or patience is lost."""
     run.ledger.add("start-up", time.perf_counter() - run.begun)
     for epoch in range(run.position.epoch, run.recipe.epochs):
-        if run.position.step >= run.total_steps and run.position.step_in_epoch == 0:
+        if stopping.is_over(run):
             break
         train_epoch(run, epoch)
         end_epoch(run, epoch)
@@ -90,7 +90,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         log = step % every == 0 or step_in_epoch == stop
         lr = rate(step - 1 - run.shift)
         for group in groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["rate"]
         waited, loss = 0.0, None
         for micro in range(recipe.accumulate):
             run.timer.ask()
@@ -147,12 +147,11 @@ def end_epoch(run: Run, epoch: int) -> None:
             timeline.write(tracker.path, steps)
     note_memory(run)
     tracker.scalars({f"memory/peak_gib/{name}": size / 2**30 for name, size in run.memory.items()}, step)
-    finished = step >= run.total_steps or epoch + 1 == run.recipe.epochs
     if run.speed_only:
         run.position = Position(step, epoch + 1, 0)
         return
-    looks = finished and run.recipe.logging.tensorboard
-    found = Mistakes(run.task, run.loader.evaluation_spans) if looks else None
+    last = stopping.may_be_last(run, epoch)
+    found = Mistakes(run.task, run.loader.evaluation_spans) if last and run.recipe.logging.tensorboard else None
     begun = time.perf_counter()
     with run.ledger.span("evaluation"):
         history.validation = measure(run, found)
@@ -163,11 +162,14 @@ def end_epoch(run: Run, epoch: int) -> None:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
     values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
     tracker.scalars(values | {"speed/val_samples_per_sec": speed} | reporting.summary(run), step)
-    if found is not None:
-        presenting.mistakes(run, found)
-        presenting.timeline(run)
     tracker.say(reporting.epoch_line(run, epoch))
     run.position = Position(step, epoch + 1, 0)
+    if stopping.lost_patience(run):
+        tracker.say(stopping.patience_line(run))
+    finished = stopping.is_over(run) or epoch + 1 == run.recipe.epochs
+    if finished and found is not None:
+        presenting.mistakes(run, found)
+        presenting.timeline(run)
     save = run.recipe.save
     with run.ledger.span("saving"):
         if improved:

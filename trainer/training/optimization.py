@@ -1,4 +1,4 @@
-"""What happens to gradients and weights: optimizer, learning rate, finite guard, fp16 scaling, moving average.
+"""What happens to gradients and weights: learning rate, finite guard, fp16 scaling, moving average.
 
 Apart from `training`, which calls these in order, because each is a small thing of its own with its own state.
 """
@@ -7,59 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.modes import Strategy
-from trainer.recipe import OptimizerRecipe, Recipe
+from trainer.recipe import Recipe
 
 LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are no ordinary overflow
-
-
-def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> list[dict[str, object]]:
-    """Two groups where normalisation layers and biases (all one-dimensional parameters) decay differently, else one."""
-    if recipe.norm_weight_decay is None or recipe.norm_weight_decay == recipe.weight_decay:
-        return [{"params": list(parameters.values()), "weight_decay": recipe.weight_decay}]
-    flat = [p for p in parameters.values() if p.ndim <= 1]
-    rest = [p for p in parameters.values() if p.ndim > 1]
-    groups = [
-        {"params": rest, "weight_decay": recipe.weight_decay},
-        {"params": flat, "weight_decay": recipe.norm_weight_decay},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer in torch's fused form, its state complete before the first step.
-
-    Momentum starts as zeros: fused SGD would leave it uninitialised if its first step were skipped as not finite.
-    """
-    groups = parameter_groups(parameters, recipe)
-    if recipe.name == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True
-        )
-        if recipe.momentum:
-            for parameter in parameters.values():
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
-    kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW
-    beta1, beta2 = recipe.betas
-    optimizer = kind(groups, lr=recipe.lr, betas=(beta1, beta2), eps=recipe.eps, fused=True)
-    for parameter in parameters.values():
-        optimizer.state[parameter] |= {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The optimizer's tensors as `parameter//key`."""
-    return {f"{name}//{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()}
 
 
 def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
@@ -73,7 +30,7 @@ def learning_rate(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float
     A linear warm-up, then constant, a cosine to `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983), or
     a multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes.
     """
-    schedule, top = recipe.schedule, recipe.optimizer.lr
+    schedule, top = recipe.schedule, recipe.peak_lr
     warmup, factor, low = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor, schedule.min_lr
     rest = max(1, total_steps(recipe, steps_per_epoch) - warmup)
     every = schedule.step_epochs * steps_per_epoch
@@ -103,7 +60,7 @@ def loss_scaler(recipe: Recipe, device: torch.device) -> torch.amp.GradScaler | 
 class Updater:
     """Applies gradients: finite guard or fp16 scaler, clipping, optimizer step. Nothing here waits for the device.
 
-    `bad` is a sticky flag on the device: from the first gradient that is not finite on, fused optimizers skip every
+    `bad` is a sticky flag on the device: from the first gradient that is not finite on, optimizers skip every
     update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
     skips that one step); bad is a loss that is not finite, or a scale that has sunk to nothing.
     """
@@ -154,7 +111,10 @@ class Updater:
         else:
             self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
             self.scaler.unscale_(self.optimizer)
-            first, *others = self.scaler._found_inf_per_device(self.optimizer).values()
+            found: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
+            if not found:  # a stage that is frozen
+                found[self.bad.device] = torch.zeros_like(self.bad)
+            first, *others = found.values()
             _merge(first, others)
             for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
                 flag.zero_()

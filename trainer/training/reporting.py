@@ -19,6 +19,7 @@ from trainer.telemetry.verdict import StepParts, shares
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result
 from trainer.training.run import Run
+from trainer.training.stopping import ended_by
 
 SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
@@ -55,6 +56,7 @@ def facts(run: Run) -> dict[str, str]:
         "model": f"{recipe.model.name}, {run.model_size:,} parameters ({', '.join(options)})",
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
         f"{_named(run)}, {' x '.join(map(str, data.inputs.shape))}",
+        **run.notes,
         **data.notes,
         "batch": batch,
         "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
@@ -65,7 +67,7 @@ def facts(run: Run) -> dict[str, str]:
         lines["batchnorm"] = few
     if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
         lines["warning"] = (
-            f"the warm-up is as long as the run: lr never reaches {recipe.optimizer.lr:g}; set schedule.warmup_epochs=0"
+            f"the warm-up is as long as the run: lr never reaches {recipe.peak_lr:g}; set schedule.warmup_epochs=0"
         )
     return lines
 
@@ -268,6 +270,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "steps": run.position.step,
             "status": status,
             "error": error,
+            "ended_by": ended_by(run) if status == "completed" else None,
             "exit_code": 0 if status == "completed" else exit_code,
             "data": {
                 "name": data.name,

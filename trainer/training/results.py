@@ -48,6 +48,9 @@ class Result(TypedDict):
     steps: Annotated[int, "done"]
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
     error: Annotated[str | None, "one line, where it failed"]
+    ended_by: Annotated[
+        str | None, "why it completed: `epochs`, `max_steps`, `stop.patience`, or `speed` where that alone was measured"
+    ]
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "by its name"]
     data: Annotated[

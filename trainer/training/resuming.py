@@ -20,7 +20,7 @@ from trainer.saving import checkpoint
 from trainer.saving.spreading import on_every_rank
 from trainer.saving.weights import save_weights
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training.optimization import optimizer_state
+from trainer.training.optimizers import optimizer_state
 from trainer.training.randomness import random_states, restore_random_states, seed_ranks
 from trainer.training.run import History, Run
 

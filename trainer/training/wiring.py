@@ -28,10 +28,12 @@ from trainer.telemetry.clocks import StepTimer
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import presenting, reporting, resuming
-from trainer.training.optimization import MovingAverage, Updater, build_optimizer, loss_scaler, total_steps
+from trainer.training.optimization import MovingAverage, Updater, loss_scaler, total_steps
+from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import Run
 from trainer.training.speed_test import speed_recipe
+from trainer.training.trainable import notes, roles_of
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
@@ -69,6 +71,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
         known=world.share(tracker.known()),
         say=tracker.say,
     )
+    told = notes(model, recipe)
     strategy, optimizer, updater = wire(context, model)
     tracker.remember(strategy.known)
     run = Run(
@@ -89,6 +92,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
         num_classes=recipe.model.num_classes or len(data.classes),
         model_size=size,
         batch_norm=batch_norm,
+        notes=told,
         speed_only=speed_only,
         begun=begun,
         flops_per_sample=flops,
@@ -175,8 +179,9 @@ def wire(context: Context, model: nn.Module) -> Wired:
     recipe, device = context.recipe, context.world.device
     scaler = loss_scaler(recipe, device)
     strategy = modes.create(replace(context, scale=scaler.scale if scaler is not None else None))
+    roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part
     strategy.setup(model)
-    optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer)
+    optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer, roles)
     return Wired(strategy, optimizer, Updater(optimizer, recipe, device, scaler))
 
 

@@ -208,6 +208,7 @@ class Staged(Strategy):
     def train(self, training: bool = True) -> None:
         for stage in self.stages.values():
             stage.train(training)
+        self.keep_frozen(self.stages.values())
 
     def weighted_loss(self, outputs: Tensor, targets: Tensor, weight: float) -> Tensor:
         """weight x summed loss of a micro-batch."""

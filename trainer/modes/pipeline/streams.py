@@ -120,8 +120,8 @@ class StreamPipeline(Staged):
                         sent[stage, m] = out
                     elif stage == last:
                         self.backward(sent.pop((stage, m)))
-                    else:
-                        torch.autograd.backward(sent.pop((stage, m)), gradients.pop((stage, m)))
+                    elif (out := sent.pop((stage, m))).requires_grad:  # else this stage and all before it are frozen
+                        torch.autograd.backward(out, gradients.pop((stage, m)))
                 self._pass_on(action, received, sent, gradients)
         self.commit_statistics()
         return torch.stack(losses).sum().to(self.device, non_blocking=True)
@@ -136,10 +136,11 @@ class StreamPipeline(Staged):
         """Give the neighbour what it waits for: the next stage an activation, the one before a gradient."""
         kind, stage, m = action
         if kind == "F" and stage + 1 < len(self.lanes):
-            received[stage + 1, m] = self.edges[stage, stage + 1].copy(sent[stage, m]).requires_grad_()
+            out = sent[stage, m]
+            received[stage + 1, m] = self.edges[stage, stage + 1].copy(out).requires_grad_(out.requires_grad)
         elif kind == "B":
             gradient = received.pop((stage, m)).grad
-            if stage > 0:
+            if stage > 0 and sent[stage - 1, m].requires_grad:
                 assert gradient is not None
                 gradients[stage - 1, m] = self.edges[stage, stage - 1].copy(gradient)
 

@@ -1,0 +1,92 @@
+"""A model's blocks, what is frozen of it, and what is said of patterns that fit nothing."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from trainer.errors import RecipeError
+from trainer.models.blocks import blocks, freeze, frozen, frozen_norms
+from trainer.models.small import SMALL
+
+
+def made(name):
+    with torch.device("meta"):
+        return SMALL[name](10, 3, 32) if name in SMALL else getattr(torchvision.models, name)()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "first", "last"),
+    [
+        ("mlp", 3, "1", "5"),
+        ("cnn", 5, "0", "17"),  # each convolution with the normalisation after it
+        ("vit_tiny", 6, "conv_proj", "heads.head"),
+        ("resnet8", 5, "stem.0", "head"),
+        ("resnet18", 10, "conv1", "fc"),
+        ("vit_b_16", 14, "conv_proj", "heads.head"),
+        ("convnext_tiny", 23, "features.0", "classifier.2"),
+        ("densenet121", 9, "features.conv0", "classifier"),
+        ("swin_t", 17, "features.0.0", "head"),
+    ],
+)
+def test_blocks(name, count, first, last):
+    model = made(name)
+    row = blocks(model)
+    assert (len(row), row[0].name, row[-1].name) == (count, first, last)
+    assert sorted(p for block in row for p in block.parameters) == sorted(p for p, _ in model.named_parameters())
+
+
+def test_what_is_loose_goes_with_the_block_before_it():
+    first, *_, before, _ = blocks(made("vit_tiny"))
+    assert {"class_token", "encoder.pos_embedding", "conv_proj.weight"} <= set(first.parameters)
+    assert {"encoder.ln.weight", "encoder.ln.bias"} <= set(before.parameters)
+
+
+def test_a_layer_that_is_used_twice_counts_once():
+    layer = nn.Linear(3, 3)
+    row = blocks(nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(3, 2)))
+    assert [(block.name, len(block.parameters)) for block in row] == [("0", 2), ("3", 2)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (1, ["conv1", "bn1"]),
+        (3, ["conv1", "bn1", "layer1"]),
+        (4, ["conv1", "bn1", "layer1", "layer2.0"]),
+        (-1, ["conv1", "bn1", "layer1", "layer2", "layer3", "layer4"]),
+        (["layer1"], ["layer1"]),
+        (["layer[12]", "conv1"], ["conv1", "layer1", "layer2"]),
+        (["*.bn1"], [f"layer{n}.{m}.bn1" for n in (1, 2, 3, 4) for m in (0, 1)]),
+        (["fc.bias"], ["fc.bias"]),
+    ],
+)
+def test_what_is_frozen(wanted, names):
+    model = made("resnet18")
+    freeze(model, wanted, "resnet18")
+    assert frozen(model) == names
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (10, ["resnet18 has 10 blocks", "model.freeze=9 is the most"]),
+        (-10, ["resnet18 has 10 blocks"]),
+        (["layer5"], ["nothing in resnet18", "'layer5'", "did you mean layer"]),
+        (["backbone"], ["'backbone'", "it has conv1, bn1, layer1, layer2, layer3, layer4, fc"]),
+        (["Layer1"], ["'Layer1'"]),
+        (["relu"], ["nothing in resnet18 that trains is called 'relu'"]),
+        (["*"], ["leaves nothing of resnet18 to train"]),
+        (["[ab"], ["'[ab'"]),
+    ],
+)
+def test_what_cannot_be_frozen(wanted, words):
+    with pytest.raises(RecipeError) as caught:
+        freeze(made("resnet18"), wanted, "resnet18")
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+def test_normalisation_that_is_frozen():
+    model = made("resnet18")
+    freeze(model, ["conv1", "bn1", "layer1.0.bn1.weight"], "resnet18")
+    assert frozen_norms(model) == [model.bn1], "of the other the bias still trains"

@@ -1,0 +1,142 @@
+"""Freezing, shares of the learning rate, Muon and LARS: in every mode through the real command line, as in `single`."""
+
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import losses, ok, trainer
+from tests.training.test_resume_modes import kill
+from tests.training.test_training import SAME
+
+SHORT = [word for word in SAME if not word.startswith(("max_steps", "optimizer.lr"))]
+SHORT += ["max_steps=8", "schedule.warmup_epochs=0", "logging.tensorboard=false", "logging.verdict=false"]
+SGD = ["optimizer.lr=0.01", "optimizer.momentum=0.9"]
+OPTIONS = {
+    # The first of two stages is frozen as a whole.
+    "frozen": ["model.name=cnn_gn", *SGD, "model.freeze=2", "clip_grad_norm=1"],
+    "frozen in between": ["model.name=cnn_gn", *SGD, "model.freeze=['4','8.weight','9']"],
+    "layer_decay": ["model.name=cnn_gn", "optimizer.name=adamw", "optimizer.lr=0.01", "optimizer.layer_decay=0.5"],
+    "muon": ["model.name=vit_tiny", "optimizer.name=muon", "optimizer.lr=0.001", "optimizer.nesterov=true"],
+    "lars": ["model.name=cnn_gn", "optimizer.name=lars", "optimizer.lr=4", "accumulate=2", "ema=0.9"],
+    "lr_per": ["model.name=cnn_gn", "optimizer.lr=0.02", "optimizer.lr_per=128"],
+}
+CUT = {"cnn_gn": "7", "vit_tiny": "encoder.layers.encoder_layer_1"}
+WAYS = {
+    "dp": ["mode=dp", "devices=[cpu,cpu]"],
+    "ddp": ["mode=ddp", "nproc=2"],
+    "split": ["mode=split", "devices=[cpu,cpu]", "pipeline.cuts=[{cut}]"],
+    "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
+    "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
+    "recomputed": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.recompute=true"],
+    "zbv": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=zbv"],
+    "zerobubble": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=interleavedzerobubble"],
+    "2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
+    "one": ["mode=local_sgd", "nproc=1"],  # a worker alone is `single`
+}
+APART = {"local_sgd": ["mode=local_sgd", "nproc=2", "local_sgd.every=2"], "hogwild": ["mode=hogwild", "nproc=2"]}
+FAST = {
+    ("streams", "frozen"),
+    ("1f1b", "frozen"),
+    ("zbv", "frozen"),
+    ("ddp", "frozen in between"),
+    ("split", "layer_decay"),
+    ("1f1b", "layer_decay"),
+    ("ddp", "muon"),
+    ("1f1b", "muon"),
+    ("split", "lars"),
+    ("2x2", "lars"),
+}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """mode=single's folder for an option, trained when it is first asked for."""
+    root = tmp_path_factory.mktemp("single")
+
+    @cache
+    def folder(option):
+        path = root / option.replace(" ", "-")
+        ok(*SHORT, *OPTIONS[option], "mode=single", f"output={path}")
+        return path
+
+    return folder
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_mode_has_the_losses_of_single(way, option, single, tmp_path, full):
+    if (way, option) not in FAST and not full:
+        pytest.skip("the whole table takes long: --all")
+    cut = CUT[OPTIONS[option][0].partition("=")[2]]
+    ok(*SHORT, *OPTIONS[option], *(word.format(cut=cut) for word in WAYS[way]), f"output={tmp_path / 'run'}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(single(option)), rel=1e-4)
+    ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", single(option)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3 if option == "muon" else 1e-4)
+    if option.startswith("frozen"):
+        for name in ("4.weight", "5.weight"):
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("option", ["frozen", "muon", "lars"])
+@pytest.mark.parametrize("way", APART)
+def test_workers_that_go_their_own_ways(way, option, single, tmp_path, full):
+    if (way, option) not in (("local_sgd", "frozen"), ("hogwild", "muon")) and not full:
+        pytest.skip("--all")
+    ok(*SHORT, *OPTIONS[option], *APART[way], f"output={tmp_path / 'run'}")
+    found = losses(tmp_path / "run")
+    assert len(found) == 8 and found[0] == pytest.approx(losses(single(option))[0], rel=0.2)
+    if option == "frozen":
+        ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", single(option)))
+        assert torch.equal(ours["0.weight"], theirs["0.weight"]), "averaging leaves it as it is, to the last bit"
+
+
+NORMS = {
+    **{way: WAYS[way] for way in ("dp", "ddp", "split", "streams", "1f1b", "zbv", "recomputed")},
+    "single": ["mode=single"],
+    "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
+    **APART,
+}
+
+
+@pytest.mark.parametrize("way", NORMS)
+def test_frozen_batch_norm_keeps_its_statistics(way, tmp_path, full):
+    if way not in ("ddp", "streams") and not full:
+        pytest.skip("--all")
+    words = [word.format(cut="8") for word in NORMS[way]]
+    done = ok(*SHORT, "model.name=cnn", *SGD, "model.freeze=1", *words, f"output={tmp_path / 'run'}")
+    assert "frozen   0, 1: 352 of 94,186 parameters; 1 BatchNorm layer there keeps its statistics" in done.stdout
+    weights = load_file(tmp_path / "run" / "last.safetensors")
+    assert not weights["1.running_mean"].any() and weights["1.running_var"].unique().tolist() == [1.0]
+    assert weights["1.num_batches_tracked"] == 0 and weights["5.running_mean"].any()
+
+
+@pytest.mark.parametrize(
+    ("option", "way"), [("muon", "single"), ("lars", "1f1b"), ("frozen", "1f1b"), ("layer_decay", "single")]
+)
+def test_continued_to_the_last_bit(option, way, tmp_path, full):
+    if (option, way) not in (("muon", "single"), ("frozen", "1f1b")) and not full:
+        pytest.skip("--all")
+    cut = CUT[OPTIONS[option][0].partition("=")[2]]
+    mode = [word.format(cut=cut) for word in WAYS.get(way, ["mode=single"])]
+    words = [*SHORT, *OPTIONS[option], *mode, "save.every_steps=3"]
+    ok(*words, f"output={tmp_path / 'whole'}")
+    kill(5, *words, f"output={tmp_path / 'run'}")
+    ok(*words, "resume=auto", f"output={tmp_path / 'run'}")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    ours, theirs = (load_file(tmp_path / name / "last.safetensors") for name in ("run", "whole"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("model.freeze=9 mode=single", "model.freeze=4 is the most"),
+        ("model.freeze=conv1 mode=ddp nproc=2", "nothing in cnn that trains is called 'conv1'"),
+        ("optimizer.name=muon mode=pipeline devices=[cpu,cpu]", "cnn has none that train"),
+    ],
+)
+def test_what_is_refused(words, says):
+    done = trainer("recipe=digits", *words.split())
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

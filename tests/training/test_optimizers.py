@@ -1,0 +1,166 @@
+"""LARS against the paper's algorithm, Muon against torch's own, shares of the learning rate, and who has state."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import RecipeError
+from trainer.models.blocks import freeze
+from trainer.models.zoo import build
+from trainer.recipe import load
+from trainer.training.optimization import learning_rate
+from trainer.training.optimizers import build_optimizer, optimizer_state, parameter_groups
+from trainer.training.trainable import hidden_matrices, notes, roles_of
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def made(model, *words):
+    recipe = load(None, *words)
+    named = dict(model.named_parameters())
+    return build_optimizer(named, recipe.optimizer, roles_of(model, recipe)), named
+
+
+def descend(model, optimizers, steps=6, found=None):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        loss = model(torch.randn(5, 6)).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.found_inf = found
+            optimizer.step()
+
+
+class Reference(torch.optim.Optimizer):
+    """You et al., algorithm 1, layer by layer, in plain words."""
+
+    def __init__(self, model, lr, momentum, decay, flat_decay, trust):
+        super().__init__(model.parameters(), {})
+        self.numbers = lr, momentum, decay, flat_decay, trust
+        self.velocity = {p: torch.zeros_like(p) for p in model.parameters()}
+
+    @torch.no_grad()
+    def step(self):
+        lr, m, decay, flat_decay, trust = self.numbers
+        for w, v in self.velocity.items():
+            b = flat_decay if w.ndim <= 1 else decay
+            local = 1.0
+            if w.ndim > 1 and w.norm() > 0 and w.grad.norm() > 0:
+                local = trust * w.norm() / (w.grad.norm() + b * w.norm())
+            v.copy_(m * v + lr * local * (w.grad + b * w))
+            w.sub_(v)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("zero", [True, False])
+def test_lars_is_the_papers(guarded, zero):
+    ours, theirs = small(), small()
+    if zero:  # a layer without a norm has the plain rate
+        nn.init.zeros_(ours[3].weight)
+        nn.init.zeros_(theirs[3].weight)
+    words = ["optimizer.name=lars", "optimizer.lr=3", "optimizer.momentum=0.8", "optimizer.trust=0.02"]
+    optimizer, _ = made(ours, *words, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0.01")
+    descend(ours, [optimizer], found=torch.zeros(()) if guarded else None)
+    descend(theirs, [Reference(theirs, 3, 0.8, 0.1, 0.01, 0.02)])
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(ours[0].weight, small()[0].weight, atol=1e-3), "and it moves"
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs_with_its_adamw(nesterov):
+    ours, theirs = small(), small()
+    words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.95", "optimizer.weight_decay=0.1"]
+    optimizer, named = made(ours, *words, f"optimizer.nesterov={nesterov}")
+    descend(ours, [optimizer], found=torch.zeros(()))
+    hidden = [theirs[0].weight, theirs[3].weight]
+    rest = [p for p in theirs.parameters() if all(p is not one for one in hidden)]
+    options = {"momentum": 0.95, "nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(hidden, lr=0.01, **options)
+    descend(theirs, [muon, torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, fused=True)])
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    kinds = {key.partition("//")[0]: key.partition("//")[2] for key in optimizer_state(optimizer, named)}
+    assert [name for name, kind in kinds.items() if kind == "momentum_buffer"] == ["0.weight", "3.weight"]
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden"),
+    [
+        ("mlp", {"1.weight", "3.weight"}),
+        ("vit_tiny", {f"{layer}{kind}" for layer in range(4) for kind in ("in", "out", "0", "3")}),
+    ],
+)
+def test_hidden_matrices(model, hidden):
+    recipe = load(None, f"model.name={model}", "optimizer.name=muon")
+    found = hidden_matrices(build(recipe.model, 10, 1, 8), recipe)
+    ends = {"self_attention.in_proj_weight": "in", "self_attention.out_proj.weight": "out"}
+    ends |= {"mlp.0.weight": "0", "mlp.3.weight": "3"}
+
+    def short(name):
+        layer, _, end = name.removeprefix("encoder.layers.encoder_layer_").partition(".")
+        return f"{layer}{ends[end]}" if end in ends else name
+
+    assert {short(name) for name in found} == hidden
+
+
+def test_tables_are_looked_up_and_no_matrices():
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.mix, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.relative_position_bias_table = nn.Parameter(torch.zeros(9, 2))
+
+    assert hidden_matrices(Tables(), load(None, "optimizer.name=muon")) == {"mix.weight"}
+
+
+def test_muon_has_nothing_to_do_in_a_convolutional_network():
+    recipe = load(None, "model.name=cnn", "optimizer.name=muon")
+    with pytest.raises(RecipeError, match=r"cnn has none that train.*optimizer.name=sgd or adamw"):
+        roles_of(build(recipe.model, 10, 1, 8), recipe)
+
+
+def test_layer_decay():
+    model = small()
+    optimizer, _ = made(
+        model, "optimizer.layer_decay=0.5", "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0"
+    )
+    found = {(group["rate"], group["weight_decay"]): len(group["params"]) for group in optimizer.param_groups}
+    # Blocks: the first layer with its LayerNorm, the second, the last.
+    assert found == {(0.25, 0.1): 1, (0.25, 0): 3, (0.5, 0.1): 1, (0.5, 0): 1, (1, 0.1): 1, (1, 0): 1}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+def test_what_is_frozen_has_no_state_and_stays(name):
+    model = small()
+    freeze(model, ["0"], "small")
+    optimizer, named = made(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
+    assert {key.partition("//")[0] for key in optimizer_state(optimizer, named)} == named.keys() - {
+        "0.weight",
+        "0.bias",
+    }
+    descend(model, [optimizer])
+    assert torch.equal(model[0].weight, small()[0].weight) and not torch.equal(model[3].weight, small()[3].weight)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+def test_a_stage_in_which_nothing_trains(name):
+    optimizer = build_optimizer({}, load(None, f"optimizer.name={name}").optimizer)
+    optimizer.step()
+    assert [(group["params"], group["rate"]) for group in optimizer.param_groups] == [([], 1.0)]
+
+
+def test_one_group_where_all_is_alike():
+    assert len(parameter_groups(dict(small().named_parameters()), load(None).optimizer)) == 1
+
+
+def test_the_learning_rate_grows_with_the_batch():
+    words = ["optimizer.lr=0.1", "epochs=4", "schedule.warmup_epochs=1", "schedule.min_lr=0.001"]
+    scaled = load(None, *words, "optimizer.lr_per=256", "batch_size=1024")
+    plain = load(None, "optimizer.lr=0.4", *words[1:], "batch_size=1024")
+    assert [learning_rate(scaled, 5)(n) for n in range(20)] == [learning_rate(plain, 5)(n) for n in range(20)]
+    assert notes(small(), scaled) == {"lr": "0.4: 0.1 for 256 images a step, and batch_size=1024"}
+    assert notes(small(), plain) == {}

@@ -1,0 +1,110 @@
+"""Early stopping through the real command line: when a run ends, that it can be continued, and what it says."""
+
+import json
+import math
+
+import pytest
+
+from tests.commands import QUIET, losses, ok, result, steps, trainer
+from trainer.recipe import load
+from trainer.training import stopping
+
+# A learning rate that moves nothing: the first epoch is the best.
+STILL = ["recipe=digits", "model.name=mlp", "optimizer.lr=1e-12", "augment.crop=none", "batch_size=256", *QUIET]
+STILL += ["optimizer.weight_decay=0", "schedule.warmup_epochs=0", "logging.tensorboard=false", "logging.verdict=false"]
+MODES = {
+    "single": ["mode=single"],
+    "dp": ["mode=dp"],
+    "ddp": ["mode=ddp", "nproc=2"],
+    "split": ["mode=split", "devices=[cpu,cpu]"],
+    "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=2"],
+    "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"],
+    "zbv": ["mode=pipeline", "nproc=2", "pipeline.schedule=zbv", "pipeline.microbatches=2"],
+    "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "hogwild": ["mode=hogwild", "nproc=2"],
+}
+FAST = ("single", "1f1b", "hogwild")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_stops(mode, tmp_path, full):
+    if mode not in FAST and not full:
+        pytest.skip("one line decides for all modes: --all")
+    done = ok(*STILL, *MODES[mode], "stop.patience=2", "epochs=9", f"output={tmp_path / 'run'}")
+    assert "stopped: 2 epochs without a better top-1" in done.stdout and "which was epoch 1's" in done.stdout
+    found = result(tmp_path / "run")
+    assert (found["status"], found["ended_by"], found["epochs"], found["exit_code"]) == (
+        "completed",
+        "stop.patience",
+        3,
+        0,
+    )
+    assert (tmp_path / "run" / "last.safetensors").is_file() and (tmp_path / "run" / "best.safetensors").is_file()
+
+
+def test_a_stopped_run_stays_so_until_patience_is_raised(tmp_path):
+    run = [*STILL, "mode=single", "epochs=5", f"output={tmp_path / 'run'}"]
+    ok(*run, "stop.patience=2")
+    again = ok(*run, "stop.patience=2", "resume=auto")
+    assert "resuming at step 15 of 25" in again.stdout
+    found = result(tmp_path / "run")
+    assert (found["ended_by"], found["epochs"], found["steps"], len(losses(tmp_path / "run"))) == (
+        "stop.patience",
+        3,
+        15,
+        15,
+    )
+    ok(*run, "stop.patience=3", "resume=auto")
+    found = result(tmp_path / "run")
+    assert (found["ended_by"], found["epochs"], found["steps"]) == ("stop.patience", 4, 20)
+    ok(*run, "stop.patience=null", "resume=auto")
+    found = result(tmp_path / "run")
+    assert (found["ended_by"], found["epochs"], found["steps"]) == ("epochs", 5, 25)
+    ok(*[word for word in run if not word.startswith("output")], f"output={tmp_path / 'whole'}")
+    assert steps(tmp_path / "run") != [] and losses(tmp_path / "run") == losses(tmp_path / "whole"), "to the last bit"
+
+
+def test_a_run_that_learns_goes_on(tmp_path):
+    words = [word.replace("1e-12", "0.01") for word in STILL] + [
+        "mode=single",
+        "epochs=3",
+        "max_steps=14",
+        "stop.patience=2",
+    ]
+    ok(*words, f"output={tmp_path / 'run'}")
+    assert result(tmp_path / "run")["ended_by"] == "max_steps"
+
+
+@pytest.mark.parametrize("word", ["stop.patience=0", "stop.patience=-1", "stop.patience=1.5", "stop.patience=true"])
+def test_what_is_no_patience(word):
+    done = trainer("recipe=digits", word)
+    assert done.returncode == 2 and "stop.patience" in done.stderr and "Traceback" not in done.stderr
+
+
+class Told:
+    """As much of a run as patience looks at."""
+
+    speed_only = False
+
+    def __init__(self, best, best_epoch, epoch, patience):
+        self.recipe = load(None, f"stop.patience={json.dumps(patience)}")
+        self.history = type("History", (), {"best": best, "best_epoch": best_epoch})
+        self.position = type("Position", (), {"epoch": epoch})
+
+
+@pytest.mark.parametrize(
+    ("best", "best_epoch", "epoch", "patience", "lost"),
+    [
+        (0.5, 0, 1, 1, False),
+        (0.5, 0, 2, 1, True),
+        (0.5, 3, 4, 1, False),
+        (0.5, 3, 6, 3, False),
+        (0.5, 3, 7, 3, True),
+        (None, None, 0, 1, False),
+        (math.nan, 4, 5, 6, False),  # NaN is worse than anything, and no best
+        (math.nan, 4, 5, 5, True),
+        (0.5, 0, 99, None, False),
+    ],
+)
+def test_patience(best, best_epoch, epoch, patience, lost):
+    assert stopping.lost_patience(Told(best, best_epoch, epoch, patience)) is lost

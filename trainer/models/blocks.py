@@ -1,0 +1,152 @@
+"""A model's blocks from its inputs to its outputs, and which of its parameters do not train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.errors import RecipeError
+from trainer.recipe import nearest
+
+LISTS = (nn.Sequential, nn.ModuleList)
+
+
+class Block(NamedTuple):
+    """A part of a model that learns as one."""
+
+    name: str  # of the module that it is
+    parameters: list[str]  # names, those of the loose ones around it included
+
+
+def blocks(model: nn.Module) -> list[Block]:
+    """The model's blocks in the order in which it defines them; parameters that are used twice count once.
+
+    A block is a child of the model, or of a list in it (`nn.Sequential`, `nn.ModuleList`), or of a part whose lists
+    hold more than half of all weights: a residual block, an encoder layer, a convolution on its own. What is loose goes
+    with the block before it, or with the first: normalisation layers between blocks, position embeddings, class tokens.
+    """
+    found: list[Block] = []
+    waiting: list[str] = []  # loose ones before the first block
+    for name, parameters, loose in _parts(model, "", sum(p.numel() for p in model.parameters()) / 2):
+        if loose and not found:
+            waiting += parameters
+        elif loose:
+            found[-1].parameters.extend(parameters)
+        else:
+            found.append(Block(name, [*waiting, *parameters]))
+            waiting = []
+    if waiting:
+        found.append(Block("", waiting))
+    once: set[str] = {name for name, _ in model.named_parameters()}
+    return [Block(name, [p for p in parameters if p in once]) for name, parameters in found]
+
+
+def _parts(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[str, list[str], bool]]:
+    """Parts with parameters in the order of their definition: name, parameters, whether it is loose."""
+    own = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        yield prefix.removesuffix("."), own, True
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        parameters = dict(child.named_parameters(prefix=path))
+        if not parameters:
+            continue
+        if type(child) in LISTS or _in_lists(child) > half:
+            yield from _parts(child, f"{path}.", half)
+        else:
+            yield path, list(parameters), all(p.ndim <= 1 for p in parameters.values())
+
+
+def _in_lists(module: nn.Module) -> int:
+    """Weights that lie in lists of layers within a module."""
+    return sum(
+        sum(p.numel() for p in child.parameters()) if type(child) in LISTS else _in_lists(child)
+        for child in module.children()
+    )
+
+
+def freeze(model: nn.Module, wanted: int | Sequence[str], name: str) -> None:
+    """Let some parameters keep their values: they get no gradients, so no optimizer state either.
+
+    Args:
+        wanted: so many blocks from the inputs on, all but so many of the last ones where negative; or names or patterns
+            of modules and parameters, as in `layer1` or `encoder.layers.*.mlp`.
+        name: of the model, for messages.
+
+    Raises:
+        RecipeError: there are not so many blocks, a pattern fits nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    if isinstance(wanted, int):
+        row = blocks(model)
+        count = wanted if wanted > 0 else len(row) + wanted
+        if not 0 < count < len(row):
+            raise RecipeError(
+                f"model.freeze={wanted}: {name} has {len(row)} blocks of layers ({_listed([b.name for b in row])}), "
+                f"and the last has to train: model.freeze={len(row) - 1} is the most"
+            )
+        chosen = {parameter for block in row[:count] for parameter in block.parameters}
+    else:
+        chosen = {parameter for pattern in wanted for parameter in _fitting(model, pattern, name)}
+    left = [parameter for parameter in parameters if parameter not in chosen and parameters[parameter].requires_grad]
+    if not left:
+        raise RecipeError(f"model.freeze leaves nothing of {name} to train: take its last layer out of the list")
+    for parameter in chosen:
+        parameters[parameter].requires_grad_(False)
+
+
+def _fitting(model: nn.Module, pattern: str, model_name: str) -> list[str]:
+    """Names of the parameters that a pattern names, or that lie in modules that it names."""
+    names = [name for name, _ in model.named_parameters()]
+    fits = [name for name in names if any(fnmatchcase(above, pattern) for above in _path(name))]
+    if not fits:
+        every = dict.fromkeys(above for name in names for above in _path(name))
+        guess = nearest(pattern, every)
+        tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
+        hint = f"did you mean {guess}?" if guess else f"it has {_listed(tops)}"
+        raise RecipeError(f"model.freeze: nothing in {model_name} that trains is called '{pattern}'; {hint}")
+    return fits
+
+
+def _path(name: str) -> list[str]:
+    """A parameter's name and those of all modules that it lies in."""
+    parts = name.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """What does not train, in as few names as there can be: modules of which no parameter does, else parameters."""
+    if not any(True for _ in model.parameters()):
+        return []
+    found: list[str] = []
+
+    def look(module: nn.Module, prefix: str) -> None:
+        found.extend(f"{prefix}{name}" for name, p in module.named_parameters(recurse=False) if not p.requires_grad)
+        for name, child in module.named_children():
+            training = [p.requires_grad for p in child.parameters()]
+            if training and not any(training):
+                found.append(f"{prefix}{name}")
+            elif training:
+                look(child, f"{prefix}{name}.")
+
+    look(model, "")
+    return found
+
+
+def frozen_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Batch normalisation that does not train: its weight and bias are frozen."""
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm)
+        and any(True for _ in layer.parameters())
+        and not any(p.requires_grad for p in layer.parameters())
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:4])}, ... {', '.join(names[-2:])}"

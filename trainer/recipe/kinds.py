@@ -1,0 +1,69 @@
+"""Kinds of values that keys of a recipe have, with what is said of others."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from trainer.recipe.text import shown
+
+DEVICE = r"cpu|cuda(:\d{1,3})?"
+
+
+def _devices(value: Any) -> Any:
+    if value == "auto":
+        return value
+    if not isinstance(value, list) or not value:
+        example = value if isinstance(value, str) and re.fullmatch(DEVICE, value) else "cuda:0"
+        raise ValueError(f"must be auto or a list, as in devices=[{example}]")
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(DEVICE, name):
+            raise ValueError(f"'{shown(name)}' is not a device: write cpu, cuda or cuda:0")
+    return value
+
+
+def _count(value: Any) -> Any:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError("must be auto or a number, as in 8")
+    return value
+
+
+def _cuts(value: Any) -> Any:
+    if value == "auto":
+        return value
+    names = [str(name) if type(name) is int else name for name in value] if isinstance(value, list) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("must be auto or a list of names, as in [layer2.3] or ['0.3']")
+    return names
+
+
+def _logger(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError("must be true, or text: a project's name for wandb, an address for mlflow")
+
+
+def _freeze(value: Any) -> Any:
+    if value is None or (type(value) is int and value != 0):
+        return value
+    listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    names = [str(name) if type(name) is int else name for name in listed]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("must be a number of blocks, as in 4, or a list of names, as in [conv1] or ['features.0']")
+    return names
+
+
+Positive = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
+Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
+Names = Annotated[list[Name], Field(min_length=1)]
+Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
+Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
+Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
+Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
+Freeze = Annotated[int | list[str] | None, BeforeValidator(_freeze)]

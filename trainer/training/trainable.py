@@ -1,0 +1,98 @@
+"""Which of a model's parameters train, and how: what the optimizer of a stage cannot see of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from trainer.errors import RecipeError
+from trainer.models.blocks import Block, blocks, frozen, frozen_norms
+from trainer.recipe import Recipe
+
+
+class Roles(NamedTuple):
+    """What parameters are in the whole model, by their plain names; a rank may hold a part of them.
+
+    Attributes:
+        rates: the share of the learning rate that each has; 1 where it is not here.
+        matrices: those that Muon trains.
+    """
+
+    rates: Mapping[str, float] = {}
+    matrices: frozenset[str] = frozenset()
+
+
+def roles_of(model: nn.Module, recipe: Recipe) -> Roles:
+    """The roles of a whole model's parameters.
+
+    Raises:
+        RecipeError: the recipe's optimizer has nothing to do in such a model.
+    """
+    decay, rates = recipe.optimizer.layer_decay, {}
+    if decay is not None:
+        row = blocks(model)
+        rates = {name: _share(row, at, decay) for at, block in enumerate(row) for name in block.parameters}
+    return Roles(rates, hidden_matrices(model, recipe) if recipe.optimizer.name == "muon" else frozenset())
+
+
+def _share(row: list[Block], at: int, decay: float) -> float:
+    """Of the learning rate: all in the last block, and `decay` of the next one's in each before it.
+
+    As for fine-tuning ELECTRA (Clark et al., arXiv:2003.10555) and BEiT (Bao et al., arXiv:2106.08254).
+    """
+    return float(decay ** (len(row) - 1 - at))
+
+
+def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
+    """Names of the two-dimensional weights between the model's first values and its outputs.
+
+    torch.optim.Muon is for these. Embeddings and tables of biases are looked up rather than multiplied, and the last
+    linear layer makes the outputs: AdamW is for them, as for convolutions and all one-dimensional parameters.
+
+    Raises:
+        RecipeError: there are none that train.
+    """
+    layers = list(model.named_modules())
+    outside = {f"{name}.weight" for name, layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
+    outside |= {f"{name}.weight" for name, layer in [pair for pair in layers if isinstance(pair[1], nn.Linear)][-1:]}
+    found = {
+        name
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and p.requires_grad and name not in outside and "bias" not in name.rpartition(".")[2]
+    }
+    if not found:
+        raise RecipeError(
+            f"optimizer.name=muon trains hidden matrices, and {recipe.model.name} has none that train: convolutions "
+            "and last layers are AdamW's. Use optimizer.name=sgd or adamw, or a model.name such as vit_b_16 or swin_t"
+        )
+    return frozenset(found)
+
+
+def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+    """Lines of the banner, by their title: what does not train, and how the rest does where it is not all alike."""
+    lines, optimizer = {}, recipe.optimizer
+    still, named = frozen(model), dict(model.named_parameters())
+    if still:
+        size = sum(p.numel() for p in named.values() if not p.requires_grad)
+        lines["frozen"] = f"{', '.join(still)}: {size:,} of {sum(p.numel() for p in named.values()):,} parameters"
+        norms = len(frozen_norms(model)) if recipe.model.freeze is not None else 0
+        if norms:
+            kept = "layer there keeps its" if norms == 1 else "layers there keep their"
+            lines["frozen"] += f"; {norms} BatchNorm {kept} statistics"
+    rate = f"{recipe.peak_lr:g}"
+    if optimizer.lr_per is not None:
+        rate += f": {optimizer.lr:g} for {optimizer.lr_per} images a step, and batch_size={recipe.batch_size}"
+    if optimizer.layer_decay is not None:
+        row = blocks(model)
+        low = recipe.peak_lr * _share(row, 0, optimizer.layer_decay)
+        rate += f"; that in the last of {len(row)} blocks ({row[-1].name}), times {optimizer.layer_decay:g} in each "
+        rate += f"before it, so {low:.3g} in the first ({row[0].name})"
+    if optimizer.lr_per is not None or optimizer.layer_decay is not None:
+        lines["lr"] = rate
+    if optimizer.name == "muon":
+        matrices = hidden_matrices(model, recipe)
+        size = sum(named[name].numel() for name in matrices)
+        lines["muon"] = f"{len(matrices)} hidden matrices, {size:,} parameters; AdamW has the others, at the same lr"
+    return lines

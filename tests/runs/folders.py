@@ -13,7 +13,7 @@ from trainer.telemetry.events import Events
 RESULT = {
     "recipe": "digits", "mode": "single", "status": "completed", "error": None, "world_size": 1, "devices": ["cpu"],
     "precision": "fp32", "epochs": 2, "steps": 28, "data": {"name": "digits", "train_samples": 90},
-    "train_loss": 0.5, "val_loss": 0.4, "val_top1": 0.9, "best_top1": 0.95, "best_epoch": 0, "seconds": 7.0,
+    "train_loss": 0.5, "val_loss": 0.4, "val_top1": 0.9, "best_top1": 0.95, "best_epoch": 1, "seconds": 7.0,
     "throughput": {"samples_per_sec": 1234.5}, "step_time_s": {"mean": 0.02}, "losses": [1.5, 0.5],
     "peak_memory_bytes": {"cpu": 2_000_000}, "verdict": {"sentence": "it computes"}, "versions": {"torch": "2.14"},
 }  # fmt: skip

@@ -247,11 +247,14 @@ def _listed(choices: list[int]) -> str:
 def check_model_name(name: str) -> None:
     """Refuse a model name that neither this package nor torchvision has, without importing torchvision.
 
-    Only a first look, skipped when the user brings a plugin: `models.build` has the last word.
+    Only a first look, skipped when the user brings a plugin: `models.build` has the last word. Models of timm are
+    looked for in its source, too.
     """
+    if name.startswith(TIMM):
+        return _check_timm(name.removeprefix(TIMM))
     known = [*SMALL_MODELS, *torchvision_classifiers()]
     if len(known) > len(SMALL_MODELS) and name not in known:
-        guess = nearest(name, known)
+        guess = f"{TIMM}{name}" if name in timm_models() else nearest(name, known)
         raise RecipeError(
             f"model.name={name} is neither a small model nor a torchvision classifier; "
             + (f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}")
@@ -259,6 +262,17 @@ def check_model_name(name: str) -> None:
         )
 
 
+def _check_timm(name: str) -> None:
+    known = timm_models()
+    if find_spec("timm") is None:
+        raise RecipeError(f"model.name={TIMM}{name} needs the package timm: pip install timm")
+    if known and name.partition(".")[0] not in known:
+        guess = nearest(name.partition(".")[0], known)
+        hint = f"; did you mean model.name={TIMM}{guess}?" if guess else "; timm.list_models() lists its models"
+        raise RecipeError(f"model.name={TIMM}{name} is not a model of timm{hint}")
+
+
+TIMM = "timm:"  # before the names of its models
 SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "synthetic")
 
@@ -290,4 +304,14 @@ def torchvision_classifiers() -> list[str]:
     names: list[str] = []
     for path in sorted(Path(spec.submodule_search_locations[0], "models").glob("*.py")):
         names += re.findall(r"@register_model\(\)\n(?:@.*\n)*def (\w+)", path.read_text(encoding="utf-8"))
+    return names
+
+
+def timm_models() -> list[str]:
+    """Names of timm's models, read from its source; none where it is not installed."""
+    spec = find_spec("timm")
+    names: list[str] = []
+    for path in sorted(Path(place, "models") for place in (spec and spec.submodule_search_locations) or ()):
+        for file in sorted(path.glob("*.py")):
+            names += re.findall(r"^@register_model\n(?:@.*\n)*def (\w+)", file.read_text(encoding="utf-8"), re.M)
     return names

@@ -49,6 +49,20 @@ def _cuts(value: Any) -> Any:
     return names
 
 
+def _shares(value: Any) -> Any:
+    values = value if isinstance(value, list) else []
+    if len(values) not in (1, 3) or not all(type(one) in (int, float) and 0 <= one <= 1 for one in values):
+        raise ValueError("must be a number from 0 to 1 for each channel, as in [0.485, 0.456, 0.406] (of 255: divide)")
+    return [float(one) for one in values]
+
+
+def _spreads(value: Any) -> Any:
+    values = _shares(value)
+    if not all(values):
+        raise ValueError("must be above 0, as in [0.229, 0.224, 0.225]")
+    return values
+
+
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -71,8 +85,12 @@ class DataRecipe(_Section):
     name: str = "digits"
     root: str | None = None
     labels: str | None = None  # a CSV that tells each image's labels; null: the folder that it lies in
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  # of each class, held out where photos have no val folder
     image_size: Positive | None = None  # null: the data set's own, 224 for photos
     channels: Literal[1, 3] | None = None  # null: the data set's own
+    mean: Annotated[list[float], BeforeValidator(_shares)] | None = None  # of pixels; null: the data set's or model's
+    std: Annotated[list[float], BeforeValidator(_spreads)] | None = None  # and their standard deviation
+    balance: bool = False  # draw all classes equally often, whatever their numbers of images
     workers: Annotated[int, Field(ge=0, le=256)] | None = None  # null: chosen from cores and ranks
     download: bool = True
     missing: Literal["error", "synthetic"] = "error"
@@ -269,6 +287,8 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}")
     if recipe.pipeline.split_size is not None and recipe.pipeline.microbatches != "auto":
         raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches say the same twice: keep one")
+    if recipe.data.balance and recipe.loss.class_weights == "balanced":
+        raise RecipeError(f"{name}: data.balance=true and loss.class_weights=balanced do the same twice: keep one")
     low, high = recipe.augment.crop_scale
     if low > high:
         raise RecipeError(f"{name}: augment.crop_scale=[{low},{high}] is the wrong way round; try [{high},{low}]")

@@ -156,10 +156,22 @@ def test_what_was_to_be_typed_helps(tmp_path):
 def test_a_class_with_one_image_trains_and_is_told(tmp_path):
     found = opened(photo_set(tmp_path, {"cat": 1, "dog": 9}))
     assert found.notes["classes"] == "cat 1 + 0, dog 7 + 2 (training + held out)"
+    assert "balance" not in opened(tmp_path, "data.balance=true").notes
     assert (
         found.notes["balance"]
         == "dog has 7 times as many images as cat: data.balance=true draws all classes equally often"
     )
+
+
+def test_what_lies_beside_the_classes_is_counted_once(tmp_path):
+    for root, parts in ((tmp_path / "plain", ()), (tmp_path / "split", ("train", "val"))):
+        photo_set(root, PETS, split=bool(parts), parts=parts)
+        photo(root / "loose.jpg")
+        for name in (".DS_Store", "notes.txt"):
+            (root / name).write_text("junk")
+        assert opened(root).notes["ignored"] == (
+            "1 image outside the class folders; 1 hidden file of other programs (.DS_Store); 1 other file (.txt)"
+        )
 
 
 def test_of_many_classes_the_smallest_and_the_largest_are_told(tmp_path):

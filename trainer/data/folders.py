@@ -132,7 +132,7 @@ def split_table(train: PhotoFolder, val: PhotoFolder, names: Sequence[str]) -> s
     return table((("train", rows(train)), ("val", rows(val))))
 
 
-def counted(train: PhotoFolder, val: PhotoFolder, names: Sequence[str]) -> dict[str, str]:
+def counted(train: PhotoFolder, val: PhotoFolder, names: Sequence[str], balanced: bool) -> dict[str, str]:
     """How many images each class has, for a run's banner, and what to do where some have far fewer."""
     if train.labels.ndim > 1:
         return {}
@@ -144,7 +144,7 @@ def counted(train: PhotoFolder, val: PhotoFolder, names: Sequence[str]) -> dict[
         ends = ", ".join(each[row] for row in order[:3]), ", ".join(each[row] for row in order[-3:])
         each = [f"fewest {ends[0]}; most {ends[1]}"]
     notes = {"classes": f"{', '.join(each)} (training + held out)"}
-    if here[most] >= UNBALANCED * here[fewest]:
+    if here[most] >= UNBALANCED * here[fewest] and not balanced:
         notes["balance"] = (
             f"{names[most]} has {here[most] / max(1, here[fewest]):.0f} times as many images as {names[fewest]}: "
             "data.balance=true draws all classes equally often"
@@ -177,7 +177,7 @@ def photos(
         std=std,
         synthetic=False,
         split=split,
-        notes={**looked, **counted(train, val, names), **notes},
+        notes={**looked, **counted(train, val, names, recipe.data.balance), **notes},
         split_table=partial(split_table, train, val, names) if made and train is not val else None,
     )
 

@@ -37,11 +37,11 @@ def layout_of(root: Path, left: LeftOut) -> ClassFolders:
     Raises:
         SetupError: it is no folder of classes; the sentence says what was found and what to type.
     """
-    folders, images = listed(root, left)
+    folders, images = listed(root, LeftOut())
     train, held_out = (_called(root, folders, names) for names in (TRAIN, HELD_OUT))
     others = tuple(name for name in folders if name not in (train, held_out))
     if train is not None:
-        left.loose(len(images))
+        left.loose(len(listed(root, left)[1]))  # else what lies beside the classes is counted with them
         return ClassFolders(root / train, root / held_out if held_out else None, others)
     if held_out is not None and others:
         moved = " ".join(str(root / name) for name in others[:4]) + " ..." * (len(others) > 4)
@@ -57,7 +57,6 @@ def layout_of(root: Path, left: LeftOut) -> ClassFolders:
         raise SetupError(_flat(root, images))
     if len(folders) == 1:
         _check_one(root, folders[0])
-    left.loose(len(images))
     if root.name.lower() in TRAIN:
         beside = _called(root.parent, listed(root.parent, LeftOut())[0], HELD_OUT)
         return ClassFolders(root, root.parent / beside if beside else None)

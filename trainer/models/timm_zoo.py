@@ -24,7 +24,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
     name, options = _tagged(recipe), {"num_classes": num_classes, "in_chans": channels}
     if not timm.is_model(name):
         raise RecipeError(f"model.name={recipe.name} is not a model of timm; timm.list_models() lists its models")
-    if recipe.weights is not None:
+    if recipe.weights is not None or "." in name:
         _check_weights(timm, recipe, name)
     pretrained = starting and recipe.weights is not None
     try:
@@ -34,10 +34,10 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
             raise AssertionError(text_of(error)) from None  # it cannot be of this shape
         if not pretrained:
             raise
-        why = text_of(error).partition("\n")[0][:200]
+        place = timm.get_pretrained_cfg(name).hf_hub_id or "its page"
         raise SetupError(
-            f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({why}); "
-            "fetch them where there is a network, and start from the file: model.weights=null model.init_from=FILE"
+            f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({type(error).__name__}); fetch "
+            f"model.safetensors of {place} elsewhere, and start from it: model.weights=null model.init_from=FILE"
         ) from None
 
 
@@ -57,7 +57,10 @@ def with_own_input(recipe: Recipe) -> Recipe:
     data = recipe.data
     if not recipe.model.name.startswith(TIMM) or data.name != "imagefolder":
         return recipe
-    told = _timm(recipe.model.name).get_pretrained_cfg(_tagged(recipe.model))
+    timm, name = _timm(recipe.model.name), _tagged(recipe.model)
+    if not timm.is_model(name) or ("." in name and name not in _published(timm, name)):
+        return recipe  # building it says so
+    told = timm.get_pretrained_cfg(name)
     if told is None:
         return recipe
     words: dict[str, Any] = {}
@@ -87,17 +90,21 @@ def _tagged(recipe: ModelRecipe) -> str:
 
 
 def _check_weights(timm: Any, recipe: ModelRecipe, name: str) -> None:
-    plain = name.partition(".")[0]
-    known = timm.list_pretrained(f"{plain}.*") or timm.list_pretrained(plain)
+    known = _published(timm, name)
     if not known:
         raise RecipeError(
             f"model.weights={recipe.weights}: timm publishes none for {recipe.name}; model.weights=null starts without"
         )
     if "." in name and name not in known:
+        model, _, tag = name.partition(".")
         tags = ", ".join(one.partition(".")[2] for one in known[:6])
-        raise RecipeError(
-            f"model.weights={recipe.weights} is not published for {recipe.name}; there are {tags}, DEFAULT"
-        )
+        raise RecipeError(f"model.weights={tag} is not published for {TIMM}{model}; there are {tags}, DEFAULT")
+
+
+def _published(timm: Any, name: str) -> list[str]:
+    """timm's names of a model with each of its published weights."""
+    found: list[str] = timm.list_pretrained(f"{name.partition('.')[0]}.*")
+    return found
 
 
 @lru_cache

@@ -16,7 +16,7 @@ from PIL import EpsImagePlugin, Image
 
 from trainer.data import ImageSet, LabelledSource, downloads, open_datasets
 from trainer.data.images import jpeg_size
-from trainer.errors import SetupError
+from trainer.errors import RecipeError, SetupError
 from trainer.inference.sources import image_files
 from trainer.recipe import load
 from trainer.recipe.checks import DATASETS
@@ -332,3 +332,23 @@ def test_every_known_name_is_handled(tmp_path):
             opened(f"data.name={name}", f"data.root={tmp_path}", "data.download=false")
         except SetupError as error:
             assert str(tmp_path) in str(error)
+
+
+def test_mean_and_deviation_are_the_recipes_where_it_tells_them(folder):
+    photos = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
+    plain = opened(*photos)
+    assert plain.mean == (0.485, 0.456, 0.406) and plain.std == (0.229, 0.224, 0.225)
+    assert opened(*photos, "data.mean=[0.1,0.2,0.3]").mean == (0.1, 0.2, 0.3)
+    assert opened(*photos, "data.mean=[0.1,0.2,0.3]").std == plain.std
+    assert opened(*photos, "data.mean=[0.5]", "data.std=[1]").mean == (0.5, 0.5, 0.5)
+    gray = opened(*photos, "data.channels=1", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]")
+    assert gray.mean == pytest.approx((0.5,)) and gray.std == pytest.approx((0.25,))
+    assert opened("data.mean=[0.5]", "data.std=[0.25]").std == (0.25,)  # digits
+
+
+@pytest.mark.parametrize(
+    "word", ["data.mean=[123.7,116.3,103.5]", "data.mean=0.5", "data.std=[0]", "data.std=[0.2,0.2]"]
+)
+def test_a_mean_that_is_none_says_what_one_is(word):
+    with pytest.raises(RecipeError, match=r"must be .*as in \[0\.\d+, 0\.\d+, 0\.\d+\]"):
+        load(None, word)

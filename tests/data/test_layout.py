@@ -139,17 +139,15 @@ def test_what_cannot_be_told_is_one_sentence_with_what_to_type(tmp_path, layout,
 def test_what_was_to_be_typed_helps(tmp_path):
     """The commands of the sentences, run as they stand."""
     for layout, marker in ((flat_with_names, "cd "), (classes_beside_val, "mkdir "), (split_below_classes, "cd ")):
-        root = tmp_path / layout.__name__
+        root = tmp_path / f"my photos ({layout.__name__})"
         root.mkdir()
         layout(root)
         with pytest.raises(SetupError) as error:
             opened(root)
-        command = (
-            marker + str(error.value).partition(marker)[2].partition("; else ")[0].partition("; then data.root=")[0]
-        )
+        rest, _, then = str(error.value).partition(marker)[2].partition("; then ")
+        command = marker + rest.partition("; else ")[0]
         subprocess.run(["bash", "-c", command], check=True, env={"PATH": "/usr/bin:/bin"})
-        new = str(error.value).partition("then data.root=")[2]
-        found = opened(shlex.split(new)[0] if new else root)
+        found = opened(shlex.split(then)[0].removeprefix("data.root=") if then else root)
         assert found.classes == ("cat", "dog"), command
 
 

@@ -11,13 +11,13 @@ from tests.commands import QUIET, losses, ok, result, trainer
 from tests.data.photo_folders import photo_set
 from trainer.errors import RecipeError, SetupError
 from trainer.models import timm_zoo, zoo
-from trainer.recipe import ModelRecipe, checks, load
+from trainer.recipe import ModelRecipe, checks, load, timm_names
 
 without = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
 
 
 def test_without_timm_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(timm_names, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"timm:resnet10t needs the package timm: pip install timm"):
         checks.check_model_name("timm:resnet10t")
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
@@ -44,7 +44,7 @@ def test_a_name_that_is_none(typed, said):
 def test_its_own_source_tells_every_name():
     import timm
 
-    assert set(checks.timm_models()) == set(timm.list_models())
+    assert set(timm_names.timm_models()) == set(timm.list_models())
 
 
 @without

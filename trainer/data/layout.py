@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from trainer.data.scanning import LeftOut, class_images, few, listed
@@ -44,23 +46,37 @@ def layout_of(root: Path, left: LeftOut) -> ClassFolders:
         left.loose(len(listed(root, left)[1]))  # else what lies beside the classes is counted with them
         return ClassFolders(root / train, root / held_out if held_out else None, others)
     if held_out is not None and others:
-        moved = " ".join(str(root / name) for name in others[:4]) + " ..." * (len(others) > 4)
+        moved = " ".join(quote(str(root / name)) for name in others[:4]) + " ..." * (len(others) > 4)
+        train_at = quote(str(root / "train"))
         raise SetupError(
             f"{root} holds {held_out} and no train: if {few(others)} are classes to train, "
-            f"mkdir {root / 'train'} && mv {moved} {root / 'train'}/"
+            f"mkdir {train_at} && mv {moved} {train_at}/"
         )
     if held_out is not None:
         raise SetupError(
-            f"{root} holds {held_out} and no train; data.root={root / held_out} trains on that and holds out a part"
+            f"{root} holds {held_out} and no train; {_word(root / held_out)} trains on that and holds out a part"
         )
     if not folders:
         raise SetupError(_flat(root, images))
     if len(folders) == 1:
         _check_one(root, folders[0])
-    if root.name.lower() in TRAIN:
-        beside = _called(root.parent, listed(root.parent, LeftOut())[0], HELD_OUT)
-        return ClassFolders(root, root.parent / beside if beside else None)
+    if root.absolute().name.lower() in TRAIN and (beside := _beside(root.absolute().parent)) is not None:
+        return ClassFolders(root, beside)
     return ClassFolders(root, None)
+
+
+def _beside(parent: Path) -> Path | None:
+    """The held-out part of a folder; None also where the folder cannot be listed."""
+    found: list[str] = []
+    with suppress(OSError):
+        found = [name for name in os.listdir(parent) if name.lower() in HELD_OUT and (parent / name).is_dir()]
+    name = _called(parent, found, HELD_OUT)
+    return parent / name if name is not None else None
+
+
+def _word(root: Path) -> str:
+    """The word that names a folder, as a shell takes it."""
+    return quote(f"data.root={root}")
 
 
 def _called(root: Path, folders: Sequence[str], names: Sequence[str]) -> str | None:
@@ -96,11 +112,12 @@ def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
     inside = {name: _inner(paths) for name, paths in classes.items()}
     splits = [name for name in next(iter(inside.values())) if name.lower() in (*TRAIN, *HELD_OUT)]
     if len(classes) > 1 < len(splits) and all(set(splits) <= set(names) for names in inside.values()):
+        new = layout.train.absolute().parent / f"{layout.train.absolute().name}-split"
         raise SetupError(
             f"{layout.train}: each class holds its own {' and '.join(splits)}, and they belong above the classes: "
-            f"cd {layout.train} && for part in {' '.join(splits)}; do mkdir -p ../split/$part; "
-            f'for name in *; do mv "$name/$part" "../split/$part/$name"; done; done; then data.root='
-            f"{layout.train.parent / 'split'}"
+            f"cd {quote(str(layout.train))} && for part in {' '.join(splits)}; do mkdir -p {quote(str(new))}/$part; "
+            f'for name in *; do mv "$name/$part" {quote(str(new))}/$part/"$name"; done; done; then '
+            f"{_word(new)}"
         )
     if len(classes) > 1:
         return
@@ -114,11 +131,11 @@ def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
         )
     found += f", holding {len(folders)} folders of images ({few(folders)})"
     if _has(folders, TRAIN) and _has(folders, HELD_OUT):
-        raise SetupError(f"{found}: data.root={place}")
+        raise SetupError(f"{found}: {_word(place)}")
     parts = [part for part in (layout.train, layout.held_out) if part is not None]
     raise SetupError(
         f"{found}: they are the classes if they lie one level higher, "
-        + " and ".join(f"mv {part / only}/* {part}/" for part in parts)
+        + " && ".join(f"mv {quote(str(part / only))}/* {quote(str(part))}/" for part in parts)
     )
 
 
@@ -139,7 +156,7 @@ def _check_one(root: Path, only: str) -> None:
         place /= folders[0]
         folders, images = listed(place, LeftOut())
     if _has(folders, TRAIN) or len(folders) > 1:
-        raise SetupError(f"{root} holds one folder, '{only}', and deeper in it {few(folders)}: data.root={place}")
+        raise SetupError(f"{root} holds one folder, '{only}', and deeper in it {few(folders)}: {_word(place)}")
 
 
 def _flat(folder: Path, images: Sequence[str]) -> str:
@@ -153,9 +170,10 @@ def _flat(folder: Path, images: Sequence[str]) -> str:
         return f"{folder} holds no class folders and no images that can be read here{ignored}; {apart}"
     found = f"{folder} holds {len(images)} image{'s' * (len(images) > 1)} and no class folders; "
     if tables:
-        return f"{found}if {tables[0]} tells their labels, data.labels={folder / tables[0]}, else {apart}"
+        return f"{found}if {tables[0]} tells their labels, {quote(f'data.labels={folder / tables[0]}')}, else {apart}"
     stems = sorted({match[1] for name in images if (match := re.match(r"([^\W\d_]+)[\W\d_]", name))})
     if 1 < len(stems) <= len(images) / 2:
         move = " && ".join(f"mkdir {stem} && mv {stem}?*.* {stem}/" for stem in stems[:3]) + " ..." * (len(stems) > 3)
-        return f"{found}if their names begin with the class ({few(stems)}), cd {folder} && {move}; else {apart}"
+        there = quote(str(folder))
+        return f"{found}if their names begin with the class ({few(stems)}), cd {there} && {move}; else {apart}"
     return f"{found}{apart}, or name their labels in a table: data.labels=FILE.csv"

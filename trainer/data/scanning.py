@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 
 from PIL import Image
 
@@ -158,7 +159,9 @@ def class_images(folder: Path, classes: Sequence[str], left: LeftOut) -> list[li
     found = [sorted(images_below(os.path.join(folder, name), left, name)) for name in classes]
     full = [name for name, images in zip(classes, found, strict=True) if images]
     if len(full) == 1 < len(classes) and {path.count("/") for path in found[classes.index(full[0])]} != {1}:
-        raise SetupError(f"{folder}: of its folders only {full[0]} holds images: data.root={folder / full[0]}")
+        raise SetupError(
+            f"{folder}: of its folders only {full[0]} holds images: {quote(f'data.root={folder / full[0]}')}"
+        )
     for name, images in zip(classes, found, strict=True):
         if not images:
             own = LeftOut()

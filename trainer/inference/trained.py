@@ -21,7 +21,7 @@ from trainer.errors import CheckpointError, RecipeError
 from trainer.inference.labelling import Preparation
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
-from trainer.recipe.checks import TIMM
+from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
 from trainer.training.trained import opened_again, recipe_of

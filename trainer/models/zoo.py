@@ -18,7 +18,7 @@ from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.models import timm_zoo
 from trainer.models.small import SMALL, Builder
 from trainer.recipe import ModelRecipe
-from trainer.recipe.checks import TIMM
+from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.errors import RecipeError
 from trainer.recipe import IN_TURN, STREAMS, Recipe, nearest, neighbours
+from trainer.recipe.timm_names import TIMM, check_timm_name, timm_models
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
@@ -251,7 +252,7 @@ def check_model_name(name: str) -> None:
     looked for in its source, too.
     """
     if name.startswith(TIMM):
-        return _check_timm(name.removeprefix(TIMM))
+        return check_timm_name(name)
     known = [*SMALL_MODELS, *torchvision_classifiers()]
     if len(known) > len(SMALL_MODELS) and name not in known:
         guess = f"{TIMM}{name}" if name in timm_models() else nearest(name, known)
@@ -262,17 +263,6 @@ def check_model_name(name: str) -> None:
         )
 
 
-def _check_timm(name: str) -> None:
-    known = timm_models()
-    if find_spec("timm") is None:
-        raise RecipeError(f"model.name={TIMM}{name} needs the package timm: pip install timm")
-    if known and name.partition(".")[0] not in known:
-        guess = nearest(name.partition(".")[0], known)
-        hint = f"; did you mean model.name={TIMM}{guess}?" if guess else "; timm.list_models() lists its models"
-        raise RecipeError(f"model.name={TIMM}{name} is not a model of timm{hint}")
-
-
-TIMM = "timm:"  # before the names of its models
 SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "synthetic")
 
@@ -304,14 +294,4 @@ def torchvision_classifiers() -> list[str]:
     names: list[str] = []
     for path in sorted(Path(spec.submodule_search_locations[0], "models").glob("*.py")):
         names += re.findall(r"@register_model\(\)\n(?:@.*\n)*def (\w+)", path.read_text(encoding="utf-8"))
-    return names
-
-
-def timm_models() -> list[str]:
-    """Names of timm's models, read from its source; none where it is not installed."""
-    spec = find_spec("timm")
-    names: list[str] = []
-    for path in sorted(Path(place, "models") for place in (spec and spec.submodule_search_locations) or ()):
-        for file in sorted(path.glob("*.py")):
-            names += re.findall(r"^@register_model\n(?:@.*\n)*def (\w+)", file.read_text(encoding="utf-8"), re.M)
     return names

@@ -16,7 +16,7 @@ from PIL import EpsImagePlugin, Image
 
 from trainer.data import ImageSet, LabelledSource, downloads, open_datasets
 from trainer.data.images import jpeg_size
-from trainer.errors import SetupError
+from trainer.errors import RecipeError, SetupError
 from trainer.inference.sources import image_files
 from trainer.recipe import load
 from trainer.recipe.checks import DATASETS
@@ -177,7 +177,6 @@ def test_the_size_of_a_jpeg_is_known_before_it_is_decoded(tmp_path, options):
         (lambda root: (root / "val" / "cat").mkdir(), "val/cat holds no images"),
         (lambda root: photo(root / "val" / "cat" / "0.jpg"), "class folder 'cat' is in val and not in train"),
         (lambda root: (root / "val" / "ant").rename(root / "ant"), "class folder 'ant' is in train and not in val"),
-        (lambda root: (root / "val").rename(root / "x"), "needs the folders train and val"),
         (lambda root: [(root / "train" / name).rename(root / name) for name in ("ant", "bee")], "no class folders"),
     ],
 )
@@ -265,7 +264,7 @@ def test_small_images_of_one_size_stay_as_they_are(tmp_path, sizes, mode, words,
 
 def test_a_recipe_that_says_the_shape_is_not_talked_into_another(tmp_path):
     found = opened("data.name=imagefolder", small_photos(tmp_path), "data.image_size=8", "data.channels=3")
-    assert (found.channels, found.image_size, found.notes) == (3, 8, {})
+    assert (found.channels, found.image_size) == (3, 8) and "images" not in found.notes
 
 
 def test_what_other_programs_leave_among_images_is_skipped_and_counted(tmp_path):
@@ -280,7 +279,7 @@ def test_what_other_programs_leave_among_images_is_skipped_and_counted(tmp_path)
             (folder / name / "._1.png").write_bytes(b"junk")
     found = opened("data.name=imagefolder", root)
     assert found.classes == ("a", "b") and torch.equal(found.train.images, plain.train.images)
-    assert found.notes["skipped"].startswith("10 hidden files and folders") and "skipped" not in plain.notes
+    assert found.notes["ignored"].startswith("10 hidden files of other programs") and "ignored" not in plain.notes
 
 
 def test_one_class_is_nothing_to_learn(tmp_path):
@@ -333,3 +332,23 @@ def test_every_known_name_is_handled(tmp_path):
             opened(f"data.name={name}", f"data.root={tmp_path}", "data.download=false")
         except SetupError as error:
             assert str(tmp_path) in str(error)
+
+
+def test_mean_and_deviation_are_the_recipes_where_it_tells_them(folder):
+    photos = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
+    plain = opened(*photos)
+    assert plain.mean == (0.485, 0.456, 0.406) and plain.std == (0.229, 0.224, 0.225)
+    assert opened(*photos, "data.mean=[0.1,0.2,0.3]").mean == (0.1, 0.2, 0.3)
+    assert opened(*photos, "data.mean=[0.1,0.2,0.3]").std == plain.std
+    assert opened(*photos, "data.mean=[0.5]", "data.std=[1]").mean == (0.5, 0.5, 0.5)
+    gray = opened(*photos, "data.channels=1", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]")
+    assert gray.mean == pytest.approx((0.5,)) and gray.std == pytest.approx((0.25,))
+    assert opened("data.mean=[0.5]", "data.std=[0.25]").std == (0.25,)  # digits
+
+
+@pytest.mark.parametrize(
+    "word", ["data.mean=[123.7,116.3,103.5]", "data.mean=0.5", "data.std=[0]", "data.std=[0.2,0.2]"]
+)
+def test_a_mean_that_is_none_says_what_one_is(word):
+    with pytest.raises(RecipeError, match=r"must be .*as in \[0\.\d+, 0\.\d+, 0\.\d+\]"):
+        load(None, word)

@@ -136,3 +136,25 @@ def test_mixing_follows_the_step_and_splits_by_rows():
     first, again, other = (sampling.mixing(0, 0, step, 8, 0.2, 0.0, 8) for step in (5, 5, 6))
     assert first.blend.tolist() == again.blend.tolist() != other.blend.tolist()
     assert first.rows(4, 8).blend.tolist() == first.blend[2:4].tolist()
+
+
+@pytest.mark.parametrize("counts", [(90, 9, 1), (5, 5), (7, 2, 2, 1), (1, 30)])
+def test_a_balanced_order_has_every_class_as_often(counts):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    samples, seen = len(labels), np.zeros((len(counts),), int)
+    for epoch in range(6):
+        order = sampling.balanced(3, epoch, labels, samples)
+        drawn = np.bincount(labels[order % samples], minlength=len(counts))
+        assert len(order) == samples == len(set(order.tolist())) and np.ptp(drawn) <= 1
+        assert np.array_equal(order, sampling.balanced(3, epoch, labels, samples))
+        seen += drawn
+    assert np.ptp(seen) <= 2  # the class that comes once less is another one each time
+
+
+def test_a_balanced_order_goes_through_a_class_before_any_comes_again():
+    labels = np.repeat([0, 1], [40, 8])
+    epochs = [sampling.balanced(0, epoch, labels, 48) % 48 for epoch in range(5)]
+    frequent = np.concatenate([order[labels[order] == 0] for order in epochs])
+    assert np.bincount(frequent, minlength=48)[:40].tolist().count(3) == 120 - 2 * 40  # 24 an epoch: twice or 3 times
+    assert np.bincount(epochs[0], minlength=48)[40:].tolist() == [3] * 8
+    assert not np.array_equal(epochs[0], epochs[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import shutil
 
@@ -17,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from tests.commands import PROJECT, QUIET, losses, ok
 from trainer import load_recipe
 from trainer.data import open_datasets
-from trainer.launch import launching
 from trainer.training.loop import train
 from trainer.training.trained import evaluate_run
 
@@ -63,9 +61,9 @@ needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason
 full = pytest.mark.full("every family")
 SAMPLE = ("mnasnet", "googlenet")  # which torchvision loads in a way of their own
 CASES = [
-    *(pytest.param(*FAMILIES[family], None, id=family, marks=[full] * (family not in SAMPLE)) for family in FAMILIES),
+    *(pytest.param(*FAMILIES[family], id=family, marks=[full] * (family not in SAMPLE)) for family in FAMILIES),
     *(
-        pytest.param(f"timm_{name}", size, "tests.models.timm_models", id=name, marks=[full, needs_timm])
+        pytest.param(f"timm:{name}", size, id=name, marks=[full] * (name != "resnet10t") + [needs_timm])
         for name, size in TIMM.items()
     ),
 ]
@@ -88,13 +86,12 @@ def bare(file):
     """The model that the file's metadata names, with the file's weights, as README tells to load them."""
     with safe_open(file, "pt") as opened:
         facts = opened.metadata()
-    if "model" in facts:
-        model = eval(facts["model"], {"torchvision": torchvision})
-    else:
-        from tests.models.timm_models import create
+    if facts["model"].startswith("timm."):
+        import timm
 
-        recipe = json.loads(facts["recipe"])
-        model = create(recipe["model"]["name"].removeprefix("timm_"), 3, 3, recipe["data"]["image_size"])
+        model = eval(facts["model"], {"timm": timm})
+    else:
+        model = eval(facts["model"], {"torchvision": torchvision})
     weights = load_file(file)
     if "mnasnet" in facts.get("model", ""):
         plain, weights = weights, model.state_dict()
@@ -112,11 +109,9 @@ def loss_by_hand(model, recipe):
         return cross_entropy(model((data.val.images[index] / 255 - mean) / std), data.val.labels[index]).item()
 
 
-@pytest.mark.parametrize(("name", "size", "plugin"), CASES)
-def test_a_family(name, size, plugin, runs, full):
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_a_family(name, size, runs, full):
     words = [f"model.name={name}", f"data.image_size={size}", *PLAIN]
-    launching.load_plugin(plugin)
-    more = [f"plugin={plugin}"] if plugin else []
     recipe = load_recipe(None, *words, "mode=single", f"output={runs}/single")
     trained, rows = train(recipe), losses(runs / "single")
     shutil.rmtree(runs / "single" / "checkpoints" / "step-00000004")  # as if killed in the second epoch
@@ -128,15 +123,15 @@ def test_a_family(name, size, plugin, runs, full):
     assert loss_by_hand(model, recipe) == pytest.approx(trained["val_loss"], rel=1e-3)
     if not full:
         return
-    said = ok("predict", f"checkpoint={runs}/single", f"output={runs}/labels", *more, cwd=PROJECT).stdout
+    said = ok("predict", f"checkpoint={runs}/single", f"output={runs}/labels", cwd=PROJECT).stdout
     assert f"top-1    {trained['val_top1']:.2%} of 6 images" in said
     for mode, extra in {"split": SPLIT, "streams": STREAMS, "ranks": RANKS, "ddp": DDP}.items():
-        ok(*words, *extra, *more, f"output={runs}/{mode}", cwd=PROJECT)
+        ok(*words, *extra, f"output={runs}/{mode}", cwd=PROJECT)
         own = losses(runs / mode)
         assert len(own) == 4 and all(map(math.isfinite, own))
         assert mode != "split" or own == pytest.approx(rows, rel=1e-3)
         shutil.rmtree(runs / mode / "checkpoints" / "step-00000004")
-        ok(*words, "mode=single", *more, "resume=auto", f"output={runs}/{mode}", cwd=PROJECT)
+        ok(*words, "mode=single", "resume=auto", f"output={runs}/{mode}", cwd=PROJECT)
         assert losses(runs / mode)[:2] == own[:2]
         bare(runs / mode / "last.safetensors")
         shutil.rmtree(runs / mode)

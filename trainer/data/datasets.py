@@ -14,11 +14,12 @@ from torch import Tensor
 from trainer import tasks
 from trainer.data import sampling
 from trainer.data.downloads import PUBLISHED, load_published
-from trainer.data.folders import PhotoFolder, open_folder
+from trainer.data.folders import PhotoFolder, open_folder, statistics
 from trainer.data.images import reason
 from trainer.data.memory import in_memory
 from trainer.data.registered import UserItems, open_registered, registered
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
+from trainer.data.splits import NOTHING_BEFORE, Before
 from trainer.data.tables import open_table
 from trainer.data.targets import Targets, TaskSource, target_of
 from trainer.errors import RecipeError, SetupError
@@ -30,15 +31,17 @@ STAND_IN_STEPS = 20
 MOVING = ("crop", "hflip", "auto")  # augmentation that puts pixels elsewhere
 
 
-def open_datasets(recipe: Recipe) -> Datasets:
+def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
     """Find, and where allowed download, what `recipe.data` names. Needs no process group: every rank calls it.
+
+    `before` tells which images an earlier part of the run held out, where the data set has no split of its own.
 
     Raises:
         RecipeError: there is no such data set, or it does not fit the recipe.
         SetupError: its files are not here, or cannot be read.
     """
     tasks.kind(recipe)  # a name that is none is told before anything is looked for
-    return _for_task(recipe, _opened(recipe))
+    return _for_task(recipe, _opened(recipe, before))
 
 
 def _for_task(recipe: Recipe, found: Datasets) -> Datasets:
@@ -64,9 +67,26 @@ def _for_task(recipe: Recipe, found: Datasets) -> Datasets:
             return part if labels is None else with_labels(part, labels)
         return TaskSource(part, targets, found.image_size, labels)
 
+    if recipe.data.balance and (kind.reads != "class" or train is None or train.dim() > 1):
+        reason = "has not one class an image" if train is not None or kind.reads != "class" else "tells none beforehand"
+        raise RecipeError(f"data.balance=true draws classes equally often, and data.name={recipe.data.name} {reason}")
     found = replace(found, train=held(found.train, train), val=held(found.val, val), targets=spec)
     _check_augmentation(recipe, found)
-    return found
+    return _normalised(recipe.data, found)
+
+
+def _normalised(data: DataRecipe, found: Datasets) -> Datasets:
+    """With the recipe's mean and standard deviation, where it tells them."""
+    if data.mean is None and data.std is None:
+        return found
+    if found.plain:
+        key = "mean" if data.mean is not None else "std"
+        raise RecipeError(f"data.{key} is for images, and the inputs of data.name={data.name} are {found.plain}")
+    mean, std = (
+        own if said is None else statistics(tuple(said), tuple(said), found.channels)[0]
+        for own, said in ((found.mean, data.mean), (found.std, data.std))
+    )
+    return replace(found, mean=mean, std=std)
 
 
 def _looked_at(recipe: Recipe, found: Datasets) -> TensorSpec:
@@ -98,7 +118,7 @@ def _check_augmentation(recipe: Recipe, found: Datasets) -> None:
         raise RecipeError(f"augment.{on[0]}={augment[on[0]]} {reason}: set augment.{on[0]}={untouched[on[0]]}")
 
 
-def _opened(recipe: Recipe) -> Datasets:
+def _opened(recipe: Recipe, before: Before) -> Datasets:
     data = recipe.data
     if data.labels is not None and data.name != "imagefolder":
         raise RecipeError(f"data.labels={data.labels} is a table of a folder's images: use data.name=imagefolder")
@@ -118,7 +138,7 @@ def _opened(recipe: Recipe) -> Datasets:
         samples = max(data.samples, STAND_IN_STEPS * recipe.batch_size)
         return synthetic(recipe, samples, data.image_size or 224, recipe.model.num_classes or 1000)
     if data.name == "imagefolder":
-        return open_folder(recipe) if data.labels is None else open_table(recipe)
+        return open_folder(recipe, before) if data.labels is None else open_table(recipe, before)
     known_names = [*DATASETS, *registered]
     guess = nearest(data.name, known_names)
     hint = f"did you mean data.name={guess}? " if guess else ""

@@ -84,7 +84,7 @@ class TensorFeed:
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
         for block in _blocks(batches, self._rows):
-            at = on_device(torch.from_numpy(np.concatenate(block)), self._device)
+            at = on_device(torch.from_numpy(np.concatenate(block) % len(self._labels)), self._device)
             for index in torch.split(at, [len(batch) for batch in block]):
                 yield self._inputs[index], self._labels[index]
 

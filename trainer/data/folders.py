@@ -1,4 +1,4 @@
-"""Photo folders: root/train/<class>/... and root/val/<class>/... (or root/test)."""
+"""Photo folders: root/train/<class>/... and root/val/<class>/..., or what else `layout` knows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from PIL import Image
 from torch import Tensor
 
 from trainer.data.images import formats, read_image, reason
+from trainer.data.layout import check_several, classes_of, layout_of
 from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
+from trainer.data.scanning import LeftOut, few
 from trainer.data.sets import Datasets, ImageSet
+from trainer.data.splits import Before, hold_out, table
 from trainer.errors import CheckpointError, SetupError
 from trainer.recipe import Recipe
 from trainer.recipe.checks import torchvision_classifiers
@@ -30,7 +34,8 @@ IN_MEMORY_BYTES = 2**30
 PHOTO = 224  # pixels along a side that photos are brought to
 LOOKED_AT = 100  # headers of images, to choose a size
 GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
-JUNK = ("__MACOSX", "Thumbs.db", "desktop.ini")  # and what begins with a dot: other programs leave these behind
+LISTED = 12  # classes whose images are counted one by one
+UNBALANCED = 5  # times as many images
 
 Shape = tuple[int, int, int]  # channels, height, width
 
@@ -48,15 +53,19 @@ class PhotoFolder:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def where(self, index: int) -> str:
+    def name(self, index: int) -> str:
+        """Its path below the root."""
         start = self._ends[index - 1] if index else 0
-        return os.path.join(self.root, os.fsdecode(self._names[start : self._ends[index]]))
+        return os.fsdecode(self._names[start : self._ends[index]])
+
+    def where(self, index: int) -> str:
+        return os.path.join(self.root, self.name(index))
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
         return read_image(self.where(index), channels), torch.as_tensor(self.labels[index])
 
 
-def open_folder(recipe: Recipe) -> Datasets:
+def open_folder(recipe: Recipe, before: Before) -> Datasets:
     """Scan `data.root`. Folders of tiny images are decoded at once and kept in memory.
 
     Raises:
@@ -65,31 +74,94 @@ def open_folder(recipe: Recipe) -> Datasets:
     if recipe.data.root is None:
         raise SetupError(
             "data.name=imagefolder needs images: type data.root=FOLDER, "
-            "a folder with train/<class>/*.jpg and val/<class>/*.jpg"
+            "a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with <class>/*.jpg alone"
         )
-    root = Path(recipe.data.root).expanduser()
-    held_out = next((name for name in ("val", "test") if (root / name).is_dir()), None)
-    if held_out is None or not (root / "train").is_dir():
-        raise SetupError(f"{root} needs the folders train and val (or test), with a folder of images for each class")
-    suffixes, junk = readable_suffixes(), list[str]()
-    classes, train = scan(root / "train", suffixes, junk)
-    others, val = scan(root / held_out, suffixes, junk)
-    for name in sorted(set(classes) ^ set(others)):
-        here, there = ("train", held_out) if name in classes else (held_out, "train")
-        raise SetupError(f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes")
-    if len(classes) == 1:
-        raise SetupError(_one_class(root, held_out, classes[0], train))
-    notes = {}
-    if junk:
-        named = ", ".join(sorted(set(map(os.path.basename, junk)))[:4])
-        notes["skipped"] = f"{len(junk)} hidden files and folders of other programs ({named})"
-    return photos(recipe, train, val, classes, str(root / held_out), notes)
+    root, left = Path(recipe.data.root).expanduser(), LeftOut()
+    layout = layout_of(root, left)
+    classes = classes_of(layout.train, left)
+    check_several(layout, classes)
+    whole = _folder(layout.train, classes)
+    if layout.held_out is None:
+        train, val, split = divided(whole, recipe, before)
+    else:
+        others = classes_of(layout.held_out, left)
+        for name in sorted(set(classes) ^ set(others)):
+            parts = (layout.train.name, layout.held_out.name)
+            here, there = parts if name in classes else parts[::-1]
+            raise SetupError(
+                f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes"
+            )
+        train, val, split = whole, _folder(layout.held_out, others), str(layout.held_out)
+    notes = left.notes()
+    if layout.beside:
+        notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
+    return photos(recipe, train, val, list(classes), split, notes, made=layout.held_out is None)
+
+
+def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
+    labels = np.repeat(np.arange(len(classes)), [len(images) for images in classes.values()])
+    return PhotoFolder(root, itertools.chain.from_iterable(classes.values()), labels)
+
+
+def divided(whole: PhotoFolder, recipe: Recipe, before: Before) -> tuple[PhotoFolder, PhotoFolder, str]:
+    """The images that train and those held out, of a set that nobody divided, and what to say of it.
+
+    Raises:
+        SetupError: nothing can be held out.
+    """
+    names = [whole.name(index) for index in range(len(whole))]
+    one = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
+    chosen, told = hold_out(names, one, recipe.data.val_fraction, recipe.seed, before, whole.root)
+    if chosen.all():
+        return whole, whole, told
+
+    def part(rows: npt.NDArray[Any]) -> PhotoFolder:
+        return PhotoFolder(Path(whole.root), (names[row] for row in rows), whole.labels[rows])
+
+    return part(np.flatnonzero(~chosen)), part(np.flatnonzero(chosen)), told
+
+
+def split_table(train: PhotoFolder, val: PhotoFolder, names: Sequence[str]) -> str:
+    """The text of a run's split.csv: which images train and which are held out."""
+
+    def rows(part: PhotoFolder) -> Iterator[tuple[str, str]]:
+        for index in range(len(part)):
+            label = part.labels[index]
+            yield part.name(index), names[label] if part.labels.ndim == 1 else ""
+
+    return table((("train", rows(train)), ("val", rows(val))))
+
+
+def counted(train: PhotoFolder, val: PhotoFolder, names: Sequence[str], balanced: bool) -> dict[str, str]:
+    """How many images each class has, for a run's banner, and what to do where some have far fewer."""
+    if train.labels.ndim > 1:
+        return {}
+    here, there = (np.bincount(part.labels, minlength=len(names)) for part in (train, val))
+    order = np.argsort(here, kind="stable")
+    fewest, most = order[0], order[-1]
+    each = [f"{name} {a} + {b}" for name, a, b in zip(names, here, there, strict=True)]
+    if len(names) > LISTED:
+        ends = ", ".join(each[row] for row in order[:3]), ", ".join(each[row] for row in order[-3:])
+        each = [f"fewest {ends[0]}; most {ends[1]}"]
+    notes = {"classes": f"{', '.join(each)} (training + held out)"}
+    if here[most] >= UNBALANCED * here[fewest] and not balanced:
+        notes["balance"] = (
+            f"{names[most]} has {here[most] / max(1, here[fewest]):.0f} times as many images as {names[fewest]}: "
+            "data.balance=true draws all classes equally often"
+        )
+    return notes
 
 
 def photos(
-    recipe: Recipe, train: PhotoFolder, val: PhotoFolder, names: Sequence[str], split: str, notes: Mapping[str, str]
+    recipe: Recipe,
+    train: PhotoFolder,
+    val: PhotoFolder,
+    names: Sequence[str],
+    split: str,
+    notes: Mapping[str, str],
+    made: bool,
 ) -> Datasets:
-    """A data set of photos; tiny ones are decoded at once."""
+    """A data set of photos; tiny ones are decoded at once. `made` says that nobody had divided them."""
     channels, size, looked = image_shape(recipe, header_shapes(train))
     bytes_needed = (len(train) + len(val)) * size * size * channels
     tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
@@ -105,30 +177,9 @@ def photos(
         std=std,
         synthetic=False,
         split=split,
-        notes={**looked, **notes},
+        notes={**looked, **counted(train, val, names, recipe.data.balance), **notes},
+        split_table=partial(split_table, train, val, names) if made and train is not val else None,
     )
-
-
-def _one_class(root: Path, held_out: str, name: str, train: PhotoFolder) -> str:
-    """What to say of a data set with one class, in which there is nothing to tell apart."""
-    only = root / "train" / name
-    inside = sorted({train.where(index)[len(str(only)) + 1 :].split(os.sep)[0] for index in range(len(train))})
-    folders = [entry for entry in inside if (only / entry).is_dir()]
-    if not folders:
-        return (
-            f"{root / 'train'} holds one class, '{name}', and a classifier tells classes apart: "
-            f"put the images of each in a folder of its own, {root / 'train'}/<class> and {root / held_out}/<class>"
-        )
-    found = f"{root / 'train'} holds one class, '{name}', holding {len(folders)} folders of images ({_few(folders)})"
-    if "train" in folders and {"val", "test"} & set(folders):
-        return f"{found}: data.root={only}"
-    return f"{found}: they are the classes if they lie one level higher, " + " and ".join(
-        f"mv {root / split / name}/* {root / split}/" for split in ("train", held_out)
-    )
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 
 def header_shapes(folder: PhotoFolder) -> list[Shape]:
@@ -193,65 +244,6 @@ def statistics(
     return luma(mean), luma(std)
 
 
-def readable_suffixes() -> frozenset[str]:
-    """Suffixes, with the dot and in small letters, of the kinds of image that are read."""
-    kinds = formats()
-    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in kinds)
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether to look for images below it: not below a link that leads back to a folder above it, or to itself."""
-    try:
-        if not entry.is_dir() or not entry.is_symlink():
-            return entry.is_dir()
-    except OSError:
-        return False  # as a link to itself: whatever reads it will say so
-    target, here = os.path.realpath(entry.path), os.path.realpath(os.path.dirname(entry.path))
-    return os.path.commonpath([target, here]) != target
-
-
-def is_junk(name: str) -> bool:
-    """Whether a file or folder is one that a system or program left among the user's: ._IMG.jpg, .DS_Store."""
-    return name.startswith(".") or name in JUNK
-
-
-def scan(folder: Path, suffixes: frozenset[str], junk: list[str]) -> tuple[list[str], PhotoFolder]:
-    """The class folders in alphabetical order, and their images, subfolders included, in order too.
-
-    Paths of what other programs left there are added to `junk`.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            found = list(entries)
-        junk += [entry.path for entry in found if is_junk(entry.name)]
-        classes = sorted(entry.name for entry in found if is_folder(entry) and not is_junk(entry.name))
-        files = [sorted(_images(os.path.join(folder, name), name, suffixes, junk)) for name in classes]
-    except OSError as error:
-        raise SetupError(f"{error.filename or folder} cannot be listed: {error.strerror}") from None
-    if not classes:
-        raise SetupError(
-            f"{folder} holds no class folders; put each class's images in a folder of its own, {folder}/<class>/*.jpg"
-        )
-    for name, images in zip(classes, files, strict=True):
-        if not images:
-            raise SetupError(
-                f"{folder / name} holds no images; remove the folder or put images there (JPEG, PNG, WebP, ...)"
-            )
-    labels = np.repeat(np.arange(len(files)), [len(group) for group in files])
-    return classes, PhotoFolder(folder, itertools.chain.from_iterable(files), labels)
-
-
-def _images(folder: str, below: str, suffixes: frozenset[str], junk: list[str]) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if is_junk(entry.name):
-                junk.append(entry.path)
-            elif is_folder(entry):
-                yield from _images(entry.path, f"{below}/{entry.name}", suffixes, junk)
-            elif os.path.splitext(entry.name)[1].lower() in suffixes:
-                yield f"{below}/{entry.name}"
-
-
 def decoded(folder: PhotoFolder, size: int, channels: int, recipe: Recipe, held_out: bool) -> ImageSet:
     """Every image of a folder of tiny ones, in memory.
 
@@ -280,7 +272,11 @@ def decoded(folder: PhotoFolder, size: int, channels: int, recipe: Recipe, held_
         raise SetupError(f"{folder.root}: hardly any image can be read, the first is {named[0][0]} ({named[0][1]})")
     kept = torch.from_numpy(rows)
     pixels = images if not failures else images[kept]
-    return ImageSet(pixels.permute(0, 3, 1, 2), torch.as_tensor(folder.labels)[kept], failures=named)
+
+    def where(index: int) -> str:
+        return folder.where(int(rows[index]))
+
+    return ImageSet(pixels.permute(0, 3, 1, 2), torch.as_tensor(folder.labels)[kept], failures=named, where=where)
 
 
 def unreadable(where: str, why: str) -> SetupError:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
@@ -23,11 +25,13 @@ FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000"),
     *("TGA", "ICO", "DIB", "PCX", "SGI", "QOI"),
 )
+PLUGINS = {"pillow_heif": "register_heif_opener", "pillow_jxl": None}  # packages, and what makes them known to Pillow
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 LARGEST = 2**30  # bytes of an image file, and of the values that it may become
 
 
 def read_image(path: str, channels: int) -> Tensor:
-    """Decode a file to (channels, height, width) uint8.
+    """Decode a file to (channels, height, width) uint8, upright: turned as its EXIF orientation says.
 
     JPEG goes through torchvision, which is twice as fast; what it does not take, and every other kind, through Pillow.
     """
@@ -45,16 +49,34 @@ def read_image(path: str, channels: int) -> Tensor:
                 raise ValueError(f"{width} x {height} pixels are more than an image has")
             with contextlib.suppress(RuntimeError):
                 mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-                image: Tensor = decode_jpeg(torch.from_numpy(data), mode=mode)
+                image: Tensor = decode_jpeg(torch.from_numpy(data), mode=mode, apply_exif_orientation=True)
                 return image
+        if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
+            raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
         with Image.open(path, formats=formats()) as opened:
-            return from_pillow(opened, channels)
+            return from_pillow(upright(opened), channels)
 
 
-def formats() -> list[str]:
+@lru_cache(maxsize=1)
+def formats() -> tuple[str, ...]:
     """Those of `FORMATS` that Pillow can open here."""
     Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]
+    for package, register in PLUGINS.items():
+        with contextlib.suppress(ImportError):
+            plugin = import_module(package)
+            if register is not None:
+                getattr(plugin, register)()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF orientation says; as it lies where it has none, or one that makes no sense."""
+    image.load()
+    try:
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return ImageOps.exif_transpose(image) if turned in range(2, 9) else image
+    except Exception:  # EXIF is whatever a program wrote there
+        return image
 
 
 def jpeg_size(data: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,9 +79,10 @@ def in_memory(part: ImageSet | TensorSet | PhotoSource) -> bool:
 class Loader:
     """Reads what a shard asks for.
 
-    Global batch b of an epoch is permutation[b * batch_size : (b + 1) * batch_size]; shard r of W reads its r-th
+    The epoch's order is `sampling.permutation`, or `sampling.balanced` with data.balance=true.
+    Global batch b of an epoch is order[b * batch_size : (b + 1) * batch_size]; shard r of W reads its r-th
     contiguous part, in `accumulate` contiguous micro-batches. A shard with every sample reads its r-th part of the
-    whole permutation instead (see `sampling.own_rows`), in micro-batches whose sizes differ by one.
+    whole order instead (see `sampling.own_rows`), in micro-batches whose sizes differ by one.
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.
@@ -166,7 +168,7 @@ class Loader:
             PeerError: a loader worker died or hangs.
         """
         recipe, shard = self._recipe, self._shard
-        samples = sampling.permutation(recipe.seed, epoch, len(self._datasets.train))
+        samples = self._order(epoch)
         rows = sampling.own_rows if shard.every_sample else sampling.shard_rows
         steps = rows(samples, recipe.batch_size, shard.index, shard.count, recipe.accumulate)
         batches = [piece for step in steps[start_step:] for piece in step]
@@ -176,6 +178,16 @@ class Loader:
             if faults.active:
                 faults.spoil(batch.inputs, epoch * len(steps) + start_step + step + 1)
             yield batch
+
+    def _order(self, epoch: int) -> Array:
+        """The samples of an epoch, in order."""
+        recipe, part = self._recipe, self._datasets.train
+        labels = labels_at_hand(part, skip=False) if recipe.data.balance else None
+        if labels is None:
+            return sampling.permutation(recipe.seed, epoch, len(part))
+        rows = len(labels)  # of a small pool, sample i has the label of row i % rows
+        stride = -(-len(part) // rows) * rows
+        return sampling.balanced(recipe.seed, epoch, labels.numpy()[np.arange(len(part)) % rows], stride)
 
     @property
     def evaluation_batches(self) -> int:

@@ -19,7 +19,8 @@ from trainer.recipe import AugmentRecipe
 TINY = 64  # images of this size and less are not zoomed into
 NEIGHBOURS = 100  # how many further samples are tried in place of one that cannot be read
 
-Key = tuple[int, int | None, Array]  # slot to fill; epoch, or None for evaluation; sample indices
+# Slot to fill; epoch, or None for evaluation; sample indices, in training modulo the samples (`sampling.balanced`).
+Key = tuple[int, int | None, Array]
 Unreadable = tuple[str, str]  # what could not be read, and why
 
 
@@ -102,7 +103,7 @@ class Reader:
         prepare = self._for_training(epoch, index)
         failures: list[Unreadable] = []
         with private_random_state():
-            for row, sample in enumerate(index.tolist()):
+            for row, sample in enumerate((index % len(self.source)).tolist()):
                 image, label, failed = self._readable(sample)
                 failures += failed
                 if image is None:

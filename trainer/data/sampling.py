@@ -16,7 +16,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 # What a draw is for. CROP and ERASE take BOX_DRAWS numbers each.
-ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL = range(8)
+ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE = range(9)
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
 CROP, ERASE = 100, 200
@@ -55,6 +55,30 @@ def uniform(seed: int, epoch: int, index: npt.ArrayLike, draw: npt.ArrayLike) ->
 def permutation(seed: int, epoch: int, samples: int) -> Array:
     """The order of an epoch: every index below `samples` once, (samples,) int64."""
     return np.argsort(hashed(seed, epoch, np.arange(samples), ORDER), kind="stable")
+
+
+def balanced(seed: int, epoch: int, labels: Array, stride: int) -> Array:
+    """The order of an epoch in which every class comes equally often, but for one: (samples,) int64.
+
+    `labels` (samples,) are class indices. A class's images come in turn, over the epochs too: none comes again before
+    all have. The k-th time that an epoch has a sample it is called sample + k * `stride`, and its augmentation is drawn
+    for that number.
+    """
+    _, of, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    each = -(-len(labels) // len(counts))
+    turns = epoch * each + np.arange(each)
+    drawn = []
+    for members in np.split(np.argsort(of, kind="stable"), np.cumsum(counts)[:-1]):
+        passes, places = turns // len(members), turns % len(members)
+        found = np.empty(each, np.int64)
+        for one in np.unique(passes):
+            shuffled = members[np.argsort(hashed(seed, one, members, BALANCE), kind="stable")]
+            found[passes == one] = shuffled[places[passes == one]] + (one - passes[0]) * stride
+        drawn.append(found)
+    surplus = len(counts) * each - len(labels)  # of so many classes, others in every epoch, one image less
+    short = np.roll(np.arange(len(counts)), epoch * surplus)[:surplus]
+    kept = np.concatenate([found[: each - (row in short)] for row, found in enumerate(drawn)])
+    return kept[permutation(seed, epoch, len(labels))]
 
 
 def shard_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> Array:

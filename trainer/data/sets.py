@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -120,12 +120,14 @@ class ImageSet:
         labels: (rows, ...) as the task wants them: class indices (rows,) int64, for one.
         length: samples; None is one a row.
         failures: (path, reason) of the files that could not be read and were left out or replaced.
+        where: the path of a sample, of images that were files.
     """
 
     images: Tensor
     labels: Tensor
     length: int | None = None
     failures: tuple[tuple[str, str], ...] = ()
+    where: Callable[[int], str] | None = None
 
     def __len__(self) -> int:
         return len(self.labels) if self.length is None else self.length
@@ -190,6 +192,7 @@ class Datasets:
     notes: Mapping[str, str] = field(default_factory=dict)  # what a run's banner should say of them, by title
     targets: TensorSpec = CLASS  # of a sample
     plain: TensorSpec | None = None  # of a sample's inputs where they are no images
+    split_table: Callable[[], str] | None = None  # where the split was made here: the text of a run's split.csv
 
     @property
     def inputs(self) -> TensorSpec:

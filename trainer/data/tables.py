@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer import tasks
-from trainer.data.folders import PhotoFolder, photos
+from trainer.data.folders import PhotoFolder, divided, photos
+from trainer.data.layout import HELD_OUT, TRAIN
 from trainer.data.sets import Datasets
+from trainer.data.splits import Before
 from trainer.errors import SetupError
 from trainer.recipe import Recipe
 from trainer.tasks.base import Reads
 
 SPLIT = "split"  # the column that says which set an image is in
-TRAIN, HELD_OUT = ("train", "training"), ("val", "valid", "validation", "test")  # in any case
 SEPARATOR = ";"  # between the classes of an image
 
 WANTED = {
@@ -41,6 +42,10 @@ class Row(NamedTuple):
 
 class Table:
     """A CSV with a header: the first column is an image's path below data.root, `split` may say which set it is in.
+
+    Attributes:
+        columns: what it tells of each image.
+        train, val: its rows; where it is not `divided`, all of them train and none is held out.
 
     Raises:
         SetupError: it cannot be read, or is no such table; the line says where.
@@ -67,23 +72,26 @@ class Table:
         self.columns = tuple(header[n] for n in told)
         self.train: list[Row] = []
         self.val: list[Row] = []
+        rows: list[tuple[str, Row]] = []
         for number, cells in lines[1:]:
             if len(cells) != len(header):
                 raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(header)}")
             image = os.path.normpath(cells[0].strip().replace("\\", "/"))
             part = cells[split] if split is not None else image.partition("/")[0]
-            row = Row(number, image, tuple(cells[n].strip() for n in told))
-            if part.strip().lower() in TRAIN:
+            rows.append((part.strip().lower(), Row(number, image, tuple(cells[n].strip() for n in told))))
+        self.divided = split is not None or any(part in (*TRAIN, *HELD_OUT) for part, _ in rows)
+        for part, row in rows:
+            if part in TRAIN or not self.divided:
                 self.train.append(row)
-            elif part.strip().lower() in HELD_OUT:
+            elif part in HELD_OUT:
                 self.val.append(row)
             else:
                 raise SetupError(
-                    f"{path}, line {number}: nothing says whether {image} is for training: put it below train/ or "
-                    "val/, or add a column `split` with train or val"
+                    f"{path}, line {row.number}: nothing says whether {row.file} is for training: put it below train/ "
+                    "or val/, or add a column `split` with train or val"
                 )
-        for rows, name in ((self.train, "train"), (self.val, "val")):
-            if not rows:
+        for found, name in ((self.train, "train"), (self.val, "val")):
+            if not found and self.divided:
                 raise SetupError(f"{path} has no row of {SPLIT} {name}; both sets need images")
 
     def read(self, reads: Reads) -> tuple[tuple[str, ...], list[npt.NDArray[Any]]]:
@@ -91,7 +99,9 @@ class Table:
         parts = (self.train, self.val)
         if reads == "class" and len(self.columns) == 1:
             names = sorted({row.cells[0] for row in self.train})
-            return tuple(names), [np.array([self._place(row, row.cells[0], names) for row in rows]) for rows in parts]
+            return tuple(names), [
+                np.array([self._place(row, row.cells[0], names) for row in rows], np.int64) for rows in parts
+            ]
         cells = [row.cells[0] for row in (*self.train, *self.val)]
         if reads == "classes" and len(self.columns) == 1 and not {"0", "1"} >= set(cells):
             names = sorted({name for cell in cells for name in _several(cell)})
@@ -102,7 +112,7 @@ class Table:
                         targets[n, self._place(row, name, names)] = 1
             return tuple(names), found
         if reads in ("classes", "values") and self.columns:
-            return self.columns, [np.array([self._numbers(row) for row in rows], np.float32) for rows in parts]
+            return self.columns, [self._matrix(rows) for rows in parts]
         raise SetupError(f"{self.path} needs {WANTED[reads]}; beside the first its columns are {_listed(self.columns)}")
 
     def _place(self, row: Row, name: str, names: list[str]) -> int:
@@ -112,6 +122,9 @@ class Table:
         if names[place : place + 1] != [name]:
             raise SetupError(f"{self.path}, line {row.number}: no training image has the class '{name}'")
         return place
+
+    def _matrix(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        return np.array([self._numbers(row) for row in rows], np.float32).reshape(len(rows), len(self.columns))
 
     def _numbers(self, row: Row) -> list[float]:
         try:
@@ -123,7 +136,7 @@ class Table:
         return found
 
 
-def open_table(recipe: Recipe) -> Datasets:
+def open_table(recipe: Recipe, before: Before) -> Datasets:
     """The images of `data.root` that the table `data.labels` names, with the targets that it tells.
 
     Raises:
@@ -143,7 +156,10 @@ def open_table(recipe: Recipe) -> Datasets:
         PhotoFolder(root, [row.file for row in rows], labels)
         for rows, labels in zip((table.train, table.val), targets, strict=True)
     )
-    return photos(recipe, train, val, names, f"the held-out rows of {path}", {})
+    split = f"the held-out rows of {path}"
+    if not table.divided:
+        train, val, split = divided(train, recipe, before)
+    return photos(recipe, train, val, names, split, {}, made=not table.divided)
 
 
 def _several(cell: str) -> list[str]:

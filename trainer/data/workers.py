@@ -203,7 +203,7 @@ class PhotoFeed:
     def _lost(self, n: int, key: Key, error: BaseException) -> str:
         index = key[2]
         awaited = (
-            f"{len(index)} samples from {self.source.where(int(index[0]))} on were awaited"
+            f"{len(index)} samples from {self.source.where(int(index[0]) % len(self.source))} on were awaited"
             if len(index)
             else "nothing was awaited"
         )

@@ -81,6 +81,8 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
         world.close()
         _complete(before, final, inputs)
         return
+    if inputs.ignored and me.is_main:
+        print(f"ignored: {inputs.ignored}", flush=True)
     written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
-from trainer.data.folders import is_folder, is_junk, readable_suffixes
 from trainer.data.sampling import own_span
+from trainer.data.scanning import NEEDS, LeftOut, images_below, is_image
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 
 LONGEST = 100_000  # characters of a path in a list; the system takes 4,096
@@ -38,6 +38,7 @@ class Inputs:
         count: images, where that is known before they come.
         total: of all ranks.
         source: what payloads that are indices point into.
+        ignored: what lies among them and is not read, in words.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Inputs:
     items: Iterator[Item]
     source: PhotoSource | None = None
     total: int | None = None
+    ignored: str = ""
 
 
 def image_files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> Inputs:
@@ -62,12 +64,15 @@ def image_files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1)
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         return Inputs("paths from stdin", None, _labelled(_lines(sys.stdin), classes))
-    path = Path(root).expanduser()
+    path, left = Path(root).expanduser(), LeftOut(empty=False)  # an empty file has a row that says so
     try:
         if path.is_dir():
-            paths = list(_below(str(path), readable_suffixes()))
-        elif path.suffix.lower() in readable_suffixes():
+            paths = list(images_below(str(path), left, str(path)))
+        elif is_image(path.name):
             paths = [str(path)] if path.is_file() else []
+        elif path.suffix.lower() in NEEDS and path.is_file():
+            left.other(path.name)
+            paths = []
         else:
             paths = _listed(path, size)
     except TrainerError:
@@ -78,11 +83,13 @@ def image_files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1)
             "give a folder, a file of paths, or -"
         ) from None
     if not paths:
+        ignored = f" that can be read here ({left.told()})" if left.told() else ""
         raise SetupError(
-            f"data.root={root} holds no images; give a folder (of JPEG, PNG, WebP, ...), a file of paths, or -"
+            f"data.root={root} holds no images{ignored}; give a folder (of JPEG, PNG, WebP, ...), a file of paths, or -"
         )
     start, stop = own_span(len(paths), rank, size)
-    return Inputs(root, stop - start, _labelled(paths[start:stop], classes), total=len(paths))
+    items = _labelled(paths[start:stop], classes)
+    return Inputs(root, stop - start, items, total=len(paths), ignored=left.told())
 
 
 def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
@@ -94,9 +101,9 @@ def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> In
         raise RecipeError(f"data.name={data.name} holds no images, and predict labels images")
     if isinstance(part, ImageSet):
         rows, images, known = len(part.labels), part.images, _classes(part.labels)
+        named = part.where or (lambda n: f"{title}/{n}")
         items = (
-            Item(f"{title}/{n}", images[n % rows], None if known is None else known[n % rows])
-            for n in range(start, stop)
+            Item(named(n), images[n % rows], None if known is None else known[n % rows]) for n in range(start, stop)
         )
         return Inputs(title, stop - start, items, total=len(part))
     known = _classes(getattr(part, "labels", None))
@@ -169,14 +176,3 @@ def _lines(file: Any) -> Iterator[str]:
 def _labelled(paths: Any, classes: Sequence[str]) -> Iterator[Item]:
     known = {name: index for index, name in enumerate(classes)}
     return (Item(path, path, known.get(os.path.basename(os.path.dirname(path)))) for path in paths)
-
-
-def _below(folder: str, suffixes: frozenset[str]) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if is_junk(entry.name):
-                continue
-            if is_folder(entry):
-                yield from _below(entry.path, suffixes)
-            elif os.path.splitext(entry.name)[1].lower() in suffixes:
-                yield entry.path

@@ -15,15 +15,16 @@ from torchvision.models import get_model_weights
 
 from trainer import recipe as recipes
 from trainer import tasks
-from trainer.data import Datasets, open_datasets
+from trainer.data import Datasets
 from trainer.data.folders import IMAGENET
 from trainer.errors import CheckpointError, RecipeError
 from trainer.inference.labelling import Preparation
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
+from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
-from trainer.training.trained import facts_of, recipe_of
+from trainer.training.trained import facts_of, opened_again, recipe_of
 from trainer.training.wiring import model_for
 
 
@@ -49,7 +50,7 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     """
     weights, facts = read_weights(path)
     recipe = recipe_of(path, facts, tuple(words))
-    data = open_datasets(recipe) if wants_split(recipe, words) else None
+    data = opened_again(path, recipe, facts) if wants_split(recipe, words) else None
     if facts.get("mean") == "[]" or (data is not None and data.plain):
         raise RecipeError(f"{path} was trained on inputs that are no images, and predict labels images")
     if data is not None:
@@ -135,6 +136,10 @@ def published(words: Sequence[str]) -> Trained:
 
 def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
     """Classes, transforms and image size that torchvision publishes with weights."""
+    if recipe.model.name.startswith(TIMM):
+        raise RecipeError(
+            f"model.name={recipe.model.name}: predict takes a model of timm from a run of yours, as checkpoint=runs/x"
+        )
     try:
         weights = get_model_weights(recipe.model.name)[recipe.model.weights]
     except (KeyError, ValueError):

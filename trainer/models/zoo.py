@@ -1,4 +1,4 @@
-"""Name -> model: torchvision's classifiers, the small ones, and the user's own."""
+"""Name -> model: torchvision's classifiers, the small ones, timm's, and the user's own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError, SetupError
+from trainer.models import timm_zoo
 from trainer.models.blocks import freeze
 from trainer.models.small import SMALL, Builder
 from trainer.recipe import ModelRecipe
+from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
@@ -71,7 +73,8 @@ def build(
     num_classes = recipe.num_classes or num_classes
     if recipe.name in _builders and recipe.weights is not None:
         raise RecipeError(
-            f"model.weights={recipe.weights}: {recipe.name} has no published weights; use model.init_from=FILE"
+            f"model.weights={recipe.weights}: {recipe.name} has no published weights; model.weights=null starts "
+            "without any, model.init_from=FILE with those of a run or a file"
         )
     try:
         model = _made(recipe, num_classes, channels, image_size, starting)
@@ -106,6 +109,8 @@ class _Unreadable(Exception):
 def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
     if recipe.name in _builders:
         return _builders[recipe.name](num_classes, channels, image_size)
+    if recipe.name.startswith(TIMM):
+        return timm_zoo.create(recipe, num_classes, channels, image_size, starting)
     return _torchvision(recipe, num_classes, channels, image_size, starting)
 
 
@@ -134,7 +139,8 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
     except (URLError, ConnectionError, TimeoutError) as error:
         target = f"{torch.hub.get_dir()}/checkpoints/{weights.url.rpartition('/')[2]}"
         raise SetupError(
-            f"model.weights={recipe.weights} cannot be downloaded ({error}); put the file at {target}"
+            f"model.weights={recipe.weights} cannot be downloaded ({error}); put {weights.url} at {target}, "
+            "or start from a file: model.weights=null model.init_from=FILE"
         ) from None
     published = len(weights.meta["categories"])
     if published != num_classes:
@@ -173,10 +179,12 @@ def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
     return options
 
 
-def bare(recipe: ModelRecipe, num_classes: int, image_size: int) -> str | None:
-    """The call that makes the bare torchvision model for the recipe's trained weights; None for other models."""
+def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int = 3) -> str | None:
+    """The call that makes the bare model of torchvision or timm for the recipe's trained weights; None for others."""
     if recipe.name in _builders:
         return None
+    if recipe.name.startswith(TIMM):
+        return timm_zoo.bare(recipe.name, num_classes, channels, image_size)
     options = {"num_classes": num_classes, **_options(recipe, image_size)}
     options |= {"init_weights": False} if recipe.name in AUXILIARY else {}  # they are loaded
     return f"torchvision.models.{recipe.name}({', '.join(f'{key}={value}' for key, value in options.items())})"

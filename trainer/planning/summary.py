@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from trainer.data import Shard, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
+from trainer.models.timm_zoo import with_own_input
 from trainer.planning import forecast, memory, probe, schedules
 from trainer.planning.dataset_facts import DatasetFacts, dataset_facts
 from trainer.planning.forecast import Forecast
@@ -45,7 +46,7 @@ def summarise(
 ) -> RunPlan:
     """Everything that is known of the layout before it runs; see `trainer.planning.plan`."""
     recipe = layout.recipe
-    images = dataset_facts(recipe)
+    images = dataset_facts(with_own_input(recipe))
     steps = _steps(layout, images)
     shadow = Shadow(recipe, images, layout.kind)
     source = predicted = cut = None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, STREAMS, Recipe, nearest, neighbours
+from trainer.recipe.timm_names import TIMM, check_timm_name, timm_models
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
@@ -252,11 +253,14 @@ def _listed(choices: list[int]) -> str:
 def check_model_name(name: str) -> None:
     """Refuse a model name that neither this package nor torchvision has, without importing torchvision.
 
-    Only a first look, skipped when the user brings a plugin: `models.build` has the last word.
+    Only a first look, skipped when the user brings a plugin: `models.build` has the last word. Models of timm are
+    looked for in its source, too.
     """
+    if name.startswith(TIMM):
+        return check_timm_name(name)
     known = [*SMALL_MODELS, *torchvision_classifiers()]
     if len(known) > len(SMALL_MODELS) and name not in known:
-        guess = nearest(name, known)
+        guess = f"{TIMM}{name}" if name in timm_models() else nearest(name, known)
         raise RecipeError(
             f"model.name={name} is neither a small model nor a torchvision classifier; "
             + (f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}")

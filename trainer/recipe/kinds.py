@@ -55,7 +55,23 @@ def _freeze(value: Any) -> Any:
     return names
 
 
+def _shares(value: Any) -> Any:
+    values = value if isinstance(value, list) else []
+    if len(values) not in (1, 3) or not all(type(one) in (int, float) and 0 <= one <= 1 for one in values):
+        raise ValueError("must be a number from 0 to 1 for each channel, as in [0.485, 0.456, 0.406] (of 255: divide)")
+    return [float(one) for one in values]
+
+
+def _spreads(value: Any) -> Any:
+    values = _shares(value)
+    if not all(values):
+        raise ValueError("must be above 0, as in [0.229, 0.224, 0.225]")
+    return values
+
+
 Positive = Annotated[int, Field(ge=1)]
+Shares = Annotated[list[float], BeforeValidator(_shares)]
+Spreads = Annotated[list[float], BeforeValidator(_spreads)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -10,7 +10,19 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
-from trainer.recipe.kinds import Amount, Cuts, Decay, Devices, Freeze, Logger, MicroBatches, Positive, Probability
+from trainer.recipe.kinds import (
+    Amount,
+    Cuts,
+    Decay,
+    Devices,
+    Freeze,
+    Logger,
+    MicroBatches,
+    Positive,
+    Probability,
+    Shares,
+    Spreads,
+)
 from trainer.recipe.text import flatten, neighbours
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
@@ -49,8 +61,12 @@ class DataRecipe(_Section):
     name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, imagefolder (yours) or synthetic")
     root: str | None = key(None, "folder of the images; null: ~/.cache/trainer for sets that are downloaded")
     labels: str | None = key(None, "a CSV that tells each image's labels; null: the folder that it lies in")
+    val_fraction: float = key(0.2, "of each class, held out where photos have no val folder", gt=0, lt=1)
     image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos")
     channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")
+    mean: Shares | None = key(None, "of pixels, from 0 to 1 a channel; null: the data set's or the model's")
+    std: Spreads | None = key(None, "of pixels, their standard deviation; null: as mean")
+    balance: bool = key(False, "draw all classes equally often, whatever their numbers of images")
     workers: int | None = key(None, "processes that read photos, a rank; null: from cores and ranks", ge=0, le=256)
     download: bool = key(True, "fetch a published set that is not there yet")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
@@ -300,6 +316,8 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}{of}")
     if recipe.pipeline.split_size is not None and recipe.pipeline.microbatches != "auto":
         raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches say the same twice: keep one")
+    if recipe.data.balance and recipe.loss.class_weights == "balanced":
+        raise RecipeError(f"{name}: data.balance=true and loss.class_weights=balanced do the same twice: keep one")
     low, high = recipe.augment.crop_scale
     if low > high:
         raise RecipeError(f"{name}: augment.crop_scale=[{low},{high}] is the wrong way round; try [{high},{low}]")

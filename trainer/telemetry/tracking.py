@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import writing
-from trainer.saving.run_folder import RunFolder, StepsFile
+from trainer.saving.run_folder import RunFolder, StepsFile, write_atomically
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers
@@ -69,6 +69,9 @@ class NullTracker:
     def previous_result(self) -> dict[str, Any]:
         """result.json of an earlier part of the run, empty where there is none."""
         return {}
+
+    def keep(self, name: str, text: Callable[[], str]) -> None:
+        """A text in the run folder; one that is there already stays."""
 
     def flush(self) -> None:
         """Everything logged so far is in its file: a checkpoint is as old."""
@@ -175,6 +178,11 @@ class Tracker(NullTracker):
 
     def previous_result(self) -> dict[str, Any]:
         return self.folder.previous_result(self.say)
+
+    def keep(self, name: str, text: Callable[[], str]) -> None:
+        if not (self.path / name).exists():
+            with writing(self.path):
+                write_atomically(self.path / name, text())
 
     def flush(self) -> None:
         with writing(self.path):

@@ -12,6 +12,7 @@ import torchvision
 from torch import Tensor
 
 import trainer
+from trainer.data import contact_sheet
 from trainer.devices import precision
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
@@ -63,6 +64,8 @@ def facts(run: Run) -> dict[str, str]:
         + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
         "folder": str(run.tracker.path),
     }
+    if run.tracker.path is not None and (run.tracker.path / contact_sheet.FILE).is_file():
+        lines["look at"] = f"{run.tracker.path / contact_sheet.FILE}: images of each class as the model sees them"
     if (few := few_for_batch_norm(run)) is not None:
         lines["batchnorm"] = few
     if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:

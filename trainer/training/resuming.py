@@ -193,7 +193,7 @@ def write_weights(run: Run, name: str) -> None:
     weights = run.strategy.gather(run.average.tensors() if run.average is not None else run.weights())
     if isinstance(run.tracker, Tracker):
         data = run.datasets
-        model = bare(run.recipe.model, run.num_classes, data.image_size)
+        model = bare(run.recipe.model, run.num_classes, data.image_size, data.channels)
         facts = {
             "format": "pt",
             **({"model": model} if model else {}),

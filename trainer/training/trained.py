@@ -8,7 +8,8 @@ from pathlib import Path
 
 from trainer import modes
 from trainer import recipe as recipes
-from trainer.data import Loader, open_datasets
+from trainer.data import Datasets, Loader, open_datasets
+from trainer.data.splits import Before, held_out_of
 from trainer.errors import CheckpointError
 from trainer.models.zoo import initialise
 from trainer.modes import Context
@@ -43,7 +44,7 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
         mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment={}
     )
     check_processes(recipe, world.size)
-    data = open_datasets(recipe)
+    data = opened_again(path, recipe, metadata)
     try:
         known = tuple(map(str, json.loads(metadata.get("classes", "null")) or data.classes))
     except (ValueError, TypeError, RecursionError):
@@ -65,6 +66,16 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
     world.barrier()
     world.close()
     return found
+
+
+def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Datasets:
+    """The data set of weights at `path`, with the images held out that their run held out.
+
+    A split that the run made is in its folder, or drawn again from its seed. Of other images without a split, in
+    another folder than the run's, all are held out.
+    """
+    elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
+    return open_datasets(recipe, Before(held_out_of(path), elsewhere))
 
 
 def _listed(classes: tuple[str, ...]) -> str:

@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer import modes, tasks
-from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, open_datasets, steps_per_epoch
+from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, contact_sheet, open_datasets, steps_per_epoch
 from trainer.data.feeds import labels_at_hand
 from trainer.data.images import reason
+from trainer.data.splits import SPLIT_FILE, continued
 from trainer.devices.precision import set_precision
 from trainer.errors import RecipeError
+from trainer.models.timm_zoo import with_own_input
 from trainer.models.zoo import build, initialise
 from trainer.modes import Context, Strategy
 from trainer.processes.interrupts import Interrupts
@@ -40,8 +42,8 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     """Everything before the first step, in the order in which it can fail: what needs no peers comes first."""
     begun = time.perf_counter()
     start_process(recipe)
-    recipe = as_before(recipe)
-    data = open_datasets(recipe)
+    recipe = with_own_input(as_before(recipe))
+    data = open_datasets(recipe, continued(recipe))
     if "images" in data.notes:  # a look at them chose: from here on the recipe says so
         recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
     task = task_of(recipe, data)
@@ -50,6 +52,8 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     steps = steps_per_epoch(len(data.train), recipe, shard)
     tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
     closing.callback(tracker.close)
+    if data.split_table is not None:
+        tracker.keep(SPLIT_FILE, data.split_table)
     world.connect(recipe.timeout)
     state = resuming.newest(tracker, world, recipe)
     model = model_of(recipe, task, data, starting=state is None)
@@ -100,6 +104,8 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     )
     run.average = MovingAverage(run.weights(), recipe.ema) if recipe.ema is not None else None
     seed_ranks(recipe.seed, world.rank)
+    if tracker.path is not None and not speed_only:
+        contact_sheet.write(tracker.path, data, recipe)
     tracker.say(reporting.banner(run))
     if state is not None:
         resuming.restore(run, state)

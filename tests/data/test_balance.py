@@ -1,0 +1,78 @@
+"""data.balance=true: classes drawn equally often, the same images in every mode, and continued like any other order."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.commands import QUIET, losses, ok, trainer
+from tests.data.photo_folders import coloured, photo_set
+from trainer import tasks
+from trainer.data import Loader, Shard, open_datasets
+from trainer.data.photos import Reader
+from trainer.errors import RecipeError
+from trainer.recipe import AugmentRecipe, load
+
+
+@pytest.fixture(scope="module")
+def rare(tmp_path_factory):
+    """20 blue images, 4 red ones; 5 of each held out."""
+    root = tmp_path_factory.mktemp("rare")
+    for part, counts in (("train", (20, 4)), ("val", (5, 5))):
+        for name, colour, count in zip(("blue", "red"), ((0, 0, 160), (160, 0, 0)), counts, strict=True):
+            for number in range(count):
+                coloured(root / part / name / f"{number}.png", colour, (16, 16), number)
+    return root
+
+
+def drawn(recipe):
+    data = open_datasets(recipe)
+    task = tasks.create(recipe, data.classes, None)
+    loader = Loader(data, recipe, task, Shard(), torch.device("cpu"))
+    batches = list(loader.training(0))
+    loader.close()
+    return torch.cat([batch.targets for batch in batches]), torch.cat([batch.inputs for batch in batches])
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["augment.crop=resized", "data.workers=0"], ["augment.crop=resized", "data.workers=2"]]
+)
+def test_rare_classes_come_as_often(rare, words):
+    plain = ["data.name=imagefolder", f"data.root={rare}", "batch_size=8", "augment.hflip=0.5", *words]
+    targets, _ = drawn(load(None, *plain))
+    assert np.bincount(targets).tolist() == [20, 4]
+    targets, inputs = drawn(load(None, *plain, "data.balance=true"))
+    assert np.bincount(targets).tolist() == [12, 12]
+    red = inputs[targets == 1].flatten(1)
+    assert len(torch.unique(red, dim=0)) > 4  # an image that comes again is augmented anew
+
+
+def test_a_sample_that_comes_again_is_the_same_photo(tmp_path):
+    folder = open_datasets(
+        load(None, "data.name=imagefolder", f"data.root={photo_set(tmp_path, {'a': 4, 'b': 4})}")
+    ).train
+    images, labels = torch.zeros(1, 2, 8, 8, 3, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int64)
+    reader = Reader(folder, images, labels, AugmentRecipe(), 0, False)
+    reader.__getitems__((0, 0, np.array([1, 1 + 3 * len(folder)])))
+    assert torch.equal(images[0, 0], images[0, 1]) and labels[0, 0] == labels[0, 1]
+
+
+def test_the_same_in_every_mode_and_after_a_stop(rare, tmp_path):
+    words = ["model.name=cnn_gn", "data.name=imagefolder", f"data.root={rare}", "data.balance=true", "batch_size=8"]
+    words += ["epochs=2", "optimizer.lr=0.01", "threads=1", "logging.verdict=false", *QUIET]
+    ok(*words, "mode=single", f"output={tmp_path / 'single'}")
+    wanted = losses(tmp_path / "single")
+    for name, mode in {"ddp": ["mode=ddp", "nproc=2"], "split": ["mode=split", "devices=[cpu,cpu]"]}.items():
+        ok(*words, *mode, f"output={tmp_path / name}")
+        assert losses(tmp_path / name) == pytest.approx(wanted, rel=1e-4)
+    shutil.rmtree(tmp_path / "single" / "checkpoints" / "step-00000006")
+    ok(*words, "mode=single", f"output={tmp_path / 'single'}", "resume=auto")
+    assert losses(tmp_path / "single") == wanted
+
+
+def test_what_has_no_classes_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="do the same twice: keep one"):
+        load(None, "data.balance=true", "loss.class_weights=balanced")
+    done = trainer("data.balance=true", "task.name=multilabel", "mode=single", f"output={tmp_path / 'x'}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1

@@ -1,0 +1,178 @@
+"""Folders as people lay them out: what is meant is found, or one sentence says what to type."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from tests.data.photo_folders import opened, photo, photo_set
+from trainer.errors import SetupError
+
+PETS = {"cat": 5, "dog": 5}
+
+
+def place(source, index=0):
+    return source.where(index)
+
+
+@pytest.mark.parametrize("train", ["train", "Train", "TRAINING"])
+@pytest.mark.parametrize("held_out", ["val", "valid", "Validation", "test"])
+def test_parts_are_known_by_many_names(tmp_path, train, held_out):
+    found = opened(photo_set(tmp_path, PETS, split=True, parts=(train, held_out)))
+    assert (len(found.train), len(found.val), found.split) == (10, 10, str(tmp_path / held_out))
+    assert found.split_table is None
+
+
+def test_beside_val_a_test_folder_is_left_alone_and_told(tmp_path):
+    found = opened(photo_set(tmp_path, PETS, split=True, parts=("train", "val", "test", "raw")))
+    assert found.split == str(tmp_path / "val") and found.notes["beside"] == f"not looked at in {tmp_path}: raw, test"
+
+
+@pytest.mark.parametrize("parts", [(), ("train",), ("Training",)])
+def test_without_a_held_out_part_a_fifth_of_each_class_is(tmp_path, parts):
+    found = opened(photo_set(tmp_path, PETS, split=bool(parts), parts=parts))
+    assert (len(found.train), len(found.val)) == (8, 2) and found.val.labels.tolist() == [0, 1]
+    assert found.split.startswith("0.2 of each class of ")
+    assert found.notes["classes"] == "cat 4 + 1, dog 4 + 1 (training + held out)"
+
+
+def test_the_training_folder_itself_finds_what_is_held_out_beside_it(tmp_path):
+    photo_set(tmp_path / "pets", PETS, split=True, parts=("train", "Valid"))
+    found = opened(tmp_path / "pets" / "train")
+    assert (len(found.train), len(found.val), found.split) == (10, 10, str(tmp_path / "pets" / "Valid"))
+    alone = opened(photo_set(tmp_path / "other", PETS, split=True, parts=("train",)) / "train")
+    assert (len(alone.train), len(alone.val)) == (8, 2)
+
+
+def one_class(root):
+    photo_set(root, {"cat": 3})
+
+
+def deep(root):
+    photo_set(root / "photos" / "pets", PETS)
+
+
+def deep_split(root):
+    photo_set(root / "photos", PETS, split=True)
+
+
+def flat(root):
+    for number in range(4):
+        photo(root / f"{number}.jpg")
+
+
+def flat_with_names(root):
+    for number in range(4):
+        photo(root / f"{('cat', 'dog')[number % 2]}.{number}.jpg")
+
+
+def flat_with_table(root):
+    flat(root)
+    (root / "Labels.CSV").write_text("file,label\n0.jpg,cat\n")
+
+
+def no_train(root):
+    photo_set(root, PETS, split=True, parts=("val",))
+
+
+def classes_beside_val(root):
+    photo_set(root, PETS)
+    photo_set(root / "val", PETS)
+
+
+def both_names(root):
+    photo_set(root, PETS, split=True, parts=("train", "Train", "val"))
+
+
+def split_below_classes(root):
+    for name in PETS:
+        photo_set(root / name, {"train": 3, "val": 2})
+
+
+def one_full_folder(root):
+    photo_set(root / "images", PETS)
+    (root / "annotations").mkdir()
+
+
+def single_images(root):
+    photo_set(root, {"cat": 1, "dog": 1})
+
+
+def nothing(root):
+    (root / "notes.txt").write_text("to do")
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (one_class, "{root} holds one class, 'cat', and a classifier tells classes apart: put the images of each in"),
+        (deep, "{root} holds one folder, 'photos', and deeper in it cat, dog: data.root={root}/photos/pets"),
+        (deep_split, "{root} holds one folder, 'photos', and deeper in it train, val: data.root={root}/photos"),
+        (
+            flat,
+            "{root} holds 4 images and no class folders; put each class's images in a folder of its own, {root}/<cl",
+        ),
+        (
+            flat_with_names,
+            "with the class (cat, dog), cd {root} && mkdir cat && mv cat?*.* cat/ && mkdir dog && mv dog",
+        ),
+        (flat_with_table, "if Labels.CSV tells their labels, data.labels={root}/Labels.CSV, else put"),
+        (no_train, "{root} holds val and no train; data.root={root}/val trains on that and holds out a part"),
+        (classes_beside_val, "mkdir {root}/train && mv {root}/cat {root}/dog {root}/train/"),
+        (both_names, "{root} holds "),
+        (
+            split_below_classes,
+            "each class holds its own train and val, and they belong above the classes: cd {root} &&",
+        ),
+        (one_full_folder, "{root}: of its folders only images holds images: data.root={root}/images"),
+        (single_images, "{root}: every class has one image, so none can be held out: give each two or more"),
+        (nothing, "{root} holds no class folders and no images that can be read here (1 other file (.txt)); put each"),
+    ],
+)
+def test_what_cannot_be_told_is_one_sentence_with_what_to_type(tmp_path, layout, sentence):
+    layout(tmp_path)
+    with pytest.raises(SetupError) as error:
+        opened(tmp_path)
+    assert sentence.format(root=tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_was_to_be_typed_helps(tmp_path):
+    """The commands of the sentences, run as they stand."""
+    for layout, marker in ((flat_with_names, "cd "), (classes_beside_val, "mkdir "), (split_below_classes, "cd ")):
+        root = tmp_path / f"my photos ({layout.__name__})"
+        root.mkdir()
+        layout(root)
+        with pytest.raises(SetupError) as error:
+            opened(root)
+        rest, _, then = str(error.value).partition(marker)[2].partition("; then ")
+        command = marker + rest.partition("; else ")[0]
+        subprocess.run(["bash", "-c", command], check=True, env={"PATH": "/usr/bin:/bin"})
+        found = opened(shlex.split(then)[0].removeprefix("data.root=") if then else root)
+        assert found.classes == ("cat", "dog"), command
+
+
+def test_a_class_with_one_image_trains_and_is_told(tmp_path):
+    found = opened(photo_set(tmp_path, {"cat": 1, "dog": 9}))
+    assert found.notes["classes"] == "cat 1 + 0, dog 7 + 2 (training + held out)"
+    assert "balance" not in opened(tmp_path, "data.balance=true").notes
+    assert (
+        found.notes["balance"]
+        == "dog has 7 times as many images as cat: data.balance=true draws all classes equally often"
+    )
+
+
+def test_what_lies_beside_the_classes_is_counted_once(tmp_path):
+    for root, parts in ((tmp_path / "plain", ()), (tmp_path / "split", ("train", "val"))):
+        photo_set(root, PETS, split=bool(parts), parts=parts)
+        photo(root / "loose.jpg")
+        for name in (".DS_Store", "notes.txt"):
+            (root / name).write_text("junk")
+        assert opened(root).notes["ignored"] == (
+            "1 image outside the class folders; 1 hidden file of other programs (.DS_Store); 1 other file (.txt)"
+        )
+
+
+def test_of_many_classes_the_smallest_and_the_largest_are_told(tmp_path):
+    found = opened(photo_set(tmp_path, {f"c{n:02}": 2 + n % 3 for n in range(20)}))
+    told = found.notes["classes"]
+    assert told.startswith("fewest c00 1 + 1, c03 1 + 1, c06 1 + 1; most ") and told.count("+") == 7

@@ -1,0 +1,89 @@
+"""What lies among photos and is none of them is left out, counted, and told in one line."""
+
+import pytest
+
+from tests.data.photo_folders import opened, photo, photo_set
+from trainer.data import scanning
+from trainer.data.scanning import LeftOut, images_below, listed
+from trainer.errors import SetupError
+from trainer.inference.sources import image_files
+
+
+@pytest.fixture
+def root(tmp_path):
+    return photo_set(tmp_path / "pets", {"cat": 4, "dog": 4}, split=True)
+
+
+def clutter(root, unread=".heic"):
+    """What phones, systems and people leave among photos."""
+    cats = root / "train" / "cat"
+    for number in range(3):
+        (cats / f"IMG_{number}{unread.upper()}").write_bytes(b"a photo")
+    for name in ("._0.jpg", ".DS_Store", "Thumbs.db", "desktop.ini"):
+        (cats / name).write_bytes(b"junk")
+    (root / "train" / "__MACOSX" / "cat").mkdir(parents=True)
+    (root / "train" / "__MACOSX" / "cat" / "._0.jpg").write_bytes(b"junk")
+    (cats / "empty.jpg").touch()
+    (cats / "notes.txt").write_text("no image")
+    (cats / "README").write_text("no image")
+    photo(root / "train" / "loose.jpg")
+    return root
+
+
+def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    whole, counted = opened(root), opened(clutter(root))
+    assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
+    assert counted.notes["ignored"] == (
+        "3 .HEIC files: pip install pillow-heif; 1 image outside the class folders; 1 empty file; "
+        "5 hidden files of other programs (.DS_Store, ._0.jpg, Thumbs.db, __MACOSX); "
+        "2 other files (.txt, without a suffix)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "remedy"),
+    [
+        (".avif", "pip install --upgrade pillow"),
+        (".jxl", "pip install pillow-jxl-plugin"),
+        (".NEF", "export them as JPEG"),
+    ],
+)
+def test_every_kind_of_photo_says_what_reads_it(root, monkeypatch, suffix, remedy):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    (root / "val" / "dog" / f"a{suffix}").write_bytes(b"a photo")
+    assert opened(root).notes["ignored"] == f"1 {suffix} file: {remedy}"
+
+
+def test_a_class_of_nothing_but_such_photos_says_so(root, monkeypatch):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    for image in (root / "train" / "dog").iterdir():
+        image.rename(image.with_suffix(".heic"))
+    with pytest.raises(
+        SetupError, match=r"dog holds no images that can be read here \(4 .heic files: pip install pill"
+    ):
+        opened(root)
+
+
+def test_predict_counts_them_too_and_gives_an_empty_file_its_row(root, monkeypatch):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    inputs = image_files(str(clutter(root) / "train" / "cat"), ())
+    assert inputs.total == 5 and any(item.path.endswith("empty.jpg") for item in inputs.items)
+    assert inputs.ignored.startswith("3 .HEIC files: pip install pillow-heif; 4 hidden files")
+    with pytest.raises(SetupError, match=r"no images that can be read here \(1 .HEIC file: pip install pillow-heif\)"):
+        image_files(str(root / "train" / "cat" / "IMG_0.HEIC"), ())
+
+
+def test_of_very_many_files_the_sizes_are_not_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(scanning, "ASKED", 2)
+    for name in "abc":
+        (tmp_path / f"{name}.jpg").touch()
+    assert len(listed(tmp_path, LeftOut())[1]) == 1
+
+
+def test_images_come_in_order_below_a_name(tmp_path):
+    for name in ("b/2.jpg", "a.jpg", "b/1.jpg", "c.jpg"):
+        photo(tmp_path / name)
+    assert list(images_below(str(tmp_path), LeftOut(), "x")) == ["x/a.jpg", "x/b/1.jpg", "x/b/2.jpg", "x/c.jpg"]
+    with pytest.raises(SetupError, match="cannot be listed"):
+        listed(tmp_path / "nowhere", LeftOut())

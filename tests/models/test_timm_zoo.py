@@ -1,0 +1,122 @@
+"""Models of timm by name: theirs are the mean, the deviation and the size, and what is not there is one line."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.commands import QUIET, losses, ok, result, trainer
+from tests.data.photo_folders import photo_set
+from trainer.errors import RecipeError, SetupError
+from trainer.models import timm_zoo, zoo
+from trainer.recipe import ModelRecipe, checks, load, timm_names
+
+without = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
+
+
+def test_without_timm_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(timm_names, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"timm:resnet10t needs the package timm: pip install timm"):
+        checks.check_model_name("timm:resnet10t")
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(RecipeError, match=r"needs the package timm .*: pip install timm"):
+        zoo.build(ModelRecipe(name="timm:resnet10t"), 3, 3, 64)
+
+
+@without
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("timm:resnt10t", "did you mean model.name=timm:resnet10t?"),
+        ("timm:", "timm.list_models() lists its models"),
+        ("convnext_atto", "did you mean model.name=timm:convnext_atto?"),
+    ],
+)
+def test_a_name_that_is_none(typed, said):
+    with pytest.raises(RecipeError) as error:
+        checks.check_model_name(typed)
+    assert said in str(error.value)
+
+
+@without
+def test_its_own_source_tells_every_name():
+    import timm
+
+    assert set(timm_names.timm_models()) == set(timm.list_models())
+
+
+@without
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            {"name": "timm:resnet10t", "weights": "a9"},
+            "model.weights=a9 is not published for timm:resnet10t; there are c3",
+        ),
+        ({"name": "timm:resnet10t.a9"}, "model.weights=a9 is not published for timm:resnet10t; there are c3"),
+        ({"name": "timm:nothing"}, "is not a model of timm"),
+        (
+            {"name": "timm:cspresnet50d", "weights": "DEFAULT"},
+            "timm publishes none for timm:cspresnet50d; model.weights=null",
+        ),
+        ({"name": "timm:xcit_nano_12_p16_224"}, "cannot read 3 x 33 x 33 images"),
+    ],
+)
+def test_what_cannot_be_built_says_what_can(model, said):
+    with pytest.raises(RecipeError) as error:
+        zoo.build(ModelRecipe(**model), 3, 3, 33)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@without
+def test_weights_out_of_reach_name_their_place(monkeypatch):
+    import timm
+
+    plain = timm.create_model
+
+    def unreachable(name, pretrained=False, **options):
+        if pretrained:
+            raise OSError("no network\nand more of it")
+        return plain(name, **options)
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    recipe = ModelRecipe(name="timm:resnet10t", weights="DEFAULT")
+    with pytest.raises(SetupError, match=r"of timm/resnet10t.c3_in1k elsewhere, .*model.weights=null model.init_from="):
+        zoo.build(recipe, 3, 3, 64)
+    assert zoo.build(recipe, 3, 3, 64, starting=False)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+
+
+@without
+def test_a_models_own_input_stands_where_the_recipe_says_nothing():
+    def filled(*words):
+        data = timm_zoo.with_own_input(load(None, "data.name=imagefolder", "data.root=x", *words)).data
+        return data.mean, data.std, data.image_size
+
+    own = [0.5, 0.5, 0.5]
+    assert filled("model.name=timm:vit_tiny_patch16_224") == (own, own, None)
+    assert filled("model.name=timm:resnet10t", "model.weights=DEFAULT")[2] == 176
+    assert filled("model.name=timm:resnet10t", "model.weights=DEFAULT", "data.image_size=64")[2] == 64
+    assert filled("model.name=timm:resnet10t", "data.mean=[0.1]") == ([0.1], None, None)
+    assert filled("model.name=resnet18") == (None, None, None)
+    assert timm_zoo.with_own_input(load(None, "model.name=timm:resnet10t")).data.mean is None
+
+
+@without
+def test_it_trains_split_in_two_and_is_found_again(tmp_path):
+    root = photo_set(tmp_path / "photos", {"a": 6, "b": 6})
+    words = ["model.name=timm:resnet10t", "data.name=imagefolder", f"data.root={root}", "data.image_size=32"]
+    words += ["data.workers=0", "batch_size=4", "epochs=1", "optimizer.lr=0.001", "threads=1", *QUIET]
+    words += ["logging.verdict=false", "logging.tensorboard=false"]
+    ok(*words, "mode=single", f"output={tmp_path / 'single'}")
+    ok(*words, "mode=split", "devices=[cpu,cpu]", f"output={tmp_path / 'split'}")
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "single"), rel=1e-3)
+    with safe_open(tmp_path / "split" / "last.safetensors", "pt") as file:
+        facts = file.metadata()
+    assert facts["model"] == "timm.create_model('resnet10t', num_classes=2, in_chans=3)"
+    assert json.loads(facts["mean"]) == [0.485, 0.456, 0.406]
+    said = ok("evaluate", f"checkpoint={tmp_path / 'split'}").stdout
+    assert f"{result(tmp_path / 'split')['val_top1']:.2%}" in said
+    done = trainer("predict", "model.name=timm:resnet10t", "model.weights=DEFAULT", f"data.root={root}")
+    assert done.returncode == 2 and "predict takes a model of timm from a run of yours" in done.stderr

@@ -1,0 +1,128 @@
+"""Models of timm, PyTorch Image Models, by name: model.name=timm:NAME. It is imported when one is asked for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import RecipeError, SetupError, text_of
+from trainer.recipe import ModelRecipe, Recipe
+from trainer.recipe.timm_names import TIMM
+
+
+def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+    """The model, with the weights that timm publishes where the recipe asks for them and `starting` is set.
+
+    Raises:
+        RecipeError: timm is not installed, or has no such model or weights.
+        SetupError: the weights cannot be fetched.
+    """
+    timm = _timm(recipe.name)
+    name, options = _tagged(recipe), {"num_classes": num_classes, "in_chans": channels}
+    if not timm.is_model(name):
+        raise RecipeError(f"model.name={recipe.name} is not a model of timm; timm.list_models() lists its models")
+    if recipe.weights is not None or "." in name:
+        _check_weights(timm, recipe, name)
+    pretrained = starting and recipe.weights is not None
+    try:
+        return _created(timm, name, image_size, **options, pretrained=pretrained)
+    except Exception as error:  # what downloads raises anything at all
+        if not pretrained and isinstance(error, RuntimeError | ValueError):
+            raise AssertionError(text_of(error)) from None  # it cannot be of this shape
+        if not pretrained:
+            raise
+        place = timm.get_pretrained_cfg(name).hf_hub_id or "its page"
+        raise SetupError(
+            f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({type(error).__name__}); fetch "
+            f"model.safetensors of {place} elsewhere, and start from it: model.weights=null model.init_from=FILE"
+        ) from None
+
+
+def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:
+    """The call that makes the bare model."""
+    sized = f", img_size={image_size}" if _takes_size(name) else ""
+    return f"timm.create_model('{_plain(name)}', num_classes={num_classes}, in_chans={channels}{sized})"
+
+
+def with_own_input(recipe: Recipe) -> Recipe:
+    """A recipe that trains a model of timm on photos, with the mean, the standard deviation and, where it starts from
+    timm's weights, the image size that these were trained with, as far as the recipe says nothing else.
+
+    Raises:
+        RecipeError: timm is not installed.
+    """
+    data = recipe.data
+    if not recipe.model.name.startswith(TIMM) or data.name != "imagefolder":
+        return recipe
+    timm, name = _timm(recipe.model.name), _tagged(recipe.model)
+    if not timm.is_model(name) or ("." in name and name not in _published(timm, name)):
+        return recipe  # building it says so
+    told = timm.get_pretrained_cfg(name)
+    if told is None:
+        return recipe
+    words: dict[str, Any] = {}
+    if data.mean is None and data.std is None:
+        words |= {"data__mean": list(told.mean), "data__std": list(told.std)}
+    if data.image_size is None and recipe.model.weights is not None:
+        words["data__image_size"] = told.input_size[-1]
+    return recipe.replace(**words) if words else recipe
+
+
+def _timm(name: str) -> Any:
+    try:
+        import timm
+    except ImportError as error:
+        raise RecipeError(f"model.name={name} needs the package timm ({error}): pip install timm") from None
+    return timm
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(TIMM)
+
+
+def _tagged(recipe: ModelRecipe) -> str:
+    """timm's name of a model and its weights: resnet18, or resnet18.a1_in1k."""
+    name = _plain(recipe.name)
+    return name if recipe.weights in (None, "DEFAULT") else f"{name.partition('.')[0]}.{recipe.weights}"
+
+
+def _check_weights(timm: Any, recipe: ModelRecipe, name: str) -> None:
+    known = _published(timm, name)
+    if not known:
+        raise RecipeError(
+            f"model.weights={recipe.weights}: timm publishes none for {recipe.name}; model.weights=null starts without"
+        )
+    if "." in name and name not in known:
+        model, _, tag = name.partition(".")
+        tags = ", ".join(one.partition(".")[2] for one in known[:6])
+        raise RecipeError(f"model.weights={tag} is not published for {TIMM}{model}; there are {tags}, DEFAULT")
+
+
+def _published(timm: Any, name: str) -> list[str]:
+    """timm's names of a model with each of its published weights."""
+    found: list[str] = timm.list_pretrained(f"{name.partition('.')[0]}.*")
+    return found
+
+
+@lru_cache
+def _takes_size(name: str) -> bool:
+    """Whether a model is made for one size of images, which has to be told."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # shapes alone; no random stream moves
+            _timm(name).create_model(_plain(name), img_size=7 * 32)
+    except TypeError:
+        return False
+    except Exception:  # it knows the word, and the size does not suit it
+        return True
+    return True
+
+
+def _created(timm: Any, name: str, image_size: int, **options: Any) -> nn.Module:
+    try:
+        model: nn.Module = timm.create_model(name, **options, img_size=image_size)
+    except TypeError:  # it takes any size
+        model = timm.create_model(name, **options)
+    return model

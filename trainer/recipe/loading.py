@@ -16,19 +16,22 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
+from trainer.recipe.keywords import nested
 from trainer.recipe.schema import Recipe, validated
 from trainer.recipe.text import flatten, nearest, one_line, shown
 
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
 
 
-def load(recipe: str | Path | Mapping[str, Any] | None = None, *words: str, **keywords: Any) -> Recipe:
+def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: str, **keywords: Any) -> Recipe:
     """Merge defaults < a shipped recipe or YAML file < words < keywords.
 
     Args:
-        recipe: a shipped name ("digits"), a path to a YAML file or run folder, a mapping, or None for the defaults.
+        recipe: a shipped name ("digits"), a path to a YAML file or run folder, a mapping, a recipe, or None for the
+            defaults.
         words: `key=value` with dotted keys, values in YAML: "optimizer.lr=0.05", "devices=[cuda:0,cuda:1]".
-        keywords: top-level keys with Python values: `epochs=1`.
+        keywords: keys with Python values: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`,
+            `**{"optimizer.lr": 0.05}`.
 
     Raises:
         RecipeError: naming the key, what was found, and the nearest thing that works.
@@ -37,11 +40,20 @@ def load(recipe: str | Path | Mapping[str, Any] | None = None, *words: str, **ke
     if isinstance(recipe, str | Path):
         path = find(str(recipe))
         name, tree = path.parent.name if path.name == "recipe.yaml" else path.stem, _read(path)
+    elif isinstance(recipe, Recipe):
+        name, recipe = recipe.name, recipe.to_dict()
+    elif recipe is not None and not isinstance(recipe, Mapping):
+        raise RecipeError(f"a recipe is a name, a YAML file or a dictionary, not {type(recipe).__name__}")
     try:
         if isinstance(recipe, Mapping):
-            tree = OmegaConf.create(dict(recipe))
-        merged = OmegaConf.merge(tree, _words(words), OmegaConf.create(keywords))
-        plain = OmegaConf.to_container(merged)
+            tree = OmegaConf.create(nested(recipe))
+        typed = _words(words)
+        keys: Any = OmegaConf.to_container(typed)
+        given = nested(keywords)
+        twice = flatten(keys).keys() & flatten(given).keys()
+        if twice:
+            raise RecipeError(f"{min(twice)} is given twice, as a word and as a keyword: keep one")
+        plain = OmegaConf.to_container(OmegaConf.merge(tree, typed, OmegaConf.create(given)))
     except RecipeError:
         raise
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:

@@ -28,13 +28,14 @@ from trainer.telemetry.clocks import StepTimer
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import reporting, resuming
+from trainer.training.callbacks import Callbacks
 from trainer.training.optimization import MovingAverage, Updater, build_optimizer, loss_scaler, total_steps
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import Run
 from trainer.training.speed_test import speed_recipe
 
 
-def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
+def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
     """Everything before the first step, in the order in which it can fail: what needs no peers comes first."""
     begun = time.perf_counter()
     start_process(recipe)
@@ -48,6 +49,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     steps = steps_per_epoch(len(data.train), recipe, shard)
     tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
     closing.callback(tracker.close)
+    closing.callback(callbacks.close)
     world.connect(recipe.timeout)
     state = resuming.newest(tracker, world)
     model = model_of(recipe, task, data, starting=state is None)
@@ -74,6 +76,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     run = Run(
         recipe=recipe,
         interrupts=interrupts,
+        callbacks=callbacks,
         datasets=data,
         task=task,
         world=world,

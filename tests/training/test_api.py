@@ -1,18 +1,22 @@
 """`train` from programs: recipes by name, plain torch objects, callbacks, other processes."""
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import trainer
-from tests.commands import environment, result
+from tests.commands import PROJECT, environment, result
 from trainer import EpochReport, StepReport, train
-from trainer.errors import RecipeError
+from trainer.errors import Interrupted, RecipeError
 
 QUIET = {"logging__progress": False, "logging__verdict": False, "logging__tensorboard": False, "devices": ["cpu"]}
 SHORT = {**QUIET, "mode": "single", "model": "mlp", "max_steps": 2, "epochs": 1}
@@ -49,7 +53,7 @@ def test_a_dictionary_is_a_recipe_too(tmp_path):
         (None, {"model": 3}, "model= is a torch.nn.Module, a function that makes one, or a name"),
         (None, {"data": DATA}, "data= is (training set, held-out set), and may have class names as a third, not Tens"),
         (None, {"data": {"train": DATA, "unsupervised": DATA}}, "data= has train, unsupervised: it needs train, and "),
-        (None, {"data": (DATA, DATA), "optimizer": torch.optim.SGD}, "optimizer=type is no value of a recipe: set opt"),
+        (None, {"data": (DATA, DATA), "optimizer": torch.optim.SGD}, "optimizer=SGD is no value of a recipe: set opti"),
         (None, {"data": (DATA, DATA), "batch_size": 64, "mode": "single"}, "40 training images are fewer than one glo"),
     ],
 )
@@ -125,6 +129,21 @@ def test_false_ends_a_run_as_a_completed_one(tmp_path, kind, steps, epochs):
     assert (tmp_path / "run" / "last.safetensors").is_file() and found["val_top1"] is not None
 
 
+def test_ctrl_c_saves_and_comes_back_as_an_error(tmp_path):
+    words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, "logging__every_steps": 1}
+    with pytest.raises(Interrupted, match=r"stopped by Ctrl-C; saved step \d"):
+        train(
+            **words,
+            data=(DATA, DATA),
+            batch_size=20,
+            output=tmp_path / "run",
+            on_step=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.step == 2 else None,
+        )
+    assert result(tmp_path / "run")["status"] == "preempted"
+    found = train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run", resume="auto")
+    assert (found["status"], found["epochs"], found["steps"]) == ("completed", 9, 18)
+
+
 def test_one_run_at_a_time_in_a_process(tmp_path):
     told = []
 
@@ -147,8 +166,32 @@ def test_one_run_at_a_time_in_a_process(tmp_path):
     assert told[1:] == ["completed"]
 
 
+def test_a_process_group_of_another_job_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RecipeError, match=r"in a process group .* after destroy_process_group\(\)"):
+        train("digits", **SHORT, output=tmp_path / "run")
+
+
+def test_the_process_is_as_it_was(tmp_path):
+    before, handlers = torch.get_num_threads(), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = set(threading.enumerate())
+    torch.set_num_threads(before + 2)
+    try:
+
+        async def within():
+            return train("digits", **SHORT, threads=1, output=tmp_path / "run")["steps"]
+
+        assert asyncio.run(within()) == 2
+        assert torch.get_num_threads() == before + 2
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+        assert set(threading.enumerate()) <= threads
+    finally:
+        torch.set_num_threads(before)
+
+
 STDIN = """
-import torch, trainer
+import os, signal, torch, trainer
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -176,6 +219,8 @@ assert (found["world_size"], found["epochs"], found["status"]) == (2, 2, "comple
 assert [report.epoch for report in heard] == [1, 2] and heard[1].metrics["top1"] == found["val_top1"]
 assert not torch.equal(net[1].weight, before)
 
+assert trainer.predict(net, torch.ones(3, 1, 4, 4), devices=["cpu"]).shape == (3, 2)
+
 def fail(report):
     raise KeyError("mine")
 
@@ -183,6 +228,14 @@ try:
     trainer.train(model=Net, data=lambda: (Mine(), Mine(), ["a", "b"]), epochs=5, output="two", on_step=fail, **quiet)
 except KeyError as error:
     print("raised", error)
+
+try:
+    trainer.train(
+        model=Net, data=(Mine(), Mine()), epochs=5, output="three", **quiet,
+        on_epoch=lambda report: os.kill(os.getpid(), signal.SIGINT),
+    )
+except trainer.errors.Interrupted as error:
+    print("interrupted", error)
 """
 
 
@@ -191,6 +244,22 @@ def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path
         [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and "raised 'mine'" in done.stdout, done.stdout + done.stderr
+    assert "interrupted stopped by Ctrl-C; saved step" in done.stdout, done.stdout + done.stderr
+    assert result(tmp_path / "three")["status"] == "preempted"
     assert "Traceback" not in done.stdout, done.stdout
     two = result(tmp_path / "two")
     assert (two["status"], two["error"]) == ("failed", "on_step raised KeyError: 'mine'")
+
+
+def test_a_users_script_is_typed():
+    script = PROJECT / "tests" / "training" / "typed_script.py"
+    pytest.importorskip("mypy", reason="pip install mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(script)]
+    done = subprocess.run(command, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in trainer.__all__:
+        assert getattr(trainer, name).__doc__, name
+    assert (PROJECT / "trainer" / "py.typed").is_file()

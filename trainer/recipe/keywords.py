@@ -44,8 +44,8 @@ def _plain(value: Any, key: str) -> Any:
         return [_plain(inner, key) for inner in value]
     if isinstance(value, Path):
         return str(value)
-    home, name = type(value).__module__, type(value).__name__
-    if (home, name) == ("torch", "device"):
+    home, name = type(value).__module__, getattr(value, "__name__", type(value).__name__)
+    if (home, type(value).__name__) == ("torch", "device"):
         return str(value)
     if home in ("numpy", "torch") and not getattr(value, "shape", 1):
         return value.item()

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainer.errors import RecipeError
@@ -110,9 +112,16 @@ def _in_this_process(recipe: Recipe, callbacks: Callbacks) -> Result:
             "another train() is at work in this process, whose seeds, threads and devices it uses: wait for it, or use "
             "a process each"
         )
+    threads = torch.get_num_threads()
     try:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RecipeError(
+                "this process is in a process group of torch.distributed already, and train() makes its own: call it "
+                "before init_process_group() or after destroy_process_group(), under torchrun, or with nproc="
+            )
         return loop.run(recipe, callbacks=callbacks)
     finally:
+        torch.set_num_threads(threads)
         _here.release()
 
 

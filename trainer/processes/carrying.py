@@ -39,4 +39,12 @@ def packed(value: Any, what: str) -> bytes:
 
 def nowhere_to_import() -> bool:
     """Whether `__main__`'s classes cannot be imported by children of this process."""
+    forget_stdin()
     return arrived or getattr(sys.modules.get("__main__"), "__file__", None) is None
+
+
+def forget_stdin() -> None:
+    """A program that Python reads from stdin has no file of that name, which multiprocessing would look for."""
+    main: Any = sys.modules.get("__main__")
+    if getattr(main, "__file__", "") == "<stdin>":
+        del main.__file__

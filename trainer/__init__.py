@@ -1,7 +1,8 @@
 """Train an image model under any way of using several devices, and measure each honestly.
 
-    from trainer import load_recipe, train
-    result = train(load_recipe("digits", "optimizer.lr=0.05", epochs=1))
+    from trainer import train
+    result = train("digits", epochs=2)
+    result = train(model=net, data=(train_set, val_set), epochs=5)
 
 Names are resolved on first use, so that importing this package does not import torch.
 """
@@ -11,29 +12,53 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainer import errors
+
 if TYPE_CHECKING:
-    from trainer.comparison import compare as compare
-    from trainer.data import register_dataset as register_dataset
-    from trainer.inference import predict as predict
-    from trainer.models.zoo import register_model as register_model
-    from trainer.planning import plan as plan
-    from trainer.pool import DevicePool as DevicePool
-    from trainer.pool import ItemError as ItemError
-    from trainer.pool import current_device as current_device
-    from trainer.recipe import Recipe as Recipe
-    from trainer.recipe import load as load_recipe  # noqa: F401
-    from trainer.tasks import Classification as Classification
-    from trainer.tasks import Task as Task
-    from trainer.tasks import register_task as register_task
-    from trainer.training.loop import train as train
-    from trainer.training.trained import evaluate_run as evaluate  # noqa: F401
+    from trainer.comparison import compare
+    from trainer.data import register_dataset
+    from trainer.inference import predict
+    from trainer.models.zoo import register_model
+    from trainer.planning import plan
+    from trainer.pool import DevicePool, ItemError, current_device
+    from trainer.recipe import Recipe
+    from trainer.recipe import load as load_recipe
+    from trainer.tasks import Classification, Task, register_task
+    from trainer.training.api import train
+    from trainer.training.callbacks import EpochReport, StepReport
+    from trainer.training.results import Result
+    from trainer.training.trained import evaluate_run as evaluate
 
 __version__ = "0.1.0"
+__all__ = [
+    "Classification",
+    "DevicePool",
+    "EpochReport",
+    "ItemError",
+    "Recipe",
+    "Result",
+    "StepReport",
+    "Task",
+    "compare",
+    "current_device",
+    "errors",
+    "evaluate",
+    "load_recipe",
+    "plan",
+    "predict",
+    "register_dataset",
+    "register_model",
+    "register_task",
+    "train",
+]
 
 _HOME = {
     "Recipe": ("trainer.recipe", "Recipe"),
     "load_recipe": ("trainer.recipe", "load"),
-    "train": ("trainer.training.loop", "train"),
+    "train": ("trainer.training.api", "train"),
+    "Result": ("trainer.training.results", "Result"),
+    "EpochReport": ("trainer.training.callbacks", "EpochReport"),
+    "StepReport": ("trainer.training.callbacks", "StepReport"),
     "plan": ("trainer.planning", "plan"),
     "compare": ("trainer.comparison", "compare"),
     "evaluate": ("trainer.training.trained", "evaluate_run"),
@@ -47,7 +72,6 @@ _HOME = {
     "ItemError": ("trainer.pool", "ItemError"),
     "current_device": ("trainer.pool", "current_device"),
 }
-__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

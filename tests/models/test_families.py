@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from tests.commands import PROJECT, QUIET, losses, ok
 from trainer import load_recipe
 from trainer.data import open_datasets
-from trainer.training.loop import train
+from trainer.training.api import train
 from trainer.training.trained import evaluate_run
 
 # The smallest of each family, and the smallest usual image size that it reads.

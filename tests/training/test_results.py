@@ -5,7 +5,8 @@ from typing import get_args, get_type_hints, is_typeddict
 from pydantic import TypeAdapter
 
 from tests.commands import PROJECT, QUIET, ok, result
-from trainer.training.results import Result, table
+from trainer.tasks import Classification, Multilabel, Regression
+from trainer.training.results import Metrics, Result, table
 
 OF_CLASSIFICATION = {"val_loss", "val_top1", "val_top5", "best_top1"}
 
@@ -18,10 +19,11 @@ def test_a_runs_result_has_these_keys_and_types(tmp_path):
     words = ["recipe=digits", "mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn", "max_steps=4", *QUIET]
     ok(*words, f"output={tmp_path / 'run'}")
     found = result(tmp_path / "run")
-    assert found.keys() == get_type_hints(Result).keys() | OF_CLASSIFICATION
+    assert found.keys() == Result.__required_keys__ | OF_CLASSIFICATION
     assert found["pipeline"] and found["throughput"] and found["verdict"]
-    for key, hint in get_type_hints(Result).items():
-        fits(found[key], hint)
+    hints = get_type_hints(Result)
+    for key, value in found.items():
+        fits(value, hints[key])
 
 
 def fits(value, hint):
@@ -35,8 +37,14 @@ def fits(value, hint):
         TypeAdapter(hint).validate_python(value, strict=True)
 
 
+def test_the_type_knows_the_metrics_of_the_tasks_that_ship():
+    kinds = [Classification, Multilabel, Regression]
+    told = {f"val_{name}" for kind in kinds for name in kind.metric_names()} | {f"best_{kind.metric}" for kind in kinds}
+    assert told == Metrics.__optional_keys__
+
+
 def test_another_tasks_metrics_take_the_place_of_accuracy(tmp_path):
     ok("recipe=digits", "mode=single", "task.name=multilabel", "epochs=1", *QUIET, f"output={tmp_path / 'run'}")
     found = result(tmp_path / "run")
     metrics = {"val_loss", "val_f1", "val_f1_macro", "best_f1"}
-    assert found.keys() == get_type_hints(Result).keys() | metrics and found["task"] == "multilabel"
+    assert found.keys() == Result.__required_keys__ | metrics and found["task"] == "multilabel"

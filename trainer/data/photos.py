@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +16,7 @@ from trainer.data import sampling
 from trainer.data.augment import Auto, private_random_state
 from trainer.data.images import reason
 from trainer.data.sampling import Array
-from trainer.data.sets import PhotoSource
+from trainer.data.sets import LabelledSource, PhotoSource
 from trainer.recipe import AugmentRecipe
 
 TINY = 64  # images of this size and less are not zoomed into
@@ -39,6 +42,26 @@ def resized(image: Tensor, size: list[int]) -> Tensor:
     whole = image[None].contiguous(memory_format=torch.channels_last)
     small: Tensor = vision.resize(whole, size, antialias=True)
     return small[0]
+
+
+def seed_draws(seed: int, epoch: int, sample: int) -> None:
+    """From here on what a user's data set draws, from torch, NumPy or random, is this sample's in this epoch."""
+    key = int(sampling.hashed(seed, epoch, sample, sampling.ITEM)[0])
+    torch.default_generator.manual_seed(key >> 1)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+@contextmanager
+def own_draws() -> Iterator[None]:
+    """What is drawn within this block changes no draw outside."""
+    before, state = random.getstate(), np.random.get_state()
+    try:
+        with private_random_state():
+            yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(state)
 
 
 class PhotoDraws:
@@ -87,6 +110,7 @@ class Reader:
         self.source, self.images, self.labels = source, images, labels
         self.augment, self.seed, self.skip = augment, seed, skip
         self.size, self.channels = images.shape[2], images.shape[-1]
+        self.draws = not isinstance(source, LabelledSource)  # a user's own, which may draw at random
 
     def __len__(self) -> int:
         return len(self.source)
@@ -95,28 +119,28 @@ class Reader:
         """Fill a slot. Returns how many rows are real, what could not be read, and whether that is the end."""
         slot, epoch, index = key
         images, labels = self.images[slot], self.labels[slot]
-        if epoch is None:
-            return self._evaluation(images, labels, index)
-        return self._training(images, labels, epoch, index)
+        with own_draws():
+            if epoch is None:
+                return self._evaluation(images, labels, index)
+            return self._training(images, labels, epoch, index)
 
     def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Unreadable], bool]:
         prepare = self._for_training(epoch, index)
         failures: list[Unreadable] = []
-        with private_random_state():
-            for row, sample in enumerate((index % len(self.source)).tolist()):
-                image, label, failed = self._readable(sample)
-                failures += failed
-                if image is None:
-                    return 0, failures, True
-                images[row] = prepare(row, image)
-                labels[row] = label
+        for row, place in enumerate(index.tolist()):
+            image, label, failed = self._readable(place, epoch)
+            failures += failed
+            if image is None:
+                return 0, failures, True
+            images[row] = prepare(row, image)
+            labels[row] = label
         return len(index), failures, False
 
     def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> tuple[int, list[Unreadable], bool]:
         failures: list[Unreadable] = []
         row = 0
         for sample in index.tolist():
-            image, label, failed = self._try(sample)
+            image, label, failed = self._try(sample, 0)
             failures += failed
             if image is None:
                 if not self.skip:
@@ -137,17 +161,21 @@ class Reader:
     def _for_evaluation(self, image: Tensor) -> Tensor:
         return for_evaluation(image, self.size).permute(1, 2, 0)
 
-    def _readable(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+    def _readable(self, place: int, epoch: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
         """The sample or, where skipping is allowed, the next one that can be read."""
-        image, label, failures = self._try(sample)
+        image, label, failures = self._try(place, epoch)
         for step in range(1, NEIGHBOURS):
             if image is not None or not self.skip:
                 break
-            image, label, _ = self._try((sample + step) % len(self.source))
+            image, label, _ = self._try(place + step, epoch)
         return image, label, failures
 
-    def _try(self, sample: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+    def _try(self, place: int, epoch: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+        """The sample at a place of the epoch's order, which counts on behind the last one (`sampling.balanced`)."""
+        sample = place % len(self.source)
         try:
+            if self.draws:
+                seed_draws(self.seed, epoch, place)
             image, label = self.source.read(sample, self.channels)
             return image, label, []
         except Exception as error:  # decoders and users' data sets raise anything at all

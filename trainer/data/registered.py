@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import tasks
 from trainer.data.folders import IMAGENET, Shape, image_shape, shape_of, statistics
 from trainer.data.images import from_item
+from trainer.data.items import as_input, names_of, pair, tensors_of
 from trainer.data.memory import in_memory
 from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
 from trainer.data.targets import Targets, target_of
 from trainer.errors import RecipeError
+from trainer.processes import carrying
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS
 from trainer.tasks import Task
@@ -31,9 +35,10 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Make a data set known as `data.name=name`.
 
     The decorated function takes the recipe's `data` section and returns (train, val, names) or a `Datasets`; the names
-    are those of the classes, or of a regression's values. train and val each are a pair of tensors (inputs, targets),
-    which is kept in memory, or any map-style torch data set of items (input, target), which loader workers read: they
-    import the module that defines it.
+    are those of the classes, or of a regression's values, their number, or None where the sets tell. train and val each
+    are a pair of tensors or arrays (inputs, targets) or a TensorDataset, which are kept in memory, or any map-style
+    data set of items (input, target) or {"image": input, "label": target}, which loader workers read. What an item
+    draws at random (torch, NumPy, random) depends on seed, epoch and index alone.
 
     Images are uint8 tensors (N, C, H, W), C = 1 or 3; an item is one of them, of any size, or a Pillow image. Inputs of
     another type reach the model as they are, and all have one shape. Targets are what the recipe's task wants: for
@@ -52,6 +57,20 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     return keep
 
 
+@contextmanager
+def lent(name: str, maker: Maker) -> Iterator[None]:
+    """Within this block the name means this data set, whatever else it means."""
+    before = registered.get(name)
+    registered[name] = maker
+    try:
+        yield
+    finally:
+        if before is None:
+            del registered[name]
+        else:
+            registered[name] = before
+
+
 def open_registered(recipe: Recipe) -> Datasets:
     """What the function of `data.name` gives, as far as it does not depend on the task.
 
@@ -67,14 +86,33 @@ def open_registered(recipe: Recipe) -> Datasets:
             f"data.name={data.name}: its function must return (train, val, class names), not {type(made).__name__}"
         )
     *parts, found = made
-    names = tuple(str(name) for name in found)
-    pairs = [
-        isinstance(part, (tuple, list)) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)
-        for part in parts
-    ]
-    if any(pairs) and not all(pairs):
+    tensors = [tensors_of(part) for part in parts]
+    if all(pair is not None for pair in tensors):
+        names = _names(found, tensors[0], recipe)
+        return _from_tensors(data, [pair for pair in tensors if pair is not None], names)
+    mixed = any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts)
+    if mixed:
         raise RecipeError(f"data.name={data.name}: train and val must both be pairs of tensors, or neither")
-    return _from_tensors(data, parts, names) if all(pairs) else _from_items(recipe, parts, names)
+    for part, role in zip(parts, ROLES, strict=True):
+        if isinstance(part, DataLoader):
+            raise RecipeError(f"data.name={data.name}: its {role} is a DataLoader: give the data set, loader.dataset")
+        if isinstance(part, IterableDataset) or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
+            raise RecipeError(
+                f"data.name={data.name}: its {role} must have items and a length, found {type(part).__name__}: samples "
+                "are read by their number. What fits into memory: list(...)"
+            )
+        if not len(part):
+            raise RecipeError(f"data.name={data.name}: its {role} must have a length above 0, found no items")
+    return _from_items(recipe, parts, _names(found, parts[0], recipe))
+
+
+def _names(found: Any, train: Any, recipe: Recipe) -> tuple[str, ...]:
+    """The names that a user gives, or as many numbers, or what the training set tells."""
+    if found is None:
+        return names_of(train, tasks.kind(recipe), f"data.name={recipe.data.name}, {ROLES[0]}")
+    if isinstance(found, int):
+        return tuple(map(str, range(found)))
+    return tuple(str(name) for name in found)
 
 
 SPLIT = "the held-out part that its function returns"
@@ -105,11 +143,6 @@ def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tu
 
 def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) -> Datasets:
     data = recipe.data
-    for part, role in zip(parts, ROLES, strict=True):
-        if not hasattr(part, "__getitem__") or not hasattr(part, "__len__") or not len(part):
-            raise RecipeError(
-                f"data.name={data.name}: its {role} must have items and a length above 0, found {type(part).__name__}"
-            )
     kind = tasks.kind(recipe)
     shapes, spec, target = _look(parts[0], kind, names)
     if len(target.shape) > 1 and spec is None:
@@ -154,6 +187,18 @@ class UserItems:
     def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, size: int | None) -> None:
         self.items, self.name, self.targets, self.spec, self.size = items, name, targets, spec, size
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        if carrying.nowhere_to_import():
+            state["items"] = carrying.packed(self.items, "the data set")
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["items"], bytes):
+            carrying.arrived = True
+            state["items"] = pickle.loads(state["items"])
+        vars(self).update(state)
+
     def __len__(self) -> int:
         return len(self.items)
 
@@ -161,11 +206,11 @@ class UserItems:
         return f"{self.name}: item {index}"
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
-        found, target = self.items[index]
-        target = self.targets.one(target)
+        found, target = pair(self.items[index])
+        found, target = as_input(found), self.targets.one(target)
         if self.spec is None:
             return self.targets.beside(from_item(found, channels), self.size), target
-        inputs = plain(torch.as_tensor(found))
+        inputs = plain(found)
         if (own := TensorSpec(tuple(inputs.shape), inputs.dtype)) != self.spec:
             raise ValueError(f"its input is {own}, and that of others {self.spec}")
         return inputs, target
@@ -186,11 +231,11 @@ def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shap
     target: TensorSpec | None = None
     for index in range(0, len(items), max(1, len(items) // ITEMS_LOOKED_AT)):
         with suppress(Exception):
-            found, label = items[index]
+            found, label = pair(items[index])
+            found = as_input(found)
             if isinstance(found, Image.Image):
                 shapes.append(shape_of(found))
             else:
-                found = torch.as_tensor(found)
                 if found.dtype == torch.uint8:
                     channels, height, width = found.shape
                     shapes.append((channels, height, width))

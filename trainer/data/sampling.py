@@ -16,7 +16,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 # What a draw is for. CROP and ERASE take BOX_DRAWS numbers each.
-ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE = range(9)
+ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE, ITEM = range(10)
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
 CROP, ERASE = 100, 200

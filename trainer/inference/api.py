@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer.devices.assignment import prediction_devices
 from trainer.inference.labelling import Forward
 from trainer.pool import DevicePool
+from trainer.processes import carrying
 from trainer.processes.world import cores, cuda_for
 
 
@@ -60,5 +61,7 @@ def predict(
 
 
 def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None) -> Iterator[Any]:
-    with DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size) as pool:
+    homeless = any(type(part).__module__ == "__main__" for part in model.modules())
+    sent = carrying.packed(model, "the model") if homeless and carrying.nowhere_to_import() else model
+    with DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size) as pool:
         yield from pool.map(inputs)

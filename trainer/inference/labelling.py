@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -162,8 +163,9 @@ class Labeller:
 class Forward:
     """A worker that is a model: items are inputs without the batch dimension, results the model's outputs."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module | bytes) -> None:
+        """`model` may be what `carrying.packed` made of it."""
+        self.model: nn.Module = pickle.loads(model) if isinstance(model, bytes) else model
 
     def setup(self, device: torch.device) -> None:
         self.device = device

@@ -7,12 +7,10 @@ that failed reach the user unchanged. Nothing here imports torch before it start
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.devices.assignment import assign_devices
-from trainer.errors import KINDS, PeerError, RecipeError, SetupError, TrainerError
+from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import endings
 from trainer.launch.endings import Ending
 from trainer.launch.topology import Launch, choose_launch
-from trainer.processes import children, family, interrupts, world
+from trainer.processes import family, interrupts, world
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
-from trainer.saving.run_folder import fresh_folder
 
 EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
 SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
@@ -63,9 +60,9 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
     return None if me.launched or size == 1 else launch
 
 
-def wants_children(recipe: Recipe) -> bool:
+def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
     """Whether the Python API has to start torchrun for this recipe here."""
-    return launch_to_start(recipe) is not None
+    return launch_to_start(recipe, nproc) is not None
 
 
 def load_plugin(name: str | None) -> None:
@@ -177,42 +174,3 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
         where = f"{launch.master_addr}:{launch.master_port}"
         raise SetupError(f"the nodes cannot meet at {where}: {str(error).splitlines()[0]}") from None
     return None
-
-
-# --- for the Python API -----------------------------------------------------------------------------------------------
-
-
-def train_in_children(recipe: Recipe, plugin: str | None = None) -> dict[str, Any]:
-    """Train a many-process mode from the Python API: `python -m trainer` in a child, its result.json as the answer.
-
-    Raises:
-        TrainerError: of the kind that the child's exit code names, with its line.
-    """
-    folder = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
-    with tempfile.TemporaryDirectory(prefix="trainer-") as temporary:
-        file = Path(temporary, f"{recipe.name}.yaml")
-        file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
-        command = [sys.executable, "-m", "trainer", f"recipe={file}", *([f"plugin={plugin}"] if plugin else [])]
-        with children.started(command, leaves=_pass_on, stderr=subprocess.PIPE) as child:
-            last = _pass_on(child)
-    code = endings.public_code(child.returncode)
-    if code == 0:
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return result
-    raise KINDS.get(code, TrainerError)(last or f"the training ended with exit code {code}")
-
-
-def _pass_on(child: subprocess.Popen[str]) -> str:
-    """Copy a child's stderr to ours until it ends, and return its last word; an error is kept back, to be raised.
-
-    A bug's last word is the last line of its traceback.
-    """
-    last = end = ""
-    for line in child.stderr or ():
-        end = line.strip() or end
-        if line.startswith("trainer: "):
-            last = end.removeprefix("trainer: ").removeprefix("error: ")
-        if not line.startswith("trainer: error: "):
-            sys.stderr.write(line)
-            sys.stderr.flush()
-    return end if child.wait() == TrainerError.code else last

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -43,6 +43,25 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
         return builder
 
     return register
+
+
+def registered_model(name: str) -> Builder | None:
+    """The user's own function of that name."""
+    return _builders.get(name) if name not in SMALL or _builders[name] is not SMALL[name] else None
+
+
+@contextmanager
+def lent(name: str, builder: Builder) -> Iterator[None]:
+    """Within this block the name means this model, whatever else it means."""
+    before = _builders.get(name)
+    _builders[name] = builder
+    try:
+        yield
+    finally:
+        if before is None:
+            del _builders[name]
+        else:
+            _builders[name] = before
 
 
 def build(

@@ -15,7 +15,7 @@ import threading
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from trainer.processes import family
+from trainer.processes import carrying, family
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with
@@ -26,6 +26,7 @@ def context(*preload: str) -> Any:
 
     And torchvision where this process has it: a worker that needs it would load it for two seconds, each one by itself.
     """
+    carrying.forget_stdin()
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
     if server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything

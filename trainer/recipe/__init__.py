@@ -5,9 +5,9 @@ Imports: errors.
 """
 
 from trainer.recipe.changes import changed_keys
+from trainer.recipe.kinds import DEVICE
 from trainer.recipe.loading import describe, find, load, origins, shipped_recipes, words_of
 from trainer.recipe.schema import (
-    DEVICE,
     IN_TURN,
     STREAMS,
     AugmentRecipe,

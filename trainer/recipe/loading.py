@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
+from trainer.recipe.keywords import nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.text import flatten, nearest, one_line, shown, typed
 
@@ -22,13 +23,15 @@ YOURS = "your words"  # the origin of what the command line says
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
 
 
-def load(recipe: str | Path | Mapping[str, Any] | None = None, *words: str, **keywords: Any) -> Recipe:
+def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: str, **keywords: Any) -> Recipe:
     """Merge defaults < what a file extends < a shipped recipe or YAML file < words < keywords.
 
     Args:
-        recipe: a shipped name ("digits"), a path to a YAML file or run folder, a mapping, or None for the defaults.
+        recipe: a shipped name ("digits"), a path to a YAML file or run folder, a mapping, a recipe, or None for the
+            defaults.
         words: `key=value` with dotted keys, values in YAML: "optimizer.lr=0.05", "devices=[cuda:0,cuda:1]".
-        keywords: top-level keys with Python values: `epochs=1`.
+        keywords: keys with Python values: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`,
+            `**{"optimizer.lr": 0.05}`.
 
     Raises:
         RecipeError: naming the key, what was found, and the nearest thing that works.
@@ -47,7 +50,7 @@ def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -
 
 
 def _layers(
-    recipe: str | Path | Mapping[str, Any] | None, words: Iterable[str], keywords: Mapping[str, Any]
+    recipe: str | Path | Mapping[str, Any] | Recipe | None, words: Iterable[str], keywords: Mapping[str, Any]
 ) -> tuple[str, list[tuple[str, Any]]]:
     """The recipe's name, and the trees to merge, each with its source's name: the last wins."""
     name, chain = "recipe", list[tuple[str, Any]]()
@@ -55,10 +58,20 @@ def _layers(
         path = find(str(recipe))
         name, chain = path.parent.name if path.name == "recipe.yaml" else path.stem, _chain(path)
         chain[-1] = (name, chain[-1][1])
+    elif isinstance(recipe, Recipe):
+        name, recipe = recipe.name, recipe.to_dict()
+    elif recipe is not None and not isinstance(recipe, Mapping):
+        raise RecipeError(f"a recipe is a name, a YAML file or a dictionary, not {type(recipe).__name__}")
     try:
         if isinstance(recipe, Mapping):
-            chain = _extended(name, OmegaConf.create(dict(recipe)), None)
-        said: Any = OmegaConf.merge(_words(words), OmegaConf.create(dict(keywords)))
+            chain = _extended(name, OmegaConf.create(nested(recipe)), None)
+        typed_words = _words(words)
+        keys: Any = OmegaConf.to_container(typed_words)
+        given = nested(keywords)
+        twice = flatten(keys).keys() & flatten(given).keys()
+        if twice:
+            raise RecipeError(f"{min(twice)} is given twice, as a word and as a keyword: keep one")
+        said: Any = OmegaConf.merge(typed_words, OmegaConf.create(given))
     except RecipeError:
         raise
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:

@@ -4,9 +4,9 @@ No model, no devices, no mode: a task sees outputs and targets, wherever they ar
 Imports: errors, recipe.
 """
 
-from trainer.tasks.base import Task, create, kind, register_task
+from trainer.tasks.base import Task, create, kind, known, register_task
 from trainer.tasks.classification import Classification
 from trainer.tasks.multilabel import Multilabel
 from trainer.tasks.regression import Regression
 
-__all__ = ["Classification", "Multilabel", "Regression", "Task", "create", "kind", "register_task"]
+__all__ = ["Classification", "Multilabel", "Regression", "Task", "create", "kind", "known", "register_task"]

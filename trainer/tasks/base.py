@@ -149,6 +149,11 @@ def register_task(name: str) -> Callable[[Kind], Kind]:
     return keep
 
 
+def known(name: str) -> bool:
+    """Whether there is a task of that name."""
+    return name in _registered
+
+
 def kind(recipe: Recipe) -> type[Task]:
     """The class of the recipe's task.
 

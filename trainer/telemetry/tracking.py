@@ -93,7 +93,7 @@ class Tracker(NullTracker):
         self._loggers: Loggers | None = None
         self._spoke = 0.0
         self._news = ""  # the latest loss and speed
-        self._interactive = recipe.logging.progress and sys.stderr is not None and sys.stderr.isatty()
+        self._kind = bar_kind() if recipe.logging.progress else None
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -111,8 +111,8 @@ class Tracker(NullTracker):
             if self.recipe.logging.tensorboard:
                 self._open_events(position, metric)
         self._loggers = Loggers(self.recipe, self.path, self.say)
-        if self._interactive:
-            self._bar = tqdm(
+        if self._kind is not None:
+            self._bar = self._kind(
                 total=total_steps, initial=position.step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
                 bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             )  # fmt: skip
@@ -200,6 +200,17 @@ class Tracker(NullTracker):
             for part in (loggers, bar, steps, events):
                 if part is not None:
                     closing.callback(part.close)
+
+
+def bar_kind() -> Any:
+    """tqdm's bar for a notebook or for a terminal; None elsewhere, where lines tell of the progress."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and "IPKernelApp" in shell.config:
+        from tqdm import notebook
+
+        widgets = getattr(notebook, "IProgress", None) is not None  # ipywidgets is there
+        return notebook.tqdm if widgets else tqdm
+    return tqdm if sys.stderr is not None and sys.stderr.isatty() else None
 
 
 def without_nan(value: Any) -> Any:

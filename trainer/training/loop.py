@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from contextlib import ExitStack, suppress
 from typing import cast
 
 import torch
 
-from trainer.errors import DiskFullError, Interrupted, Preempted, RecipeError, SetupError, explain
-from trainer.launch import launching
+from trainer.errors import DiskFullError, Interrupted, Preempted, SetupError, explain
 from trainer.modes.pipeline import timeline
 from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
 from trainer.training import diagnosis, presenting, reporting, resuming, stopping
+from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
 from trainer.training.mistakes import Mistakes
@@ -26,31 +25,16 @@ from trainer.training.run import Run
 from trainer.training.wiring import prepare
 
 
-def train(recipe: Recipe, plugin: str | None = None) -> Result:
-    """Train as the recipe says and return what `result.json` holds.
-
-    A many-process mode starts torchrun and waits for it; everything else runs in this process.
-
-    Raises:
-        TrainerError: one of the kinds in `trainer.errors`, with the exit code that the command line would give.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RecipeError('a child of this script trains again: put train(...) under if __name__ == "__main__":')
-    if launching.wants_children(recipe):
-        return cast(Result, launching.train_in_children(recipe, plugin))
-    launching.load_plugin(plugin)
-    return run(recipe)
-
-
-def run(recipe: Recipe, own_process: bool = False) -> Result:
+def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None = None) -> Result:
     """Train in this process, as the rank that the environment says; returns rank 0's result on every rank.
 
-    `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot.
+    `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot;
+    `callbacks` are a program's, by default of the one that started this rank.
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
         try:
-            this = prepare(recipe, interrupts, closing)
+            this = prepare(recipe, interrupts, closing, callbacks or from_environment())
             loop(this)
             return finish(this)
         except BaseException as error:
@@ -116,16 +100,19 @@ def train_epoch(run: Run, epoch: int) -> None:
         if log or save or step >= meeting.next:
             agreed = meeting.hold(log)
             agreed.check(run)
+            over = agreed.late
             with run.ledger.span("logging"):
                 if log:
                     history.epoch_loss += agreed.loss
                     history.epoch_steps += len(unlogged)
-                    reporting.log_step(run, agreed.loss / len(unlogged), lr, norm, agreed.window)
+                    mean = agreed.loss / len(unlogged)
                     unlogged.clear()
+                    reporting.log_step(run, mean, lr, norm, agreed.window)
+                    over |= not reporting.told_step(run, mean, lr, agreed.window)
                 run.tracker.progress(step, epoch + 1)
             if agreed.stop is not None:
                 leave(run, agreed.stop)
-            if agreed.late:
+            if over:
                 run.total_steps = step
                 return
         if save:
@@ -166,6 +153,8 @@ def end_epoch(run: Run, epoch: int) -> None:
     run.position = Position(step, epoch + 1, 0)
     if stopping.lost_patience(run):
         tracker.say(stopping.patience_line(run))
+    if not reporting.told_epoch(run, epoch, improved):
+        run.total_steps = step
     finished = stopping.is_over(run) or epoch + 1 == run.recipe.epochs
     if finished and found is not None:
         presenting.mistakes(run, found)

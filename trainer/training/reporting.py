@@ -17,6 +17,7 @@ from trainer.devices import precision
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
 from trainer.telemetry.verdict import StepParts, shares
+from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result
 from trainer.training.run import Run
@@ -129,6 +130,43 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
             "samples_per_sec": float(f"{steps * run.loader.samples_per_step / seconds:.6g}") if seconds else "",
         }
     )
+
+
+def told_epoch(run: Run, epoch: int, best: bool) -> bool:
+    """Tell the calling program of an epoch; whether training goes on. Collective."""
+    history = run.history
+    report = EpochReport(
+        epoch=epoch + 1,
+        epochs=run.recipe.epochs,
+        step=run.position.step,
+        train_loss=history.losses[-1],
+        metrics=metrics_of(history.validation),
+        best=best,
+        seconds=run.seconds(),
+    )
+    return run.callbacks.epoch(run.world, report)
+
+
+def told_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]) -> bool:
+    """Tell the calling program of a logged step; whether training goes on. Collective.
+
+    Args:
+        loss, window: see `step_values`.
+    """
+    if run.callbacks.on_step is None:
+        return True
+    steps, seconds, _ = window
+    report = StepReport(
+        step=run.position.step,
+        total_steps=run.total_steps,
+        epoch=run.position.epoch + 1,
+        loss=loss,
+        lr=lr,
+        samples_per_sec=steps * run.loader.samples_per_step / seconds if seconds else None,
+    )
+    goes_on = run.callbacks.step(run.world, report)
+    run.timer.start()  # the program's time is no step's
+    return goes_on
 
 
 def step_values(

@@ -34,8 +34,26 @@ class StepTime(TypedDict):
     p95: float
 
 
-class Result(TypedDict):
-    """`result.json`, apart from the task's metrics, `val_...` and `best_...`, and `data_parallel` under dp."""
+class Metrics(TypedDict, total=False):
+    """What `result.json` has of the metrics, by its task; those of a task of your own are named alike.
+
+    null until an epoch was evaluated.
+    """
+
+    val_loss: float | None
+    val_top1: float | None
+    val_top5: float | None
+    val_f1: float | None
+    val_f1_macro: float | None
+    val_mae: float | None
+    val_r2: float | None
+    best_top1: float | None
+    best_f1: float | None
+    best_loss: float | None
+
+
+class Result(Metrics):
+    """`result.json`: these keys, the task's metrics, and `data_parallel` under dp."""
 
     recipe: Annotated[str, "its name"]
     mode: Annotated[str, "as in the recipe"]
@@ -49,7 +67,7 @@ class Result(TypedDict):
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
     error: Annotated[str | None, "one line, where it failed"]
     ended_by: Annotated[
-        str | None, "why it completed: `epochs`, `max_steps`, `stop.patience`, or `speed` where that alone was measured"
+        str | None, "why it completed: `epochs`, `max_steps`, `stop.patience`, `callback`; `speed` where that alone was measured"
     ]
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "by its name"]
@@ -85,5 +103,5 @@ def table() -> str:
     """README's table of keys."""
     hints = get_type_hints(Result, include_extras=True)
     lines = ["| key | meaning |", "| --- | --- |"]
-    lines += [f"| `{key}` | {hint.__metadata__[0]} |" for key, hint in hints.items()]
+    lines += [f"| `{key}` | {hint.__metadata__[0]} |" for key, hint in hints.items() if key in Result.__required_keys__]
     return "\n".join(lines)

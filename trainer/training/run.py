@@ -17,6 +17,7 @@ from trainer.saving.checkpoint import Position
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
+from trainer.training.callbacks import Callbacks
 from trainer.training.optimization import MovingAverage, Updater
 
 
@@ -40,6 +41,7 @@ class Run:
 
     recipe: Recipe
     interrupts: Interrupts
+    callbacks: Callbacks
     datasets: Datasets
     task: Task
     world: World

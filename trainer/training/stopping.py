@@ -53,4 +53,7 @@ def ended_by(run: Run) -> str:
         return "speed"
     if run.position.step >= run.recipe.epochs * run.steps_per_epoch + run.shift:
         return "epochs"
-    return "stop.patience" if lost_patience(run) and run.position.step < run.total_steps else "max_steps"
+    if lost_patience(run) and run.position.step < run.total_steps:
+        return "stop.patience"
+    limit = run.recipe.max_steps
+    return "max_steps" if limit is not None and run.position.step >= limit else "callback"

@@ -30,6 +30,7 @@ from trainer.telemetry.clocks import StepTimer
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import presenting, reporting, resuming
+from trainer.training.callbacks import Callbacks
 from trainer.training.optimization import MovingAverage, Updater, loss_scaler, total_steps
 from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
@@ -38,7 +39,7 @@ from trainer.training.speed_test import speed_recipe
 from trainer.training.trainable import notes, roles_of
 
 
-def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
+def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
     """Everything before the first step, in the order in which it can fail: what needs no peers comes first."""
     begun = time.perf_counter()
     start_process(recipe)
@@ -52,6 +53,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     steps = steps_per_epoch(len(data.train), recipe, shard)
     tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
     closing.callback(tracker.close)
+    closing.callback(callbacks.close)
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)
     world.connect(recipe.timeout)
@@ -81,6 +83,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack) -> Run:
     run = Run(
         recipe=recipe,
         interrupts=interrupts,
+        callbacks=callbacks,
         datasets=data,
         task=task,
         world=world,

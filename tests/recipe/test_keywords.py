@@ -1,0 +1,66 @@
+"""A program's keys and values as a recipe has them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.errors import RecipeError
+from trainer.recipe import load
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"optimizer__lr": 0.2},
+        {"optimizer.lr": 0.2},
+        {"optimizer": {"lr": 0.2}},
+        {"optimizer": {"lr": np.float64(0.2)}},
+        {"optimizer.lr": torch.tensor(0.2, dtype=torch.float64)},
+    ],
+)
+def test_keys_of_a_section(keywords):
+    found = load("digits", **keywords)
+    assert found.optimizer.lr == 0.2 and found.optimizer.momentum == load("digits").optimizer.momentum
+
+
+def test_values_of_a_program():
+    found = load("digits", output=Path("runs/x"), devices=("cpu", torch.device("cuda:1")), epochs=np.int64(3))
+    assert (found.output, found.devices, found.epochs) == ("runs/x", ["cpu", "cuda:1"], 3)
+    assert load("digits", optimizer__lr=0.2, optimizer={"momentum": 0.5}).optimizer.momentum == 0.5
+    again = load(found, epochs=4)
+    assert (again.name, again.output, again.epochs) == ("digits", "runs/x", 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "keywords", "line"),
+    [
+        ([], {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
+        ([], {"optimizer__lrr": 2}, "digits: optimizer.lrr is not a key; did you mean optimizer.lr?"),
+        ([], {"epochs": 2.5}, "digits: epochs=2.5 must be an integer"),
+        (["epochs=2"], {"epochs": 3}, "epochs is given twice, as a word and as a keyword: keep one"),
+        ([], {"optimizer__lr": 1.0, "optimizer.lr": 2.0}, "optimizer.lr is given twice: keep one"),
+        ([], {"optimizer": {"lr": 1.0}, "optimizer.lr": 2.0}, "optimizer.lr is given twice: keep one"),
+        (
+            [],
+            {"optimizer": object()},
+            "optimizer=object is no value of a recipe: set optimizer.name= and the like, or ",
+        ),
+        ([], {"optimizer__lr": torch.ones(2)}, "optimizer.lr=Tensor is no value of a recipe: write numbers, text and"),
+        ([], {"precision": torch.bfloat16}, "precision=dtype is no value of a recipe: write numbers"),
+    ],
+)
+def test_wrong_keywords_are_answered_as_words_are(words, keywords, line):
+    with pytest.raises(RecipeError) as error:
+        load("digits", *words, **keywords)
+    assert str(error.value).startswith(line)
+
+
+def test_what_is_no_recipe():
+    with pytest.raises(RecipeError, match="a recipe is a name, a YAML file or a dictionary, not int"):
+        load(3)
+
+
+def test_a_dictionary_has_dotted_keys_too():
+    assert load({"optimizer.lr": 0.3, "epochs": 2}).optimizer.lr == 0.3

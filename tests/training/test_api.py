@@ -1,0 +1,265 @@
+"""`train` from programs: recipes by name, plain torch objects, callbacks, other processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import trainer
+from tests.commands import PROJECT, environment, result
+from trainer import EpochReport, StepReport, train
+from trainer.errors import Interrupted, RecipeError
+
+QUIET = {"logging__progress": False, "logging__verdict": False, "logging__tensorboard": False, "devices": ["cpu"]}
+SHORT = {**QUIET, "mode": "single", "model": "mlp", "max_steps": 2, "epochs": 1}
+IMAGES = torch.rand(40, 1, 4, 4)
+DATA = TensorDataset(IMAGES, (IMAGES.mean((1, 2, 3)) > 0.5).long())
+
+
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
+    found = train("digits", "optimizer.lr=0.2", **SHORT, batch_size=32, output=tmp_path / "run")
+    assert (found["recipe"], found["mode"], found["steps"], found["batch_size"]) == ("digits", "single", 2, 32)
+    again = trainer.load_recipe(tmp_path / "run")
+    assert (again.optimizer.lr, again.model.name) == (0.2, "mlp")
+    assert found == result(tmp_path / "run")
+
+
+def test_a_dictionary_is_a_recipe_too(tmp_path):
+    words = {"mode": "single", "max_steps": 1, "optimizer.lr": 0.01, "model": {"name": "mlp"}}
+    assert train(words, **QUIET, output=tmp_path / "run")["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keywords", "line"),
+    [
+        ("digitz", {}, "recipe=digitz: no such recipe or file; did you mean recipe=digits?"),
+        ("digits", {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
+        ("digits", {"model": "mpl", "mode": "single"}, "model.name=mpl is not a model; did you mean mlp?"),
+        (nn.Linear(1, 1), {}, "a model is given by its name: train(model=net, data=(train_set, val_set))"),
+        ("digits", {"nproc": "two"}, "nproc=two must be a whole number"),
+        ("digits", {"on_epoch": 1}, "on_epoch= is a function of one report, not int"),
+        (None, {"model": 3}, "model= is a torch.nn.Module, a function that makes one, or a name"),
+        (None, {"data": DATA}, "data= is (training set, held-out set), and may have class names as a third, not Tens"),
+        (None, {"data": {"train": DATA, "unsupervised": DATA}}, "data= has train, unsupervised: it needs train, and "),
+        (None, {"data": (DATA, DATA), "optimizer": torch.optim.SGD}, "optimizer=SGD is no value of a recipe: set opti"),
+        (None, {"data": (DATA, DATA), "batch_size": 64, "mode": "single"}, "40 training images are fewer than one glo"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, recipe, keywords, line):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as error:
+        train(recipe, **{"devices": ["cpu"], **keywords})
+    assert str(error.value).startswith(line)
+
+
+def test_words_are_text():
+    with pytest.raises(RecipeError, match="words are text, as in 'epochs=2', not Sequential"):
+        train("digits", net())
+
+
+def test_a_module_has_the_last_weights_afterwards(tmp_path):
+    model = net()
+    before = model[1].weight.detach().clone()
+    found = train(data=(DATA, DATA), **{**SHORT, "model": model}, batch_size=20, output=tmp_path / "run")
+    assert found["data"] == {"name": "TensorDataset", "synthetic": False, "train_samples": 40, "val_samples": 40} | {
+        "skipped": 0
+    }
+    assert not torch.equal(model[1].weight, before)
+    with torch.no_grad():
+        right = (model.eval()(IMAGES).argmax(1) == DATA.tensors[1]).float().mean().item()
+    assert right == pytest.approx(found["val_top1"])
+
+
+def test_a_failed_run_leaves_the_module_alone(tmp_path):
+    model = net()
+    before = model[1].weight.detach().clone()
+
+    def fail(report):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(**{**SHORT, "model": model}, data=(DATA, DATA), batch_size=20, output=tmp_path / "run", on_epoch=fail)
+    assert torch.equal(model[1].weight, before)
+    assert result(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_call_hears_of_each_epoch_and_logged_step(tmp_path):
+    epochs, steps = [], []
+    words = {**SHORT, "max_steps": None, "epochs": 2, "model": net}
+    found = train(
+        **words,
+        data=(DATA, DATA),
+        batch_size=20,
+        output=tmp_path / "run",
+        logging__every_steps=1,
+        logging__warmup_steps=0,
+        on_epoch=epochs.append,
+        on_step=steps.append,
+    )
+    assert [type(report) for report in epochs + steps] == [EpochReport] * 2 + [StepReport] * 4
+    assert [(report.epoch, report.epochs, report.step) for report in epochs] == [(1, 2, 2), (2, 2, 4)]
+    assert epochs[-1].metrics["top1"] == found["val_top1"] and epochs[0].best
+    assert [report.train_loss for report in epochs] == found["losses"]
+    assert [(report.step, report.total_steps, report.epoch) for report in steps] == [
+        (n, 4, n // 3 + 1) for n in range(1, 5)
+    ]
+    assert all(report.samples_per_sec > 0 and report.lr >= 0 for report in steps)
+
+
+@pytest.mark.parametrize(("kind", "steps", "epochs"), [("on_epoch", 4, 2), ("on_step", 3, 2)])
+def test_false_ends_a_run_as_a_completed_one(tmp_path, kind, steps, epochs):
+    def stop(report):
+        return report.step < 3
+
+    words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, kind: stop, "logging__every_steps": 1}
+    found = train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run")
+    assert (found["status"], found["exit_code"], found["steps"], found["epochs"]) == ("completed", 0, steps, epochs)
+    assert (tmp_path / "run" / "last.safetensors").is_file() and found["val_top1"] is not None
+
+
+def test_ctrl_c_saves_and_comes_back_as_an_error(tmp_path):
+    words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, "logging__every_steps": 1}
+    with pytest.raises(Interrupted, match=r"stopped by Ctrl-C; saved step \d"):
+        train(
+            **words,
+            data=(DATA, DATA),
+            batch_size=20,
+            output=tmp_path / "run",
+            on_step=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.step == 2 else None,
+        )
+    assert result(tmp_path / "run")["status"] == "preempted"
+    found = train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run", resume="auto")
+    assert (found["status"], found["epochs"], found["steps"]) == ("completed", 9, 18)
+
+
+def test_one_run_at_a_time_in_a_process(tmp_path):
+    told = []
+
+    def within(report):
+        def other():
+            try:
+                train("digits", **SHORT, output=tmp_path / "second")
+            except RecipeError as error:
+                told.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    train("digits", **SHORT, output=tmp_path / "first", on_epoch=within)
+    assert len(told) == 1 and told[0].startswith("another train() is at work in this process")
+    thread = threading.Thread(target=lambda: told.append(train("digits", **SHORT, output=tmp_path / "third")["status"]))
+    thread.start()
+    thread.join()
+    assert told[1:] == ["completed"]
+
+
+def test_a_process_group_of_another_job_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RecipeError, match=r"in a process group .* after destroy_process_group\(\)"):
+        train("digits", **SHORT, output=tmp_path / "run")
+
+
+def test_the_process_is_as_it_was(tmp_path):
+    before, handlers = torch.get_num_threads(), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = set(threading.enumerate())
+    torch.set_num_threads(before + 2)
+    try:
+
+        async def within():
+            return train("digits", **SHORT, threads=1, output=tmp_path / "run")["steps"]
+
+        assert asyncio.run(within()) == 2
+        assert torch.get_num_threads() == before + 2
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+        assert set(threading.enumerate()) <= threads
+    finally:
+        torch.set_num_threads(before)
+
+
+STDIN = """
+import os, signal, torch, trainer
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(16, 2))
+
+class Mine(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return {"pixel_values": torch.full((1, 4, 4), float(index % 2)), "labels": index % 2}
+
+quiet = dict(mode="ddp", nproc=2, devices=["cpu"], batch_size=20, data__workers=0, logging__verdict=False)
+heard = []
+net = Net()
+before = net[1].weight.detach().clone()
+
+def hear(report):
+    heard.append(report)
+    return len(heard) < 2
+
+found = trainer.train(model=net, data=(Mine(), Mine()), epochs=5, output="one", on_epoch=hear, **quiet)
+assert (found["world_size"], found["epochs"], found["status"]) == (2, 2, "completed"), found
+assert [report.epoch for report in heard] == [1, 2] and heard[1].metrics["top1"] == found["val_top1"]
+assert not torch.equal(net[1].weight, before)
+
+assert trainer.predict(net, torch.ones(3, 1, 4, 4), devices=["cpu"]).shape == (3, 2)
+
+def fail(report):
+    raise KeyError("mine")
+
+try:
+    trainer.train(model=Net, data=lambda: (Mine(), Mine(), ["a", "b"]), epochs=5, output="two", on_step=fail, **quiet)
+except KeyError as error:
+    print("raised", error)
+
+try:
+    trainer.train(
+        model=Net, data=(Mine(), Mine()), epochs=5, output="three", **quiet,
+        on_epoch=lambda report: os.kill(os.getpid(), signal.SIGINT),
+    )
+except trainer.errors.Interrupted as error:
+    print("interrupted", error)
+"""
+
+
+def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "raised 'mine'" in done.stdout, done.stdout + done.stderr
+    assert "interrupted stopped by Ctrl-C; saved step" in done.stdout, done.stdout + done.stderr
+    assert result(tmp_path / "three")["status"] == "preempted"
+    assert "Traceback" not in done.stdout, done.stdout
+    two = result(tmp_path / "two")
+    assert (two["status"], two["error"]) == ("failed", "on_step raised KeyError: 'mine'")
+
+
+def test_a_users_script_is_typed():
+    script = PROJECT / "tests" / "training" / "typed_script.py"
+    pytest.importorskip("mypy", reason="pip install mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(script)]
+    done = subprocess.run(command, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in trainer.__all__:
+        assert getattr(trainer, name).__doc__, name
+    assert (PROJECT / "trainer" / "py.typed").is_file()

@@ -1,0 +1,102 @@
+"""A real Jupyter kernel trains: in itself, and in processes that it starts."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.commands import environment, result
+
+nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel ipywidgets")
+nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel ipywidgets")
+pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel ipywidgets")
+
+PREPARED = """
+import torch, trainer
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(16, 2))
+
+class Mine(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.full((1, 4, 4), float(index % 2)), index % 2
+
+@trainer.register_model("noted")
+def noted(num_classes, channels, image_size):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, num_classes))
+
+quick = dict(batch_size=20, devices=["cpu"], logging__verdict=False, data__workers=0)
+"""
+HERE = """
+found = trainer.train(model=Net(), data=(Mine(), Mine()), epochs=2, mode="single", output="here", **quick)
+found["status"], found["epochs"]
+"""
+IN_OTHERS = """
+net, heard = Net(), []
+before = net[1].weight.detach().clone()
+found = trainer.train(
+    model=net, data=(Mine(), Mine()), epochs=2, mode="ddp", nproc=2, output="others", on_epoch=heard.append, **quick
+)
+found["world_size"], len(heard), torch.equal(before, net[1].weight)
+"""
+REGISTERED = """
+trainer.train("digits", model="noted", mode="ddp", nproc=2, max_steps=1, output="noted", devices=["cpu"])["steps"]
+"""
+WRONG = """
+try:
+    trainer.train("digits", epoch=2)
+except trainer.errors.RecipeError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory):
+    """Each cell's outputs, by its name, and the folder that the kernel worked in."""
+    folder = tmp_path_factory.mktemp("notebook")
+    sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG}
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in (PREPARED, *sources.values())])
+    client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
+    before = dict(os.environ)
+    os.environ.update(environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder)))
+    try:
+        client.execute()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return {name: cell.outputs for name, cell in zip(sources, book.cells[1:], strict=True)}, folder
+
+
+def value(outputs) -> str:
+    return next(output.data["text/plain"] for output in outputs if output.output_type == "execute_result")
+
+
+def printed(outputs) -> str:
+    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+
+
+def test_a_run_within_the_kernel(cells):
+    outputs, folder = cells
+    assert value(outputs["here"]) == "('completed', 2)"
+    assert "trainer 0.1.0" in printed(outputs["here"]) and "epoch 2/2" in printed(outputs["here"])
+    assert result(folder / "here")["mode"] == "single"
+
+
+def test_classes_of_a_notebook_travel_to_processes_that_it_starts(cells):
+    outputs, folder = cells
+    assert value(outputs["others"]) == "(2, 2, False)"
+    assert "epoch 2/2" in printed(outputs["others"]), "what the ranks print is the cell's output"
+    assert result(Path(folder, "others"))["world_size"] == 2
+
+
+def test_a_model_that_a_notebook_registers_is_known_to_them(cells):
+    assert value(cells[0]["registered"]) == "1"
+
+
+def test_an_error_is_a_sentence(cells):
+    assert printed(cells[0]["wrong"]) == "digits: epoch is not a key; did you mean epochs?\n"

@@ -1,0 +1,153 @@
+"""Items and whole sets as users of torch, torchvision and Hugging Face have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from trainer.errors import RecipeError
+from trainer.tasks import Task
+
+INPUTS = ("image", "images", "img", "pixel_values", "input", "inputs", "input_values", "x")
+TARGETS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
+COUNTED = 10_000  # items that are read to count their classes where nothing else tells them
+
+
+def pair(item: Any) -> tuple[Any, Any]:
+    """An item's input and target; a dictionary's are found by their names.
+
+    Raises:
+        ValueError: it is no such item.
+    """
+    if isinstance(item, Mapping):
+        found = [next((name for name in names if name in item), None) for names in (INPUTS, TARGETS)]
+        if None in found:
+            raise ValueError(
+                f"a dictionary needs one of {', '.join(INPUTS[:4])} and one of {', '.join(TARGETS[:4])}, "
+                f"found {', '.join(map(str, item))[:100]}"
+            )
+        return item[found[0]], item[found[1]]
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    several = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+    raise ValueError(
+        "an item must be (input, target), or a dictionary with an image and a label, "
+        f"found {type(item).__name__}{several}"
+    )
+
+
+def as_input(found: Any) -> Any:
+    """An item's input as a Pillow image or a tensor, with an image's channels first.
+
+    Raises:
+        TypeError: it is neither, nor an array of numbers.
+    """
+    if isinstance(found, Image.Image):
+        return found
+    return channels_first(torch.as_tensor(np.array(found) if isinstance(found, np.ndarray) else found), 3)
+
+
+def channels_first(images: Tensor, dimensions: int) -> Tensor:
+    """uint8 images that lie as (H, W) or (H, W, C) as (C, H, W); `dimensions` is 4 for several in a tensor."""
+    if images.dtype != torch.uint8:
+        return images
+    if images.dim() == dimensions - 1:
+        return images.unsqueeze(dimensions - 3)
+    last, first = images.shape[-1:], images.shape[dimensions - 3 : dimensions - 2]
+    if images.dim() == dimensions and last[0] in (1, 3) and first[0] not in (1, 3):
+        return images.movedim(-1, dimensions - 3)
+    return images
+
+
+def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
+    """A part that lies in memory as a pair of tensors (inputs, targets); None for every other."""
+    if isinstance(part, TensorDataset) and len(part.tensors) == 2:
+        part = part.tensors
+    if isinstance(part, Subset) and (whole := tensors_of(part.dataset)) is not None:
+        index = torch.as_tensor(part.indices)
+        return whole[0][index], whole[1][index]
+    pairs = isinstance(part, tuple | list) and len(part) == 2
+    if pairs and all(isinstance(each, Tensor | np.ndarray) for each in part):
+        inputs, targets = (torch.as_tensor(each) for each in part)
+        return channels_first(inputs, 4), targets
+    return None
+
+
+def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
+    """The names of a set's classes, or of a regression's values: its own, else numbers, as many as there are.
+
+    Raises:
+        RecipeError: nothing tells how many.
+    """
+    if (known := _own_names(part)) and kind.reads != "values":
+        return known
+    tensors = tensors_of(part)
+    if kind.reads == "class":
+        targets = tensors[1] if tensors is not None else _own_targets(part)
+        targets = _counted(part, of) if targets is None else targets
+        if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
+            raise RecipeError(
+                f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
+                "numbers to be told: task.name=regression"
+            )
+        return _numbers(int(targets.max()) + 1)
+    try:
+        target = tensors[1][0] if tensors is not None else torch.as_tensor(pair(part[0])[1])
+    except Exception as error:  # a user's data set may raise anything at all
+        raise RecipeError(f"{of}: item 0 cannot be read ({error})") from None
+    return _numbers(max(1, target.numel()))
+
+
+def _numbers(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(max(1, count))))
+
+
+def _own_names(part: Any) -> tuple[str, ...]:
+    """As torchvision's and Hugging Face's data sets tell them."""
+    if isinstance(part, Subset):
+        return _own_names(part.dataset)
+    if isinstance(part, ConcatDataset):
+        return _own_names(part.datasets[0])
+    classes = getattr(part, "classes", None)
+    if isinstance(classes, Sequence) and not isinstance(classes, str) and classes:
+        return tuple(map(str, classes))
+    count = getattr(part, "num_classes", None)
+    if isinstance(count, int) and count > 0:
+        return _numbers(count)
+    features = getattr(part, "features", None)
+    for name in TARGETS:
+        if isinstance(features, Mapping) and (names := getattr(features.get(name), "names", None)):
+            return tuple(map(str, names))
+    return ()
+
+
+def _own_targets(part: Any) -> Tensor | None:
+    """All class indices, where a data set has them beside its images."""
+    if isinstance(part, Subset):
+        return _own_targets(part.dataset)
+    for name in ("targets", "labels"):
+        try:
+            found = torch.as_tensor(getattr(part, name))
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            continue
+        if found.dim() == 1 and len(found):
+            return found
+    return None
+
+
+def _counted(part: Any, of: str) -> Tensor:
+    if len(part) > COUNTED:
+        raise RecipeError(
+            f"{of}: how many classes there are is not told by its `classes` or `targets`, and {len(part):,} items are "
+            "too many to look at: give their number, or their names, as a third: data=(train_set, val_set, 10)"
+        )
+    try:
+        return torch.stack([torch.as_tensor(pair(part[index])[1]) for index in range(len(part))])
+    except Exception as error:
+        raise RecipeError(f"{of}: its items cannot be read ({type(error).__name__}: {str(error)[:160]})") from None

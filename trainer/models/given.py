@@ -1,0 +1,104 @@
+"""Models that a program hands over: modules, and functions that make them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torchvision
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from trainer.errors import RecipeError
+from trainer.models.small import SMALL
+
+OFFERED = ("num_classes", "channels", "image_size")  # what a function that makes a model may ask for
+
+
+class Given:
+    """A model's builder, of a module or of a function that makes one.
+
+    A module is copied, with its weights, so that the caller's own stays as it is while a run goes on. A function or
+    class is called with those of num_classes, channels and image_size that it has parameters for.
+    """
+
+    def __init__(self, source: nn.Module | Callable[..., nn.Module]) -> None:
+        """
+        Raises:
+            RecipeError: neither a module nor a function of these three.
+        """
+        if isinstance(source, nn.Module):
+            source = bare(source)
+            if any(map(is_lazy, [*source.parameters(), *source.buffers()])):
+                raise RecipeError("model= has layers that its first batch shapes: call model(batch) once before")
+        elif not callable(source):
+            raise RecipeError(
+                f"model= is a torch.nn.Module, a function that makes one, or a name as in model='cnn', "
+                f"not {type(source).__name__}"
+            )
+        else:
+            _wanted(source)
+        self.source = source
+
+    @property
+    def name(self) -> str:
+        """As recipes and run folders call it; a function of torchvision's has the name that they know."""
+        found = self.source
+        while isinstance(found, functools.partial):
+            found = found.func
+        name = str(getattr(found, "__name__", type(found).__name__))
+        known = (*SMALL, *torchvision.models.list_models(module=torchvision.models))
+        if name in known:
+            return name if self.is_torchvisions(name) else f"my_{name}"
+        return name if name.isidentifier() else "model"
+
+    def is_torchvisions(self, name: str) -> bool:
+        """Whether this is torchvision's own function, which recipes know."""
+        return name not in SMALL and self.source is torchvision.models.get_model_builder(name)
+
+    def __call__(self, num_classes: int, channels: int, image_size: int) -> nn.Module:
+        if isinstance(self.source, nn.Module):
+            return copy.deepcopy(self.source).cpu()
+        offered = dict(zip(OFFERED, (num_classes, channels, image_size), strict=True))
+        model = self.source(**{name: offered[name] for name in _wanted(self.source)})
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"model={self.name} must make a torch.nn.Module, and made {type(model).__name__}")
+        return bare(model)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module itself, where a user wrapped it in what a mode or `compile=true` does."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        return bare(model.module)
+    inner = getattr(model, "_orig_mod", None)  # torch.compile's
+    return bare(inner) if isinstance(inner, nn.Module) else model
+
+
+def _wanted(source: Callable[..., Any]) -> list[str]:
+    """Which of the three a function is called with.
+
+    Raises:
+        RecipeError: it wants others.
+    """
+    try:
+        parameters = inspect.signature(source).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    bound = source.keywords if isinstance(source, functools.partial) else {}
+    absent = [
+        each.name
+        for each in parameters
+        if each.default is each.empty
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        and each.name not in OFFERED
+    ]
+    if absent:
+        raise RecipeError(
+            f"model= is called with {', '.join(OFFERED)} as far as it has them, and wants {absent[0]}: "
+            f"write model=lambda: ...({absent[0]}=...)"
+        )
+    return [each.name for each in parameters if each.name in OFFERED and each.name not in bound]

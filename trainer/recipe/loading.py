@@ -66,9 +66,8 @@ def _layers(
         if isinstance(recipe, Mapping):
             chain = _extended(name, OmegaConf.create(nested(recipe)), None)
         typed_words = _words(words)
-        keys: Any = OmegaConf.to_container(typed_words)
         given = nested(keywords)
-        twice = flatten(keys).keys() & flatten(given).keys()
+        twice = flatten(_plain(typed_words)).keys() & flatten(given).keys()
         if twice:
             raise RecipeError(f"{min(twice)} is given twice, as a word and as a keyword: keep one")
         said: Any = OmegaConf.merge(typed_words, OmegaConf.create(given))
@@ -77,8 +76,8 @@ def _layers(
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
     if EXTENDS in said:
-        given = shown(said[EXTENDS])
-        raise RecipeError(f"extends={given} is a line of a YAML file; on the command line it is recipe={given}")
+        parent = shown(said[EXTENDS])
+        raise RecipeError(f"extends={parent} is a line of a YAML file; on the command line it is recipe={parent}")
     return name, [*chain, (YOURS, said)]
 
 

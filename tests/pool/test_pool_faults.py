@@ -396,7 +396,7 @@ def test_no_end_leaves_a_process(end, method, tmp_path, full):
         children = processes(f"POOL_TEST={mark}".encode())
         assert len(children) <= 3, "the program, and the servers of multiprocessing"
         program.kill()
-    _, errors = program.communicate(timeout=60)
+    _, errors = program.communicate(timeout=20)
     while processes(f"POOL_TEST={mark}".encode()) and time.monotonic() - began < 5:
         time.sleep(0.02)
     assert not processes(f"POOL_TEST={mark}".encode())

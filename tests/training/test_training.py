@@ -608,7 +608,7 @@ def test_restarts_resume_by_themselves(tmp_path):
     ]
     arguments += [f"--log-dir={tmp_path / 'logs'}"]
     with torchrun(*words, arguments=arguments, env={"TRAINER_FAULT": "kill@1:10"}) as process:
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=120)
     out += "".join(f"\n{path}: {path.read_text()}" for path in sorted((tmp_path / "logs").rglob("error.json")))
     assert process.returncode == 0, out
     assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14, out
@@ -624,6 +624,6 @@ two = trainer.load_recipe("digits", "mode=ddp", devices=["cpu", "cpu"], max_step
 two = trainer.train(two)
 assert one["steps"] == two["steps"] == 3 and two["world_size"] == 2, two
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert result(tmp_path / "two")["steps"] == 3

@@ -13,13 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from tests.commands import PROJECT, QUIET, losses, ok
+from tests.commands import PROJECT, QUIET, losses, ok, trainer
 from trainer import load_recipe
 from trainer.data import open_datasets
 from trainer.training.api import train
 from trainer.training.trained import evaluate_run
 
-# The smallest of each family, and the smallest usual image size that it reads.
+# The smallest of each family, and the smallest usual image size that it reads. BatchNorm of two values, as of two
+# images that have become one pixel, makes gradients of 1e9 in bare torch: those families have larger images.
 FAMILIES = {
     "alexnet": ("alexnet", 64),
     "convnext": ("convnext_tiny", 32),
@@ -30,9 +31,9 @@ FAMILIES = {
     "inception_v3": ("inception_v3", 96),
     "maxvit": ("maxvit_t", 224),
     "mnasnet": ("mnasnet0_5", 32),
-    "mobilenet_v2": ("mobilenet_v2", 32),
+    "mobilenet_v2": ("mobilenet_v2", 64),
     "mobilenet_v3": ("mobilenet_v3_small", 32),
-    "regnet_x": ("regnet_x_400mf", 32),
+    "regnet_x": ("regnet_x_400mf", 64),
     "regnet_y": ("regnet_y_400mf", 32),
     "resnet": ("resnet18", 32),
     "resnext": ("resnext50_32x4d", 32),
@@ -47,16 +48,17 @@ FAMILIES = {
 }
 TIMM = {
     "resnet10t": 32,
-    "efficientnet_lite0": 32,
+    "efficientnet_lite0": 64,
     "convnext_atto": 32,
     "vit_tiny_patch16_224": 32,
     "mixer_s32_224": 64,
-    "levit_128s": 64,
-    "mobilevit_xxs": 64,
+    "levit_128s": 128,
+    "mobilevit_xxs": 128,
     "edgenext_xx_small": 64,
     "ghostnet_100": 32,
     "xcit_nano_12_p16_224": 32,
 }
+UNCUT = ("levit_128s", "mobilevit_xxs")  # they compute other things in evaluation, or look at their inputs' sizes
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
 full = pytest.mark.full("every family")
 SAMPLE = ("mnasnet", "googlenet")  # which torchvision loads in a way of their own
@@ -126,6 +128,10 @@ def test_a_family(name, size, runs, full):
     said = ok("predict", f"checkpoint={runs}/single", f"output={runs}/labels", cwd=PROJECT).stdout
     assert f"top-1    {trained['val_top1']:.2%} of 6 images" in said
     for mode, extra in {"split": SPLIT, "streams": STREAMS, "ranks": RANKS, "ddp": DDP}.items():
+        if name.removeprefix("timm:") in UNCUT and mode != "ddp":
+            refused = trainer(*words, *extra, f"output={runs}/{mode}", cwd=PROJECT)
+            assert refused.returncode == 2 and "cannot be cut into stages" in refused.stderr
+            continue
         ok(*words, *extra, f"output={runs}/{mode}", cwd=PROJECT)
         own = losses(runs / mode)
         assert len(own) == 4 and all(map(math.isfinite, own))

@@ -300,5 +300,6 @@ def test_training_with_loader_workers_ends(global_method, photos, tmp_path):
     words = [*recipe, "threads=2", "timeout=60", "logging.progress=false", f"data.root={photos}"]
     out = finish("script.py", global_method, rounds, *words, timeout=120 + 60 * rounds, cwd=tmp_path)
     readers = {path.name: path.read_text() for path in (tmp_path / "readers").iterdir()}
-    assert len(readers) >= 4 * rounds and out.split()[-1] not in readers
+    readers.pop(out.split()[-1])  # which looks at one sample, to know what the data set gives
+    assert len(readers) >= 4 * rounds
     assert set(readers.values()) == {"None"}, "a worker was forked from the process that trains"

@@ -139,8 +139,7 @@ def load(path: Path) -> State:
     Raises:
         CheckpointError: it is not whole, was changed, or is not a checkpoint.
     """
-    _verify(path)
-    return assembled(path, manifest_of(path), lambda name: path / name)
+    return assembled(path, _verify(path), lambda name: path / name)
 
 
 def assembled(path: Path, manifest: Manifest, file: Callable[[str], str | Path]) -> State:
@@ -249,18 +248,16 @@ def _is_good(path: Path) -> bool:
     return True
 
 
-def _verify(path: Path) -> None:
-    for name, entry in manifest_of(path).files.items():
+def _verify(path: Path) -> Manifest:
+    """What a checkpoint is whose files are all as its manifest says."""
+    manifest = understood(path, manifest_bytes(path))
+    for name, entry in manifest.files.items():
         with reading(path / name, entry.size) as (file, size):
             if size != entry.size:
                 raise CheckpointError(f"{path}: {name} has {size} bytes instead of {entry.size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise CheckpointError(f"{path}: {name} is damaged (its SHA-256 differs)")
-
-
-def manifest_of(path: Path) -> Manifest:
-    """The manifest of a checkpoint folder."""
-    return understood(path, manifest_bytes(path))
+    return manifest
 
 
 def manifest_bytes(path: Path) -> bytes:

@@ -67,7 +67,8 @@ class Result(Metrics):
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
     error: Annotated[str | None, "one line, where it failed"]
     ended_by: Annotated[
-        str | None, "why it completed: `epochs`, `max_steps`, `stop.patience`, `callback`; `speed` where that alone was measured"
+        str | None,
+        "why it completed: `epochs`, `max_steps`, `stop.patience`, `callback`; `speed` where that alone was measured",
     ]
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "by its name"]

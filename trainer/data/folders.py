@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.data.images import formats, read_image, reason
+from trainer.data.images import formats, open_image, read_image, reason
 from trainer.data.layout import check_several, classes_of, layout_of
 from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
+from trainer.data.pictures import Picture
 from trainer.data.scanning import LeftOut, few
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.splits import Before, hold_out, table
@@ -60,6 +61,9 @@ class PhotoFolder:
 
     def where(self, index: int) -> str:
         return os.path.join(self.root, self.name(index))
+
+    def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
+        return open_image(self.where(index), channels), torch.as_tensor(self.labels[index])
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
         return read_image(self.where(index), channels), torch.as_tensor(self.labels[index])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -16,8 +17,11 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
 
+from trainer.data.pictures import Picture
 from trainer.errors import text_of
 from trainer.saving import files
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # What Pillow may open, whatever a file is called: its readers of other formats start programs (EPS: Ghostscript), hold
 # no pixels, or are rarely met and rarely mended. HEIF and JXL where a package that reads them is installed.
@@ -30,10 +34,14 @@ HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"
 LARGEST = 2**30  # bytes of an image file, and of the values that it may become
 
 
-def read_image(path: str, channels: int) -> Tensor:
-    """Decode a file to (channels, height, width) uint8, upright: turned as its EXIF orientation says.
+def open_image(path: str, channels: int) -> Picture:
+    """A file's image, upright: turned as its EXIF orientation says.
 
-    JPEG goes through torchvision, which is twice as fast; what it does not take, and every other kind, through Pillow.
+    JPEG goes through torchvision, which is twice as fast; what it does not take, every other kind, and what becomes
+    smaller at once, through Pillow.
+
+    Raises:
+        OSError, ValueError, RuntimeError: it cannot be read; so does decoding.
     """
     with files.opened(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
@@ -41,19 +49,41 @@ def read_image(path: str, channels: int) -> Tensor:
         data = np.fromfile(file, np.uint8)
     if not data.size:
         raise ValueError("the file is empty")
+    if data[:2].tobytes() == b"\xff\xd8":
+        height, width, turned = jpeg_header(data)
+        if height * width * channels > LARGEST:
+            raise ValueError(f"{width} x {height} pixels are more than an image has")
+        if height and width:
+            size = (width, height) if turned else (height, width)
+            return Picture(*size, partial(_jpeg, data, channels))
+    if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
+        raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
+    return Picture.of(_by_pillow(data, channels))
+
+
+def read_image(path: str, channels: int) -> Tensor:
+    """Decode a file to (channels, height, width) uint8, as `open_image`."""
+    picture = open_image(path, channels)
+    return picture.whole(max(picture.height, picture.width))
+
+
+def _jpeg(data: Bytes, channels: int, factor: int) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about odd metadata in images that are fine, and torchvision's about itself
-        if data[:2].tobytes() == b"\xff\xd8":
-            height, width = jpeg_size(data)
-            if height * width * channels > LARGEST:
-                raise ValueError(f"{width} x {height} pixels are more than an image has")
+        warnings.simplefilter("ignore")  # torchvision's, about itself
+        if factor == 1:
             with contextlib.suppress(RuntimeError):
                 mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
                 image: Tensor = decode_jpeg(torch.from_numpy(data), mode=mode, apply_exif_orientation=True)
                 return image
-        if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
-            raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
-        with Image.open(path, formats=formats()) as opened:
+    return _by_pillow(data, channels, factor)
+
+
+def _by_pillow(data: Bytes, channels: int, factor: int = 1) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about odd metadata in images that are fine
+        with Image.open(io.BytesIO(data), formats=formats()) as opened:
+            if factor > 1:
+                opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
             return from_pillow(upright(opened), channels)
 
 
@@ -79,20 +109,35 @@ def upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def jpeg_size(data: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
-    """Height and width as a JPEG's frame header tells them, before any pixel is allocated; (0, 0) without one."""
-    place, end = 2, len(data) - 8
+def jpeg_header(data: Bytes) -> tuple[int, int, bool]:
+    """Height and width as a JPEG's frame header tells them, before any pixel is allocated; (0, 0) without one.
+
+    And whether its EXIF orientation swaps the two.
+    """
+    place, end, turned = 2, len(data) - 8, False
     while place < end and data[place] == 0xFF:
         kind = data[place + 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[place + 5 : place + 9].tolist()
-            return 256 * high + low, 256 * wide + narrow
+            return 256 * high + low, 256 * wide + narrow, turned
         # Fill bytes and markers that stand alone are one and two bytes long; the others tell their length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[place + 2]) + int(data[place + 3])
+        if kind == 0xE1 and data[place + 4 : place + 8].tobytes() == b"Exif":
+            turned = _orientation(data[place + 4 : place + step].tobytes()) >= 5
         place += step
-    return 0, 0
+    return 0, 0, False
+
+
+def _orientation(exif: bytes) -> int:
+    """1 to 8; 1 where it makes no sense."""
+    found = Image.Exif()
+    with contextlib.suppress(Exception):  # EXIF is whatever a program wrote there
+        found.load(exif)
+        orientation = found.get(ExifTags.Base.Orientation, 1)
+        return orientation if orientation in range(2, 9) else 1
+    return 1
 
 
 def from_pillow(image: Image.Image, channels: int) -> Tensor:

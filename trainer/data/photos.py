@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from torchvision.transforms.v2 import functional as vision
 from trainer.data import sampling
 from trainer.data.augment import Auto, private_random_state
 from trainer.data.images import reason
+from trainer.data.pictures import Picture
 from trainer.data.sampling import Array
-from trainer.data.sets import LabelledSource, PhotoSource
+from trainer.data.sets import LabelledSource, PhotoSource, PictureSource
 from trainer.recipe import AugmentRecipe
 
 TINY = 64  # images of this size and less are not zoomed into
@@ -29,11 +31,20 @@ Unreadable = tuple[str, str]  # what could not be read, and why
 
 def for_evaluation(image: Tensor, size: int) -> Tensor:
     """Resize the shorter side to size / 0.875 and cut out the centre; tiny ones are only resized."""
-    shorter = size if size <= TINY else round(size / 0.875)
+    shorter = _shorter(size)
     if min(image.shape[-2:]) != shorter:
         image = resized(image, [shorter])
     centre: Tensor = vision.center_crop(image, [size, size])
     return centre
+
+
+def held_out(picture: Picture, size: int) -> Tensor:
+    """As `for_evaluation`, of an image that is decoded no larger than that takes."""
+    return for_evaluation(picture.whole(_shorter(size)), size)
+
+
+def _shorter(size: int) -> int:
+    return size if size <= TINY else round(size / 0.875)
 
 
 def resized(image: Tensor, size: list[int]) -> Tensor:
@@ -74,15 +85,15 @@ class PhotoDraws:
         self.flip = sampling.flips(seed, epoch, index, recipe.hflip)
         self.auto = Auto(recipe, seed, epoch, index)
 
-    def apply(self, row: int, image: Tensor, size: int) -> Tensor:
-        """A decoded (C, height, width) uint8 image as (C, size, size)."""
+    def apply(self, row: int, picture: Picture, size: int) -> Tensor:
+        """An image as (C, size, size) uint8."""
         if self.crop is not None:
             low, high = self.recipe.crop_scale
             drawn = self.crop[row : row + 1]
-            top, left, h, w = sampling.crop_boxes(drawn, image.shape[1], image.shape[2], (low, high))[0].tolist()
-            image = resized(image[:, top : top + h, left : left + w], [size, size])
+            top, left, h, w = sampling.crop_boxes(drawn, picture.height, picture.width, (low, high))[0].tolist()
+            image = resized(picture.pixels((top, left, h, w), size), [size, size])
         else:
-            image = for_evaluation(image, size)
+            image = held_out(picture, size)
             if self.recipe.crop == "pad":
                 top, left = self.shift[row].tolist()
                 image = F.pad(image, (self.recipe.crop_padding,) * 4)[:, top : top + size, left : left + size]
@@ -96,6 +107,8 @@ class Reader:
 
     It never raises for a sample: a worker's traceback is no message for a user.
     """
+
+    as_picture: Callable[[Tensor], Picture] = staticmethod(Picture.of)  # what a source reads that opens no pictures
 
     def __init__(
         self,
@@ -111,6 +124,7 @@ class Reader:
         self.augment, self.seed, self.skip = augment, seed, skip
         self.size, self.channels = images.shape[2], images.shape[-1]
         self.draws = not isinstance(source, LabelledSource)  # a user's own, which may draw at random
+        self.pictures = source if isinstance(source, PictureSource) else None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -128,11 +142,11 @@ class Reader:
         prepare = self._for_training(epoch, index)
         failures: list[Unreadable] = []
         for row, place in enumerate(index.tolist()):
-            image, label, failed = self._readable(place, epoch)
+            image, label, failed = self._readable(place, epoch, partial(prepare, row))
             failures += failed
             if image is None:
                 return 0, failures, True
-            images[row] = prepare(row, image)
+            images[row] = image
             labels[row] = label
         return len(index), failures, False
 
@@ -140,44 +154,51 @@ class Reader:
         failures: list[Unreadable] = []
         row = 0
         for sample in index.tolist():
-            image, label, failed = self._try(sample, 0)
+            image, label, failed = self._try(sample, 0, self._for_evaluation)
             failures += failed
             if image is None:
                 if not self.skip:
                     return 0, failures, True
                 continue
-            images[row] = self._for_evaluation(image)
+            images[row] = image
             labels[row] = label
             row += 1
         images[row:] = images[row - 1] if row else 0
         labels[row:] = labels[row - 1] if row else 0
         return row, failures, False
 
-    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Tensor], Tensor]:
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
         """From (row, image) to what lies in the buffer."""
         draws = PhotoDraws(self.augment, self.seed, epoch, index)
-        return lambda row, image: draws.apply(row, image, self.size).permute(1, 2, 0)
+        return lambda row, picture: draws.apply(row, picture, self.size).permute(1, 2, 0)
 
-    def _for_evaluation(self, image: Tensor) -> Tensor:
-        return for_evaluation(image, self.size).permute(1, 2, 0)
+    def _for_evaluation(self, picture: Picture) -> Tensor:
+        return held_out(picture, self.size).permute(1, 2, 0)
 
-    def _readable(self, place: int, epoch: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
-        """The sample or, where skipping is allowed, the next one that can be read."""
-        image, label, failures = self._try(place, epoch)
+    def _readable(
+        self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
+    ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+        """The sample, prepared, or, where skipping is allowed, the next one that can be read."""
+        image, label, failures = self._try(place, epoch, prepare)
         for step in range(1, NEIGHBOURS):
             if image is not None or not self.skip:
                 break
-            image, label, _ = self._try(place + step, epoch)
+            image, label, _ = self._try(place + step, epoch, prepare)
         return image, label, failures
 
-    def _try(self, place: int, epoch: int) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+    def _try(
+        self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
+    ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
         """The sample at a place of the epoch's order, which counts on behind the last one (`sampling.balanced`)."""
         sample = place % len(self.source)
         try:
+            if self.pictures is not None:
+                picture, label = self.pictures.open(sample, self.channels)
+                return prepare(picture), label, []
             if self.draws:
                 seed_draws(self.seed, epoch, place)
             image, label = self.source.read(sample, self.channels)
-            return image, label, []
+            return prepare(self.as_picture(image)), label, []
         except Exception as error:  # decoders and users' data sets raise anything at all
             return None, 0, [(self.source.where(sample), reason(error))]
 
@@ -185,18 +206,20 @@ class Reader:
 class DenseReader(Reader):
     """For images under whose pixels targets lie: they are neither resized nor cropped."""
 
-    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Tensor], Tensor]:
-        return lambda row, image: image.permute(1, 2, 0)
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
+        return lambda row, picture: self._for_evaluation(picture)
 
-    def _for_evaluation(self, image: Tensor) -> Tensor:
-        return image.permute(1, 2, 0)
+    def _for_evaluation(self, picture: Picture) -> Tensor:
+        return picture.whole(max(picture.height, picture.width)).permute(1, 2, 0)
 
 
 class PlainReader(Reader):
     """For inputs that are no images: they lie in the buffer as the data set gives them."""
 
-    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Tensor], Tensor]:
-        return lambda row, inputs: inputs
+    as_picture = staticmethod(lambda inputs: Picture(0, 0, lambda _: inputs))
 
-    def _for_evaluation(self, image: Tensor) -> Tensor:
-        return image
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
+        return lambda row, picture: picture.decode(1)
+
+    def _for_evaluation(self, picture: Picture) -> Tensor:
+        return picture.decode(1)

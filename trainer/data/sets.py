@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer.data.pictures import Picture
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -157,6 +159,14 @@ class PhotoSource(Sized, Protocol):
 
     def where(self, index: int) -> str:
         """The sample's name for messages: a path where there is one."""
+
+
+@runtime_checkable
+class PictureSource(Protocol):
+    """A source whose images are decoded no larger than they are needed."""
+
+    def open(self, index: int, channels: int) -> tuple[Picture, Tensor | int]:
+        """Sample `index` and its label; it, and decoding later, raises whatever goes wrong."""
 
 
 @runtime_checkable

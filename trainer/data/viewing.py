@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.data.photos import for_evaluation
-from trainer.data.sets import Datasets, ImageSet, TensorSet
+from trainer.data.photos import for_evaluation, held_out
+from trainer.data.sets import Datasets, ImageSet, PictureSource, TensorSet
 
 
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
@@ -27,7 +27,11 @@ def held_out_pictures(datasets: Datasets, index: Sequence[int]) -> Tensor | None
         return None
     if isinstance(part, ImageSet):
         return _visible(part.images[[place % len(part.labels) for place in index]])
-    images = [for_evaluation(part.read(place, datasets.channels)[0], datasets.image_size) for place in index]
+    channels, size = datasets.channels, datasets.image_size
+    if isinstance(part, PictureSource):
+        images = [held_out(part.open(place, channels)[0], size) for place in index]
+    else:
+        images = [for_evaluation(part.read(place, channels)[0], size) for place in index]
     return _visible(torch.stack(images))
 
 

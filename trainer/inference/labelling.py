@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Datasets, PhotoSource
+from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import Finish
 from trainer.data.folders import PhotoFolder
-from trainer.data.images import read_image, reason, with_channels
-from trainer.data.photos import for_evaluation
+from trainer.data.images import open_image, reason, with_channels
+from trainer.data.photos import held_out
+from trainer.data.pictures import Picture
 from trainer.devices import cards, health
 from trainer.devices.precision import set_precision
 from trainer.modes.base import AUTOCAST
@@ -125,16 +126,23 @@ class Labeller:
             return Labels((), (), reason(error))
 
     def _prepared(self, item: Any) -> Tensor:
-        how = self.preparation
+        how, picture = self.preparation, self._picture(item)
+        if how.published is not None:
+            return how.published(picture.whole(max(picture.height, picture.width)))
+        if not isinstance(item, str) and (picture.height, picture.width) == (how.image_size, how.image_size):
+            return picture.decode(1)  # of a set in memory, which is ready
+        return held_out(picture, how.image_size)
+
+    def _picture(self, item: Any) -> Picture:
+        channels = self.preparation.channels
+        if isinstance(item, str):
+            return open_image(item, channels)
+        if isinstance(item, int) and isinstance(self.source, PictureSource):
+            return self.source.open(item, channels)[0]
         if isinstance(item, int):
             assert self.source is not None
-            item = self.source.read(item, how.channels)[0]
-        image = read_image(item, how.channels) if isinstance(item, str) else with_channels(item, how.channels)
-        if how.published is not None:
-            return how.published(image)
-        if not isinstance(item, str) and image.shape[-2:] == (how.image_size, how.image_size):
-            return image  # of a set in memory, which is ready
-        return for_evaluation(image, how.image_size)
+            item = self.source.read(item, channels)[0]
+        return Picture.of(with_channels(item, channels))
 
     def _classified(self, images: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The best classes and their probabilities, (N, 5) on the device, which may still be computing them."""

@@ -1,0 +1,60 @@
+"""Images that are decoded when their pixels are asked for, and no larger than they are asked for.
+
+A photo of 12 megapixels that becomes 224 x 224 has a hundred times the pixels that are used. JPEG stores blocks of
+8 x 8 frequencies: of fewer of them a decoder makes an image of 1/2, 1/4 or 1/8 of the size at once (libjpeg's
+scale_denom), without the pixels between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Box = tuple[int, int, int, int]  # top, left, height, width, in pixels of the whole image
+
+FACTORS = (8, 4, 2)  # by which a decoder may make an image smaller
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image, upright.
+
+    Attributes:
+        height, width: of the whole image in pixels.
+        decode: from a factor of `FACTORS`, or 1, to the image as (C, h, w) uint8. With factor 1 it has its own size, or
+            the one it is stored in; with others it may be smaller by no more than that factor.
+    """
+
+    height: int
+    width: int
+    decode: Callable[[int], Tensor]
+
+    def pixels(self, box: Box, least: int) -> Tensor:
+        """A box of it as (C, h, w) uint8, of at least `least` pixels along each side where it has so many.
+
+        Raises whatever decoding raises.
+        """
+        factor = next((factor for factor in FACTORS if min(box[2:]) >= factor * least), 1)
+        image = self.decode(factor)
+        top, height = _scaled(box[0], box[2], image.shape[1], self.height)
+        left, width = _scaled(box[1], box[3], image.shape[2], self.width)
+        return image[:, top : top + height, left : left + width]
+
+    def whole(self, least: int) -> Tensor:
+        """All of it, as `pixels`."""
+        return self.pixels((0, 0, self.height, self.width), least)
+
+    @classmethod
+    def of(cls, image: Tensor) -> Picture:
+        """An image (C, H, W) that is decoded already."""
+        return cls(image.shape[1], image.shape[2], lambda _: image)
+
+
+def _scaled(start: int, length: int, now: int, before: int) -> tuple[int, int]:
+    """A stretch of a side of `before` pixels, where that has become one of `now`."""
+    if now == before:
+        return start, length
+    first = min(round(start * now / before), now - 1)
+    return first, max(1, round((start + length) * now / before) - first)

@@ -15,7 +15,7 @@ FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"processes"},
     {"saving", "tasks", "words"},
     {"data", "launch", "models", "pool", "telemetry"},
-    {"modes", "runs"},
+    {"caching", "modes", "runs"},
     {"training"},
     {"doctor", "exporting", "inference", "planning"},
     {"comparison"},

@@ -31,7 +31,7 @@ Unreadable = tuple[str, str]  # what could not be read, and why
 
 def for_evaluation(image: Tensor, size: int) -> Tensor:
     """Resize the shorter side to size / 0.875 and cut out the centre; tiny ones are only resized."""
-    shorter = _shorter(size)
+    shorter = shorter_side(size)
     if min(image.shape[-2:]) != shorter:
         image = resized(image, [shorter])
     centre: Tensor = vision.center_crop(image, [size, size])
@@ -40,7 +40,7 @@ def for_evaluation(image: Tensor, size: int) -> Tensor:
 
 def held_out(picture: Picture, size: int) -> Tensor:
     """As `for_evaluation`, of an image that is decoded no larger than that takes."""
-    return for_evaluation(picture.whole(_shorter(size)), size)
+    return for_evaluation(picture.whole(shorter_side(size)), size)
 
 
 def _shorter(size: int) -> int:

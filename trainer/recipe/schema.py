@@ -70,6 +70,12 @@ class DataRecipe(_Section):
     workers: int | None = key(None, "processes that read photos, a rank; null: from cores and ranks", ge=0, le=256)
     download: bool = key(True, "fetch a published set that is not there yet")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
+    cache: Literal["off", "ram", "disk", "auto"] = key(
+        "off", "photos decoded once and kept small; auto: where there is room"
+    )
+    cache_format: Literal["raw", "jpeg"] | None = key(None, "raw is fastest, jpeg a tenth of the bytes; null: raw")
+    cache_size: Positive | None = key(None, "shorter side of what is kept; null: as for evaluation, 256 for 224")
+    cache_dir: str | None = key(None, "folder of the caches; null: ~/.cache/trainer/cache")
     on_error: Literal["stop", "skip"] = key("stop", "at an image that cannot be read; skip replaces and counts it")
     samples: Positive = key(1024, "training images of data.name=synthetic")
     val_samples: Positive = key(256, "held-out images of data.name=synthetic")

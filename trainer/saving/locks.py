@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
 
 from trainer.errors import FolderInUseError, SetupError
@@ -73,3 +74,57 @@ def in_turn(folder: Path, name: str) -> Iterator[None]:
     with open(folder / name, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[BufferedRandom | None]:
+    """Within this block a new, empty file that is this process's alone; None where another one has claimed it.
+
+    Who died left the file behind, and no claim. A name that the holder gives the file takes it away.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with open(descriptor, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+            return
+        try:
+            mine = os.path.samestat(os.fstat(descriptor), os.stat(path))
+        except FileNotFoundError:
+            mine = False
+        if not mine:  # it was finished, or removed, between our opening and our locking it
+            yield None
+            return
+        file.truncate(0)
+        yield file
+
+
+def share(path: Path) -> int:
+    """Make a file and hold it together with others who share it; closing the descriptor lets go.
+
+    Who holds it `alone` is waited for.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def alone(descriptor: int) -> bool:
+    """Whether nobody else shares what `share` returned; if so nobody else will, until it is closed or shared again."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def share_again(descriptor: int) -> None:
+    """Let others share what was held alone."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)

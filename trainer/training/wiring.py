@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer import modes, tasks
+from trainer.caching import cached
 from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, contact_sheet, open_datasets, steps_per_epoch
 from trainer.data.feeds import labels_at_hand
 from trainer.data.images import reason
@@ -56,6 +57,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     closing.callback(callbacks.close)
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)
+    data, recipe = cached(data, recipe, world.place.local_size, tracker.say, closing)
     world.connect(recipe.timeout)
     state = resuming.newest(tracker, world, recipe)
     model = model_of(recipe, task, data, starting=state is None)

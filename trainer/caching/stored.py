@@ -1,0 +1,97 @@
+"""Photos as the cache stores them, and a folder of photos that is read from it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg
+
+from trainer.caching import blocks
+from trainer.caching.blocks import DamagedError, Prepared
+from trainer.caching.packing import Packing, Preparation
+from trainer.data.folders import PhotoFolder
+from trainer.data.images import open_image
+from trainer.data.photos import resized
+from trainer.data.pictures import Picture
+
+QUALITY = 90  # of the JPEGs
+
+
+def prepared(path: str, how: Preparation) -> Prepared:
+    """A photo as it is stored: its shorter side of `how.size` pixels or, where it has fewer, as it is.
+
+    Raises whatever reading it raises.
+    """
+    picture = open_image(path, how.channels)
+    image = picture.whole(how.size)
+    if min(image.shape[-2:]) > how.size:
+        image = resized(image, [how.size])
+    rows, columns = image.shape[-2:]
+    if how.layout == "jpeg":
+        data = encode_jpeg(image.contiguous(), QUALITY)
+    else:
+        data = image.permute(1, 2, 0).contiguous().flatten()
+    return Prepared(picture.height, picture.width, rows, columns, data.numpy())
+
+
+def picture_of(stored: Prepared, how: Preparation) -> Picture:
+    """A photo to be read, as large as it was, from what is stored of it."""
+    return Picture(stored.height, stored.width, partial(_decoded, stored, how))
+
+
+def _decoded(stored: Prepared, how: Preparation, factor: int) -> Tensor:
+    data = torch.from_numpy(stored.data)
+    if how.layout == "jpeg":
+        mode = ImageReadMode.RGB if how.channels == 3 else ImageReadMode.GRAY
+        image: Tensor = decode_jpeg(data, mode=mode)
+        return image
+    return data.view(stored.rows, stored.columns, how.channels).permute(2, 0, 1)
+
+
+class CachedFolder(PhotoFolder):
+    """The photos of a folder, in the cache.
+
+    What the cache has not, or not as it was written, is prepared from the photo: the same pixels, at the photo's pace.
+    """
+
+    def __init__(
+        self,
+        folder: PhotoFolder,
+        how: Preparation,
+        part: int = 0,
+        home: Path | None = None,
+        packing: Packing | None = None,
+    ) -> None:
+        """`part` counts the folders that were packed together; without a packing every photo is prepared anew."""
+        self.__dict__.update(vars(folder))
+        self.how, self.home = how, str(home)
+        self._keys = packing.keys if packing else None
+        self._places = packing.places[part] if packing else None
+
+    def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
+        stored = self._stored(index) or prepared(self.where(index), self.how)
+        return picture_of(stored, self.how), torch.as_tensor(self.labels[index])
+
+    def _stored(self, index: int) -> Prepared | None:
+        if self._keys is None or self._places is None:
+            return None
+        block, row = self._places[index].tolist()
+        key = self._keys[block].tobytes()
+        path = block_path(self.home, key)
+        try:
+            return blocks.read(path, key, row)
+        except DamagedError:
+            with suppress(OSError):
+                os.unlink(path)  # the next run makes it anew
+        except OSError:
+            pass
+        return None
+
+
+def block_path(home: str, key: bytes) -> str:
+    return os.path.join(home, key.hex() + blocks.SUFFIX)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg
+from torchvision.io import encode_jpeg
 
 from trainer.caching import blocks
 from trainer.caching.blocks import DamagedError, Prepared
 from trainer.caching.packing import Packing, Preparation
 from trainer.data.folders import PhotoFolder
-from trainer.data.images import open_image
+from trainer.data.images import jpeg_pixels, open_image, without_warnings
 from trainer.data.photos import resized
 from trainer.data.pictures import Picture
 
@@ -33,7 +33,8 @@ def prepared(path: str, how: Preparation) -> Prepared:
         image = resized(image, [how.size])
     rows, columns = image.shape[-2:]
     if how.layout == "jpeg":
-        data = encode_jpeg(image.contiguous(), QUALITY)
+        with without_warnings():
+            data = encode_jpeg(image.contiguous(), QUALITY)
     else:
         data = image.permute(1, 2, 0).contiguous().flatten()
     return Prepared(picture.height, picture.width, rows, columns, data.numpy())
@@ -47,9 +48,7 @@ def picture_of(stored: Prepared, how: Preparation) -> Picture:
 def _decoded(stored: Prepared, how: Preparation, factor: int) -> Tensor:
     data = torch.from_numpy(stored.data)
     if how.layout == "jpeg":
-        mode = ImageReadMode.RGB if how.channels == 3 else ImageReadMode.GRAY
-        image: Tensor = decode_jpeg(data, mode=mode)
-        return image
+        return jpeg_pixels(data, how.channels)
     return data.view(stored.rows, stored.columns, how.channels).permute(2, 0, 1)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import warnings
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
@@ -68,23 +69,37 @@ def read_image(path: str, channels: int) -> Tensor:
 
 
 def _jpeg(data: Bytes, channels: int, factor: int) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchvision's, about itself
-        if factor == 1:
-            with contextlib.suppress(RuntimeError):
-                mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-                image: Tensor = decode_jpeg(torch.from_numpy(data), mode=mode, apply_exif_orientation=True)
-                return image
+    if factor == 1:
+        with contextlib.suppress(RuntimeError):
+            return jpeg_pixels(torch.from_numpy(data), channels)
     return _by_pillow(data, channels, factor)
 
 
+def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
+    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8.
+
+    Raises:
+        RuntimeError: torchvision does not take it.
+    """
+    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
+    with without_warnings():
+        image: Tensor = decode_jpeg(data, mode=mode, apply_exif_orientation=True)
+    return image
+
+
 def _by_pillow(data: Bytes, channels: int, factor: int = 1) -> Tensor:
+    with without_warnings(), Image.open(io.BytesIO(data), formats=formats()) as opened:
+        if factor > 1:
+            opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
+        return from_pillow(upright(opened), channels)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Without Pillow's, about odd metadata in images that are fine, and torchvision's, about itself."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about odd metadata in images that are fine
-        with Image.open(io.BytesIO(data), formats=formats()) as opened:
-            if factor > 1:
-                opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
-            return from_pillow(upright(opened), channels)
+        warnings.simplefilter("ignore")
+        yield
 
 
 @lru_cache(maxsize=1)

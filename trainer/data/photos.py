@@ -43,7 +43,8 @@ def held_out(picture: Picture, size: int) -> Tensor:
     return for_evaluation(picture.whole(shorter_side(size)), size)
 
 
-def _shorter(size: int) -> int:
+def shorter_side(size: int) -> int:
+    """What the shorter side of an image becomes before `size` pixels are cut out for evaluation."""
     return size if size <= TINY else round(size / 0.875)
 
 

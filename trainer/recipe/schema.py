@@ -71,7 +71,7 @@ class DataRecipe(_Section):
     download: bool = key(True, "fetch a published set that is not there yet")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
     cache: Literal["off", "ram", "disk", "auto"] = key(
-        "off", "photos decoded once and kept small; auto: where there is room"
+        "off", "photos kept decoded and small; auto: where there is room"
     )
     cache_format: Literal["raw", "jpeg"] | None = key(None, "raw is fastest, jpeg a tenth of the bytes; null: raw")
     cache_size: Positive | None = key(None, "shorter side of what is kept; null: as for evaluation, 256 for 224")

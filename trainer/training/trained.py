@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer import modes
 from trainer import recipe as recipes
+from trainer.caching import as_stored
 from trainer.data import Datasets, Loader, open_datasets
 from trainer.data.splits import Before, held_out_of
 from trainer.errors import CheckpointError
@@ -75,7 +76,7 @@ def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Dat
     another folder than the run's, all are held out.
     """
     elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
-    return open_datasets(recipe, Before(held_out_of(path), elsewhere))
+    return as_stored(open_datasets(recipe, Before(held_out_of(path), elsewhere)), recipe)
 
 
 def _listed(classes: tuple[str, ...]) -> str:

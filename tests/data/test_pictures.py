@@ -1,0 +1,86 @@
+"""Images are decoded no larger than they are needed: the same picture, from fewer pixels."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.test_images import TURNS, exif
+from trainer.data.images import open_image, read_image
+from trainer.data.photos import held_out, resized
+from trainer.data.pictures import FACTORS, Picture
+
+HEIGHT, WIDTH = 602, 815  # no multiples of a JPEG's blocks, nor of the factors
+
+
+def scene(height=HEIGHT, width=WIDTH):
+    """Something smooth that looks different everywhere and in each orientation."""
+    y, x = np.mgrid[:height, :width] / max(height, width)
+    waves = [np.sin(9 * x + 5 * y), np.cos(13 * y * x + 2), x + 0.4 * np.sin(20 * y)]
+    return np.clip(127 + 100 * np.stack(waves, -1), 0, 255).astype(np.uint8)
+
+
+def saved(path, orientation=1, **options):
+    turned = np.ascontiguousarray(TURNS[orientation](scene()))
+    Image.fromarray(turned).save(path, exif=exif(orientation), **{"quality": 95, **options})
+    return str(path)
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_a_part_is_the_part_of_the_whole(tmp_path, orientation):
+    path = saved(tmp_path / "a.jpg", orientation)
+    picture, whole = open_image(path, 3), read_image(path, 3)
+    assert (picture.height, picture.width) == (HEIGHT, WIDTH) == whole.shape[1:]
+    drawn, smaller = random.Random(orientation), 0
+    for _ in range(30):
+        h, w = drawn.randrange(20, HEIGHT + 1), drawn.randrange(20, WIDTH + 1)
+        top, left = drawn.randrange(HEIGHT - h + 1), drawn.randrange(WIDTH - w + 1)
+        least = drawn.randrange(8, 120)
+        part = picture.pixels((top, left, h, w), least)
+        assert part.shape[1] >= min(h, least) and part.shape[2] >= min(w, least)
+        wanted = whole[:, top : top + h, left : left + w]
+        if min(h, w) < 2 * least:
+            assert torch.equal(part, wanted), "no smaller one will do"
+            continue
+        smaller += part.shape[1] < h
+        one, other = (resized(image, [16, 16]).float() for image in (part, wanted))
+        assert (one - other).abs().mean() < 4, (top, left, h, w, least)
+    assert smaller > 3
+
+
+@pytest.mark.parametrize("least", [300, 150, 75, 40])
+def test_as_much_smaller_as_is_allowed(tmp_path, least):
+    whole = open_image(saved(tmp_path / "a.jpg"), 3).whole(least)
+    factor = next((factor for factor in FACTORS if HEIGHT // factor >= least), 1)
+    assert whole.shape[1:] == (-(-HEIGHT // factor), -(-WIDTH // factor))
+
+
+@pytest.mark.parametrize("kind", ["cmyk.jpg", "gray.jpg", "progressive.jpg", "a.png", "a.webp"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_kind_of_file(tmp_path, kind, channels):
+    image = Image.fromarray(scene())
+    modes = {"cmyk.jpg": "CMYK", "gray.jpg": "L"}
+    image.convert(modes.get(kind, "RGB")).save(tmp_path / kind, quality=95, progressive="progressive" in kind)
+    picture, whole = open_image(str(tmp_path / kind), channels), read_image(str(tmp_path / kind), channels)
+    part = picture.pixels((100, 200, 400, 500), 60)
+    assert part.dtype == torch.uint8 and part.shape[0] == channels and min(part.shape[1:]) >= 60
+    one, other = (resized(image, [32, 32]).float() for image in (part, whole[:, 100:500, 200:700]))
+    assert (one - other).abs().mean() < 4
+
+
+def test_held_out_photos_are_nearly_those_of_a_full_decode(tmp_path):
+    path = saved(tmp_path / "a.jpg")
+    one, other = held_out(open_image(path, 3), 112), held_out(Picture.of(read_image(path, 3)), 112)
+    assert one.shape == other.shape == (3, 112, 112)
+    assert (one.float() - other.float()).abs().mean() < 2
+
+
+def test_extremes(tmp_path):
+    Image.fromarray(scene(2, 3000)).save(tmp_path / "a.jpg")
+    picture = open_image(str(tmp_path / "a.jpg"), 3)
+    assert picture.pixels((0, 2990, 1, 10), 224).shape == (3, 1, 10)
+    assert held_out(picture, 32).shape == (3, 32, 32)
+    tiny = Picture(1000, 1000, lambda _: torch.zeros(3, 2, 2, dtype=torch.uint8))
+    assert tiny.pixels((999, 999, 1, 1), 1).shape == (3, 1, 1), "of an image that is stored much smaller"

@@ -105,6 +105,32 @@ def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
     return Prepared(height, width, rows, columns, data)
 
 
+def count(path: str | Path) -> int:
+    """How many photos a block has a place for; 0 where that cannot be told."""
+    try:
+        with open(path, "rb") as file:
+            table = np.frombuffer(file.read(4096 * ENTRY.itemsize), np.uint8)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return 0
+    entries = table[: len(table) // ENTRY.itemsize * ENTRY.itemsize].view(ENTRY)
+    taken = np.flatnonzero(entries["bytes"])
+    first = int(entries["start"][taken[0]]) if len(taken) else size  # its bytes begin where the table ends
+    return first // ENTRY.itemsize if first % ENTRY.itemsize == 0 and first <= size else 0
+
+
+def verified(path: Path) -> int:
+    """How many photos a block holds, each read and held against its hash.
+
+    Raises:
+        DamagedError: one is not as it was written.
+    """
+    key, rows = bytes.fromhex(path.name.removesuffix(SUFFIX)), count(path)
+    if not rows:
+        raise DamagedError(path)
+    return sum(read(path, key, row) is not None for row in range(rows))
+
+
 def _fill(descriptor: int, buffer: Bytes, place: int) -> None:
     done = 0
     while done < buffer.nbytes:

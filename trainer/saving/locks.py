@@ -116,6 +116,18 @@ def share(path: Path) -> int:
     return descriptor
 
 
+def is_shared(path: Path) -> bool:
+    """Whether a living process holds what `share` makes."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not alone(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def alone(descriptor: int) -> bool:
     """Whether nobody else shares what `share` returned; if so nobody else will, until it is closed or shared again."""
     try:

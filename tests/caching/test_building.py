@@ -1,0 +1,149 @@
+"""A cache is built by whoever is there, goes on where a killed one was, and says what does not fit."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.commands import PROJECT, environment
+from trainer.caching import building, packing
+from trainer.caching.blocks import read
+from trainer.caching.building import Estimate, build, estimate, missing, require_room
+from trainer.caching.packing import Preparation, pack
+from trainer.caching.stored import block_path, prepared
+from trainer.data.folders import PhotoFolder
+from trainer.errors import DiskFullError, PeerError
+from trainer.saving import locks
+
+HOW = Preparation("raw", 24, 3)
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.caching.test_building import HOW, folder_of, packed
+from trainer.caching.building import build
+if __name__ == "__main__":
+    build(packed(Path(sys.argv[1])), HOW, Path(sys.argv[2]), workers=1, show=False, patience=60)
+"""
+
+
+def folder_of(root):
+    return PhotoFolder(root, sorted(path.name for path in root.glob("*.png")), np.zeros(len(list(root.glob("*.png")))))
+
+
+def packed(root):
+    packing.TOGETHER = 4  # many small blocks
+    return pack([folder_of(root)], HOW)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    drawn = np.random.default_rng(0)
+    for number in range(120):
+        Image.fromarray(drawn.integers(0, 256, (40, 40, 3), np.uint8)).save(root / f"{number:03}.png")
+    return root
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "TOGETHER", 4)
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def require_right(home, photos):
+    """Every block is there and holds what its photos are, and nothing else is."""
+    found = packed(photos)
+    assert {path.name for path in home.iterdir()} == {os.path.basename(block_path("", key)) for key in names(found)}
+    for key, paths in zip(names(found), found.paths, strict=True):
+        for row, path in enumerate(paths):
+            stored = read(block_path(str(home), key), key, row)
+            assert np.array_equal(stored.data, prepared(os.fsdecode(path), HOW).data)
+
+
+def names(found):
+    return [key.tobytes() for key in found.keys]
+
+
+def started(photos, home):
+    words = [sys.executable, "-c", SCRIPT, str(photos), str(home)]
+    return subprocess.Popen(words, cwd=PROJECT, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
+def test_two_jobs_at_once_make_one_cache(photos, home):
+    jobs = [started(photos, home) for _ in range(2)]
+    ended = [job.communicate(timeout=120)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], ended
+    require_right(home, photos)
+
+
+def test_killed_at_any_moment_it_goes_on(photos, home, full):
+    """The moments are random; what was whole stays, and what was begun is no block."""
+    drawn = random.Random(1)
+    for _ in range(200 if full else 3):
+        job = started(photos, home)
+        limit = time.monotonic() + 60
+        before = len(missing(packed(photos), home))
+        while len(missing(packed(photos), home)) == before and job.poll() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        time.sleep(drawn.uniform(0, 0.1))
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+        if not missing(packed(photos), home):
+            require_right(home, photos)
+            for path in home.iterdir():
+                path.unlink()
+    build(packed(photos), HOW, home, workers=1, show=False, patience=60)
+    require_right(home, photos)
+
+
+def test_what_another_began_and_does_not_finish_is_given_up(photos, home, monkeypatch):
+    monkeypatch.setattr(building, "POLL", 0.01)
+    found = packed(photos)
+    draft = Path(block_path(str(home), names(found)[0])).with_suffix(".part")
+    with locks.claimed(draft) as file:
+        assert file is not None
+        with pytest.raises(PeerError, match=r"another process began 1 blocks of the cache 0\.5 seconds ago"):
+            build(found, HOW, home, workers=1, show=False, patience=0.5)
+    build(found, HOW, home, workers=1, show=False, patience=60)
+    require_right(home, photos)
+
+
+def test_a_full_disk_says_what_to_do(photos, home):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    job = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(photos), str(home)],
+        cwd=PROJECT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1])),
+        check=False,
+    )
+    assert "DiskFullError" in job.stderr and "type the same again" in job.stderr, job.stderr
+    assert not list(home.glob("*.part"))
+    build(packed(photos), HOW, home, workers=1, show=False, patience=60)
+    require_right(home, photos)
+
+
+def test_what_does_not_fit_is_not_begun(home):
+    with pytest.raises(
+        DiskFullError, match=r"the cache of 10 photos takes about 1,048,576\.0 GiB.*data\.cache_format="
+    ):
+        require_room(home, Estimate(10, 2**50, 1.0), HOW)
+    require_room(home, Estimate(10, 1000, 1.0), HOW)
+
+
+def test_an_estimate_is_near(photos):
+    paths = [os.fsencode(path) for path in photos.glob("*.png")]
+    found = estimate(paths, HOW)
+    assert found.photos == 120 and found.bytes == 120 * 24 * 24 * 3 and found.seconds > 0
+    assert estimate([b"/no/such.png"], HOW).bytes == 0

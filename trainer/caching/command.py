@@ -1,0 +1,190 @@
+"""`python -m trainer cache`: the caches there are; making one beforehand, looking for damage, removing them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.caching import blocks, homes
+from trainer.caching.building import size_of
+from trainer.caching.opening import cached
+from trainer.data import open_datasets
+from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
+from trainer.recipe import DataRecipe, load
+from trainer.recipe.words import split_words
+from trainer.saving import files, locks
+
+USAGE = "type cache, cache build recipe=NAME data.root=FOLDER, cache verify NAME or cache delete NAME"
+HEAD = ("cache", "photos", "size", "kept as", "last used", "of")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cache on this machine.
+
+    Attributes:
+        size: bytes on the disk.
+        photos: that it holds.
+        used: when a process last opened it, in seconds since 1970.
+        about: what `homes.ABOUT` says.
+    """
+
+    path: Path
+    size: int
+    photos: int
+    used: float
+    about: dict[str, Any]
+
+
+def command(words: Sequence[str]) -> int:
+    """Returns the exit code.
+
+    Raises:
+        RecipeError: words that mean nothing, or a name that is no cache's.
+        FolderInUseError: a cache that is to be deleted is in use.
+        SetupError, DiskFullError, PeerError: a folder cannot be read or written.
+    """
+    task, rest = (words[0], list(words[1:])) if words and "=" not in words[0] else ("list", list(words))
+    if task in ("build", "make", "create"):
+        return build(rest)
+    own, names = split_words(rest, ("data.cache_dir", "yes"))
+    unknown = [name for name in names if "=" in name or name.startswith("-")]
+    if unknown:
+        raise RecipeError(f"'{unknown[0]}' is not a word of cache {task}: {USAGE}")
+    there = list(caches(own.get("data.cache_dir")))
+    if task in ("list", "ls") and not names:
+        print(table(there), end="")
+        return 0
+    if task in ("verify", "check"):
+        return verify(chosen(there, names) if names else there)
+    if task in ("delete", "rm", "remove"):
+        if not names:
+            raise RecipeError("cache delete needs names, as in cache delete NAME; cache lists them")
+        delete(chosen(there, names), own.get("yes"))
+        return 0
+    raise RecipeError(f"'{' '.join(words)[:80]}' is not understood: {USAGE}")
+
+
+def build(words: Sequence[str]) -> int:
+    """Make the cache of a recipe's photos, as training would."""
+    recipe = load(None, *words) if not any(word.startswith("recipe=") for word in words) else _recipe(words)
+    if recipe.data.cache == "off":
+        recipe = recipe.replace(data__cache="disk")
+    if recipe.data.cache == "ram":
+        raise RecipeError("data.cache=ram lasts as long as a run: it is made when that begins; data.cache=disk stays")
+    data = open_datasets(recipe)
+    with ExitStack() as closing:
+        after, _ = cached(data, recipe, 1, print, closing)
+    if after is data:
+        raise RecipeError(
+            f"the images of data.name={recipe.data.name} lie in memory as they are: there is nothing to cache"
+        )
+    return 0
+
+
+def _recipe(words: Sequence[str]) -> Any:
+    own, rest = split_words(list(words), ("recipe",))
+    return load(own["recipe"], *rest)
+
+
+def caches(wanted: str | None) -> Iterator[Found]:
+    """All caches on the disk and in memory, in the folder that is `wanted`, the usual one where that is None."""
+    above = {homes.parent(DataRecipe(cache_dir=wanted))}
+    if wanted is None and os.path.isdir(homes.MEMORY):
+        above.add(homes.parent(DataRecipe(cache="ram")))
+    for folder in sorted(above):
+        if folder.is_dir():
+            for path in sorted(folder.iterdir()):
+                if (path / homes.ABOUT).is_file():
+                    yield looked_at(path)
+
+
+def looked_at(path: Path) -> Found:
+    size = photos = 0
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.endswith(blocks.SUFFIX):
+                size += entry.stat().st_size
+                photos += blocks.count(entry.path)
+    about = files.usable_json(path / homes.ABOUT)
+    return Found(path, size, photos, (path / homes.ABOUT).stat().st_mtime, about)
+
+
+def table(found: Sequence[Found]) -> str:
+    """One line a cache."""
+    if not found:
+        return "no caches: with data.cache=disk a run makes one, as cache build data.root=FOLDER does beforehand\n"
+    rows = [HEAD]
+    for one in found:
+        kept = f"{one.about.get('format', '?')} {one.about.get('size', '?')}"
+        days = (time.time() - one.used) / 86400
+        age = "today" if days < 1 else f"{days:.0f} days ago"
+        rows.append((one.path.name, f"{one.photos:,}", size_of(one.size), kept, age, str(one.about.get("root", "?"))))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    total = sum(one.size for one in found)
+    return "\n".join(lines) + f"\n\n{len(found)} cache{'s' * (len(found) != 1)}, {size_of(total)}\n"
+
+
+def chosen(there: Sequence[Found], names: Sequence[str]) -> list[Found]:
+    """Those of the names, each the whole or the beginning of one."""
+    found = []
+    for name in names:
+        fitting = [one for one in there if one.path.name == name or str(one.path) == name]
+        fitting = fitting or [one for one in there if one.path.name.startswith(name)]
+        if len(fitting) != 1:
+            known = ", ".join(one.path.name for one in fitting or there) or "none"
+            raise RecipeError(f"'{name}' is {'several caches' if fitting else 'no cache'}: {known}")
+        found += fitting
+    return found
+
+
+def verify(found: Sequence[Found]) -> int:
+    """Read every photo; damaged blocks are removed, to be made anew when the cache is next used.
+
+    Returns 3 where there were any, as the exit code.
+    """
+    worst = 0
+    for one in found:
+        right = damaged = 0
+        for path in sorted(one.path.glob(f"*{blocks.SUFFIX}")):
+            try:
+                right += blocks.verified(path)
+            except (blocks.DamagedError, ValueError):
+                damaged += 1
+                path.unlink(missing_ok=True)
+        told = f"{damaged} damaged blocks removed: they are made anew when it is next used" if damaged else "no damage"
+        print(f"{one.path.name}: {right:,} photos are right, {told}")
+        worst = max(worst, 3 * bool(damaged))
+    if not found:
+        print("no caches")
+    return worst
+
+
+def delete(found: Sequence[Found], yes: str | None) -> None:
+    """Remove caches once the user agrees; none where one of them is in use."""
+    for one in found:
+        if locks.is_shared(one.path / homes.USED):
+            raise FolderInUseError(f"{one.path.name} is in use by a run: stop that first; nothing was deleted")
+    if yes != "true":
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise RecipeError("cache delete asks before it deletes, and nobody is there to answer: add yes=true")
+        print(table(found), end="")
+        try:
+            if input("delete? y/N ").strip().lower() not in ("y", "yes"):
+                print("nothing was deleted")
+                return
+        except (EOFError, KeyboardInterrupt):
+            raise Interrupted("stopped; nothing was deleted") from None
+    for one in found:
+        shutil.rmtree(one.path, ignore_errors=True)
+        if one.path.exists():
+            raise SetupError(f"{one.path} cannot be removed: look at its owner and rights (ls -l)")
+        print(f"deleted {one.path.name} ({size_of(one.size)})")

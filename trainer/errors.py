@@ -116,6 +116,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"a batch of one value a channel cannot be normalised by BatchNorm: {advice}", RecipeError.code
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
+    if isinstance(error, RuntimeError) and text == "Could not determine home directory.":  # pathlib's, of ~name
+        return "a path begins with ~ and the name of nobody here: write the whole path", RecipeError.code
     if (nondeterministic := _nondeterministic(text)) is not None:
         return nondeterministic, RecipeError.code
     if is_out_of_memory(error):

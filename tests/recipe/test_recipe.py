@@ -98,7 +98,7 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         ("model.name=[1]", "model.name=[1] must be text"),
         ("output=2024", "output=2024 must be text, or null; put it in quotes, as in \"output='2024'\""),
         ("optimizer=sgd", "optimizer=sgd must be a section, as in optimizer.name=..."),
-        ("optimizer=null", "optimizer=null must be a section, as in optimizer.name=..."),
+        ("optimizer=null", "optimizer=null must be a section, as in optimizer.name=...; leave an empty one out"),
         # ranges
         ("epochs=0", "epochs=0 must be 1 or more"),
         ("optimizer.lr=0", "optimizer.lr=0 must be above 0"),
@@ -213,6 +213,7 @@ def test_recipes_are_found(tmp_path: Path) -> None:
     assert "no such recipe or file" in line(load, str(tmp_path / "absent.yaml"))
     assert "recipe=" in line(load, "a\0b")
     assert "recipe=" in line(load, "x" * 5000)
+    assert "recipe='~nobody-here/x.yaml' cannot be read" in line(load, "~nobody-here/x.yaml")
 
 
 def test_shipped_recipes_say_what_weight_decay_acts_on() -> None:

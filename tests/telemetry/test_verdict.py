@@ -112,7 +112,7 @@ def test_sentences():
 
 
 def test_few_images_a_gpu_are_told():
-    recipe = load(None, "batch_size=256", "optimizer.lr=0.1", "precision=bf16", "compile=true")
+    recipe = load(None, "batch_size=256", "schedule.warmup_epochs=1", "precision=bf16", "compile=true")
     found = judge(StepParts(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
     assert found.overrides == ("batch_size=1024 optimizer.lr=0.4",) and "a GPU gets 32 images" in found.sentence
     assert not judge(StepParts(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")

@@ -28,7 +28,9 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
-INHERITING = ("_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template")
+INHERITING = {"_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template"}
+INHERITING |= {"recipe"}  # as it is called on the command line
+TYPED = ("nproc", "plugin")  # words that belong to no recipe
 
 
 def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
@@ -46,6 +48,12 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
     if kind == "extra_forbidden":
         if key in INHERITING:
             return f"{key} is not a key; did you mean extends?"
+        if key in TYPED:
+            word = f"{key}={shown(first['input'])}"
+            return f"{key} is no key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
+        if key in defaults:  # dotted, in a file
+            outer, _, inner = key.rpartition(".")
+            return f"{key} is not a key of a file; write '{outer}:' and, indented below it, '{inner}: ...'"
         given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
         section = key.rpartition(".")[0]
         within = [name for name in defaults if section and name.startswith(f"{section}.")]
@@ -65,7 +73,8 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
         return f"{found} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         inner = next((name for name in defaults if name.startswith(f"{key}.")), "optimizer.lr")
-        return f"{found} must be a section, as in {inner}=..."
+        empty = "; leave an empty one out" if value is None else ""
+        return f"{found} must be a section, as in {inner}=...{empty}"
     if kind == "value_error":
         message = first["msg"].removeprefix("Value error, ")
         return f"{found} {message}" if message.startswith("must") else f"{key}: {message}"

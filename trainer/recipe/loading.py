@@ -41,7 +41,8 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
         plain = _plain(OmegaConf.merge(*(tree for _, tree in layers)))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
-    return validated(plain, name, {key: label for key, label in _origins(layers).items() if label != YOURS})
+    said = _origins(layers)
+    return validated(plain, name, {key: name if label == YOURS else label for key, label in said.items()})
 
 
 def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:
@@ -130,7 +131,7 @@ def _parent(name: str, label: str, child: Path | None) -> Path:
         ending = next((f"{name}{end}" for end in (".yaml", ".yml") if (folder / f"{name}{end}").is_file()), None)
     except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{label}: extends: {shown(name)} cannot be read: {one_line(error)}") from None
-    guess = ending or nearest(name, shipped)
+    guess = ending or _nearest_shipped(name)
     hint = f"did you mean extends: {guess}? " if guess else ""
     raise RecipeError(
         f"{label}: extends: {shown(name)} is no recipe and no file in {folder.absolute()}; "
@@ -149,17 +150,22 @@ def find(recipe: str) -> Path:
     shipped = shipped_recipes()
     if recipe in shipped:
         return shipped[recipe]
-    path = Path(recipe).expanduser()
     try:
+        path = Path(recipe).expanduser()
         if (path / "recipe.yaml").is_file():
             return path / "recipe.yaml"
         if path.is_file():
             return path
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(f"recipe={recipe[:80]!r} cannot be read: {one_line(error)}") from None
-    guess = nearest(recipe, shipped)
+    guess = _nearest_shipped(recipe)
     hint = f"did you mean recipe={guess}? " if guess else ""
     raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: {', '.join(shipped)}")
+
+
+def _nearest_shipped(name: str) -> str | None:
+    """The shipped recipe that is meant by a name, or by a path as recipes/digits.yaml."""
+    return nearest(name, shipped_recipes()) or nearest(Path(name).stem, shipped_recipes())
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -293,7 +293,8 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
         recipe = Recipe.model_validate(plain)
     except ValidationError as error:
         key, line = explain_invalid(error, flatten(Recipe().to_dict()), [*Recipe.model_fields, EXTENDS])
-        source = next((file for said, file in (origins or {}).items() if f"{said}.".startswith(f"{key}.")), name)
+        said, key = origins or {}, key.partition("[")[0]
+        source = said.get(key) or next((said[inner] for inner in said if inner.startswith(f"{key}.")), name)
         raise RecipeError(f"{name}: {line}" + (f" (in {source})" if source != name else "")) from None
     _check_together(recipe, name)
     recipe._name = name

@@ -113,7 +113,7 @@ class RunFolder:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
                 f"resume=auto: {self.path} was trained with another recipe ({listed}); "
-                "put it back or choose another output="
+                f"put it back, as recipe={self.path} does, or choose another output="
             )
 
     def write_recipe(self, recipe: Recipe) -> None:

@@ -64,6 +64,8 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     if command not in OWN:
         if fixes:
             raise _to_type(fixes, command, rest)
+        if command == "recipes":  # has keys among its words
+            rest = [word.text if word.fine else word.typed for word in spelled(rest)]
         return command, rest
     if not rest:
         raise _to_type(fixes or [f"{command} what"], command, WANTS[command])

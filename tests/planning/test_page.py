@@ -30,7 +30,8 @@ def test_the_page_of_gpus_that_are_not_here(capsys):
     page = capsys.readouterr().out
     assert "cuda:0 ... cuda:7" in page and "cpu:" not in page
     assert "4.09 GMACs (8.18 GFLOP) forward an image" in page
-    assert "(CUDA's context, NCCL's buffers, holes between blocks)" in page
+    assert "    2.40 GiB are kept free for CUDA's context, NCCL's buffers and holes between blocks\n" in page
+    assert all(len(line) <= 120 for line in page.splitlines())
     rows = {line.split()[0]: line.split() for line in page.splitlines() if line.startswith("  ") and line.split()}
     assert rows["mode"][-3:] == ["a", "step", "bubble"]
     assert rows["ddp"][-3:] == ["171", "MiB", "-"] and rows["split"][-1] == "88%" and rows["pipeline"][-1].endswith("%")

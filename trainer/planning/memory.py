@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from trainer.planning.shadow import Shadow
 from trainer.telemetry.device_memory import free_memory
 
 USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
-# Of a GPU, whatever its size: CUDA's context with the kernels of torch and cuDNN, and NCCL's channels and buffers.
+# Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; NCCL's channels and buffers.
 CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
 STAGES_TRIED = (2, 4, 8)
 AVERAGING = 20  # bytes for each element that local SGD averages: itself, as float64, and its share
@@ -153,10 +154,10 @@ def fullest(devices: Sequence[Device]) -> int:
 
 def usable(devices: Sequence[Device], memory: int) -> float:
     """Bytes of a device's memory that a run can use: a tenth is spared, and on GPUs what CUDA and NCCL take."""
-    cards_used = {device.device.partition("#")[0] for device in devices}
-    if not any(name.startswith("cuda") for name in cards_used):
+    used = Counter(device.device.partition("#")[0] for device in devices)
+    if not any(name.startswith("cuda") for name in used):
         return USABLE * memory
-    return max(0.0, min(USABLE * memory, memory - CONTEXT - BUFFERS * (len(cards_used) > 1)))
+    return max(0.0, min(USABLE * memory, memory - CONTEXT * max(used.values()) - BUFFERS * (len(used) > 1)))
 
 
 def fits(devices: Sequence[Device], memory: int) -> bool:

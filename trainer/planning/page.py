@@ -151,9 +151,9 @@ def _memory(found: RunPlan) -> list[str]:
         return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
     share = f"{as_size(found['peak'])} of {as_size(limit['bytes'])} ({limit['source']})"
     if found["fits"]:
-        rest = f"; {as_size(limit['bytes'] - limit['usable'])} of it kept free for what a plan cannot count"
-        gpu = found["devices"][0].startswith("cuda")
-        return [*lines, f"  fits: {share}{rest}" + " (CUDA's context, NCCL's buffers, holes between blocks)" * gpu]
+        cuda = found["devices"][0].startswith("cuda")
+        what = "CUDA's context, NCCL's buffers and holes between blocks" if cuda else "what a plan cannot count"
+        return [*lines, f"  fits: {share}", f"    {as_size(limit['bytes'] - limit['usable'])} are kept free for {what}"]
     lines.append(f"  DOES NOT FIT: {share}, of which {as_size(limit['usable'])} can be used")
     lines += [f"    {one['words']:<28} {as_size(one['peak']):>10}  {one['note']}" for one in found["advice"]]
     return lines if found["advice"] else [*lines, "    more devices or a smaller model: no words of ours help"]

@@ -53,7 +53,7 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        line = endings.last_look(line, code, error)
+        line = endings.with_stack(line, error) if code == TrainerError.code else endings.last_look(line, code, error)
     endings.leave_report(line, code, now)
     if not endings.has_speaker() and (not _launched() or place().is_main):
         endings.say(line, code)

@@ -107,8 +107,6 @@ def run(words: Sequence[str]) -> int:
         from trainer import doctor
 
         return doctor.command(rest)
-    if command == "recipes" and rest == ["help"]:
-        return show_help([command])
     if command == "recipes":
         _show(recipe_pages.answer(rest))
         return 0

@@ -102,10 +102,8 @@ compdef _trainer_after_m python python3 torchrun
 def command(words: Sequence[str]) -> int:
     """Print the script for a shell."""
     if list(words) not in [[shell] for shell in SHELLS]:
-        given = (
-            f"'{' '.join(words)[:40]}' is not a shell that completion knows" if words else "completion for which shell?"
-        )
-        raise RecipeError(f"{given}: type {program()} completion bash, or zsh")
+        given = f"'{' '.join(words)[:40]}' is not a shell that completion knows:" if words else "for which shell?"
+        raise RecipeError(f"{given} type {program()} completion bash, or zsh")
     print(script(words[0]), end="")
     return 0
 

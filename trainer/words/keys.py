@@ -27,6 +27,7 @@ WANTS: dict[str, tuple[str, ...]] = {
     "predict": ("checkpoint=RUN", "data.root=FOLDER"),
     "evaluate": ("checkpoint=RUN",),
 }  # what each needs at least
+EXPORTS = ("onnx", "exported_program", "torchscript", "safetensors")  # what export's format= can be
 FOLDERS = ("recipe", "checkpoint", "data.root", "data.labels", "output", "model.init_from", "measured")  # hold paths
 
 

@@ -55,7 +55,8 @@ def meaning(key: str, value: str, around: Around) -> Meaning | None:
 def _several(key: str, value: str, around: Around) -> Meaning | None:
     """Words that stand in one: recipe=digits,epochs=3."""
     first, *rest = re.split(r"[,;\s]+(?=[A-Za-z_][\w.\-]*=)", value)
-    if not rest or not first or value[0] in "[{" or (key in FOLDERS and key != "recipe"):
+    text = key in ("logging.wandb", "logging.mlflow", *FOLDERS) and key != "recipe"
+    if not rest or not first or text or value.startswith("["):
         return None
     pairs = [(key, first), *(word.split("=", 1) for word in rest)]
     if not all(name in ELSEWHERE or is_name(name) for name, _ in pairs):

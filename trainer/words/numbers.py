@@ -54,7 +54,7 @@ def _none(key: str, value: str) -> Meaning | None:
 
 def _figure(value: str, broken: bool) -> str | None:
     """A number as YAML reads it; `broken`: it may have a part behind the point. None where it is no number."""
-    text = value.strip("'\"").strip().lower()
+    text = re.sub("[\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}]", "-", value.strip("'\"").strip().lower())
     if broken and re.fullmatch(r"\d+,\d+(e[+-]?\d+)?", text):
         return text.replace(",", ".")
     if broken and re.fullmatch(rf"{FIGURE}%", text):
@@ -64,6 +64,8 @@ def _figure(value: str, broken: bool) -> str | None:
         return twice[1]
     if not broken and re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
         return text.replace(",", "")
+    if (result := _worked_out(text)) is not None:
+        return result
     text = re.sub(r"(?<=\d) ?(px|s|sec|seconds)$", "", text)
     if not broken and re.fullmatch(r"\d+k", text):
         return f"{text[:-1]}000"
@@ -72,6 +74,19 @@ def _figure(value: str, broken: bool) -> str | None:
     if broken or text.lstrip("+-").isdigit() or not float(text).is_integer():
         return value if text == value.lower() else text
     return str(int(float(text)))
+
+
+def _worked_out(text: str) -> str | None:
+    """10^-3, 3*10**-4, 2**10, 1/8."""
+    power = re.fullmatch(rf"(?:(?P<times>{FIGURE})\*)?(?P<base>\d{{1,2}})(?:\^|\*\*)(?P<up>[+-]?\d{{1,2}})", text)
+    ratio = re.fullmatch(r"(\d{1,9}\.?\d*)/([1-9]\d{0,8})", text)
+    if power:
+        found = float(power["times"] or 1) * float(power["base"]) ** int(power["up"])
+    elif ratio:
+        found = float(ratio[1]) / float(ratio[2])
+    else:
+        return None
+    return str(int(found)) if found.is_integer() else f"{found:.10g}"
 
 
 def listed(key: str, value: str) -> Meaning | None:

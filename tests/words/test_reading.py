@@ -9,7 +9,8 @@ import pytest
 
 from trainer.errors import RecipeError
 from trainer.processes import family
-from trainer.recipe import shipped_recipes
+from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe.text import typed
 from trainer.words.reading import program, read
 
 TRAIN = "python -m trainer"
@@ -407,6 +408,12 @@ def test_folders_and_files_that_lie_here(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_recipe_of_every_name_is_taken() -> None:
     for name in shipped_recipes():
         assert read([f"recipe={name}"]) == ("train", [f"recipe={name}"])
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_what_a_recipe_says_itself_is_never_corrected(name: str) -> None:
+    words = [f"{key}={typed(value)}" for key, value in flatten(load(name).to_dict()).items()]
+    assert read(words) == ("train", words)
 
 
 @pytest.mark.parametrize(

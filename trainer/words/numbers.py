@@ -78,7 +78,7 @@ def _figure(value: str, broken: bool) -> str | None:
 
 def _worked_out(text: str) -> str | None:
     """10^-3, 3*10**-4, 2**10, 1/8."""
-    power = re.fullmatch(rf"(?:(?P<times>{FIGURE})\*)?(?P<base>\d{{1,2}})(?:\^|\*\*)(?P<up>[+-]?\d{{1,2}})", text)
+    power = re.fullmatch(rf"(?:(?P<times>{FIGURE})\*)?(?P<base>[1-9]\d?)(?:\^|\*\*)(?P<up>[+-]?\d{{1,2}})", text)
     ratio = re.fullmatch(r"(\d{1,9}\.?\d*)/([1-9]\d{0,8})", text)
     if power:
         found = float(power["times"] or 1) * float(power["base"]) ** int(power["up"])

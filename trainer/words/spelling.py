@@ -63,13 +63,15 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
     if word in FLAGS or not word.strip(DASHES):
         return Word(word), 0
     if word[0] in "\"'" and word[-1] == word[0] and "=" in word:
-        return _set(word, *word[1:-1].split("=", 1), fine=False), 0
+        key, _, value = word[1:-1].partition("=")
+        return _set(word, key, value, fine=False), 0
     opened = "=[" in word and "]" not in word
     closes = next((count for count, later in enumerate(rest, 1) if later.endswith("]")), 0) if opened else 0
     if closes:
         typed = " ".join((word, *[*rest][:closes]))
         listed = re.sub(r"\[,|,\]", lambda found: found[0].strip(","), re.sub(r"[\s,]+", ",", typed))
-        return _set(typed, *listed.split("=", 1), fine=False), closes
+        key, _, value = listed.partition("=")
+        return _set(typed, key, value, fine=False), closes
     if following == "=" and len(rest) > 1 and "=" not in word:
         return _set(f"{word} = {rest[1]}", word, rest[1]), 2
     if re.match("=[^=]", following) and "=" not in word:

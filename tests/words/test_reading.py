@@ -10,7 +10,7 @@ import pytest
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import flatten, load, shipped_recipes
-from trainer.recipe.text import typed
+from trainer.recipe.text import typed as as_typed
 from trainer.words.reading import program, read
 
 TRAIN = "python -m trainer"
@@ -412,7 +412,7 @@ def test_a_recipe_of_every_name_is_taken() -> None:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_what_a_recipe_says_itself_is_never_corrected(name: str) -> None:
-    words = [f"{key}={typed(value)}" for key, value in flatten(load(name).to_dict()).items()]
+    words = [f"{key}={as_typed(value)}" for key, value in flatten(load(name).to_dict()).items()]
     assert read(words) == ("train", words)
 
 

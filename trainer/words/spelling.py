@@ -67,7 +67,7 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
         return _set(word, key, value, fine=False), 0
     opened = "=[" in word and "]" not in word
     closes = next((count for count, later in enumerate(rest, 1) if later.endswith("]")), 0) if opened else 0
-    if closes:
+    if closes and not any("=" in later for later in [*rest][:closes]):
         typed = " ".join((word, *[*rest][:closes]))
         listed = re.sub(r"\[,|,\]", lambda found: found[0].strip(","), re.sub(r"[\s,]+", ",", typed))
         key, _, value = listed.partition("=")

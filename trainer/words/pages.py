@@ -193,7 +193,7 @@ PAGES = {
     ),
     "version": Page(
         "version",
-        "Print the versions of trainer, torch and Python.",
+        "Print the versions of trainer and torch and Python.",
         examples=("python -m trainer version",),
     ),
     "help": Page(

@@ -53,7 +53,7 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        line = endings.last_look(line, code, error)
+        line = endings.with_stack(line, error) if code == TrainerError.code else endings.last_look(line, code, error)
     endings.leave_report(line, code, now)
     if not endings.has_speaker() and (not _launched() or place().is_main):
         endings.say(line, code)
@@ -107,8 +107,6 @@ def run(words: Sequence[str]) -> int:
         from trainer import doctor
 
         return doctor.command(rest)
-    if command == "recipes" and rest == ["help"]:
-        return show_help([command])
     if command == "recipes":
         _show(recipe_pages.answer(rest))
         return 0

@@ -88,7 +88,7 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         # types
         ("epochs=x", "epochs=x must be an integer"),
         ("epochs=1.5", "epochs=1.5 must be an integer"),
-        ("epochs='3'", "epochs=3 must be an integer"),
+        ("epochs='3'", "epochs=3 must be an integer; leave the quotes out"),
         ("epochs=true", "epochs=true must be an integer"),
         ("epochs=null", "epochs=null must be an integer"),
         ("max_steps=x", "max_steps=x must be an integer, or null"),
@@ -187,7 +187,13 @@ BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k6
         (b"\x00\x01\x02", "my_recipe.yaml: "),
         (b"- a\n- b\n", "a recipe is a list of 'key: value' lines"),
         (b"just text\n", "just text is not a key"),
-        (b"epochs: 1\nepochs: 2\n", "found duplicate key epochs"),
+        (b"epochs: 1\nepochs: 2\n", "my_recipe.yaml: line 2: found duplicate key epochs"),
+        (b"optimizer:\n\tlr: 0.1\n", "line 2: found character that cannot start any token; a tab is no indent in YAML"),
+        (b"epochs: 3\n seed: 1\n", "line 2: mapping values are not allowed in this context; keys of one section begin"),
+        (b"epochs=3\n", "epochs=3 is not a key; write epochs: 3"),
+        (b"epochs:3\n", "epochs:3 is not a key; write epochs: 3"),
+        (b"optimizer.lr: 0.1\n", "optimizer.lr is not a key; write optimizer: {lr: 0.1}"),
+        ("epochs: 3\n".encode("utf-16"), "text is to be saved as UTF-8"),
         (b"epochs: [1\n", "my_recipe.yaml: "),
         (b"epochs: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         (b"optimizer: &o\n  lr: *o\n", "my_recipe.yaml: "),
@@ -202,6 +208,12 @@ BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k6
 def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "my_recipe.yaml").write_bytes(content)
     assert expected in line(load, tmp_path / "my_recipe.yaml")
+
+
+def test_files_that_windows_wrote(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(b"\xef\xbb\xbfepochs: 3\r\noptimizer:\r\n  lr: 0.5\r\n")
+    found = load(tmp_path / "mine.yaml")
+    assert (found.epochs, found.optimizer.lr) == (3, 0.5)
 
 
 def test_recipes_are_found(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ok
+from trainer.exporting import SUFFIXES
 from trainer.recipe import shipped_recipes
 from trainer.words.commands import COMMANDS
 from trainer.words.completion import script
@@ -42,6 +43,7 @@ def test_commands_and_keys(sourced: Path) -> None:
 
 
 def test_values(sourced: Path) -> None:
+    assert {*completed(sourced, "trainer export runs/x format=")} == {*SUFFIXES}
     assert completed(sourced, "trainer mode=loc") == ["local_sgd"]
     assert {*completed(sourced, "trainer recipe=digits precision=")} == {"fp32", "tf32", "bf16", "fp16"}
     assert {*completed(sourced, "trainer pipeline.schedule=inter")} == {"interleaved1f1b", "interleavedzerobubble"}

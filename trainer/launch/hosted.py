@@ -98,8 +98,8 @@ def train_in_children(
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
     assert errors is not None
-    last = errors.end if code == TrainerError.code else errors.last
-    raise KINDS.get(code, TrainerError)(last or f"the training ended with exit code {code}")
+    last = errors.last or errors.end or f"the training ended with exit code {code}"
+    raise KINDS.get(code, TrainerError)(last)
 
 
 class _Copy(threading.Thread):
@@ -107,7 +107,7 @@ class _Copy(threading.Thread):
 
     Attributes:
         last: the last line that the child itself says of its end.
-        end: the last line of all: of a bug the last line of its traceback.
+        end: the last line of all, for a child that said nothing of its end.
     """
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainer.processes import family
+from trainer.processes import family, stacks
 from trainer.processes.rank import place
 
 # Ctrl-C; and what asks to save and go: schedulers, a terminal that closes, SLURM's --signal=USR1.
@@ -143,8 +143,8 @@ class Interrupts:
     def _leave(self, number: signal.Signals, why: str) -> None:
         rank = place().rank
         if why:
-            print(f"trainer: rank {rank}: {why} after {number.name}; leaving without saving", file=sys.stderr)
-            faulthandler.dump_traceback(all_threads=True)
+            where = stacks.dump(f"{why} after {number.name}")
+            print(f"trainer: rank {rank}: {why} after {number.name}; leaving without saving{where}", file=sys.stderr)
         elif rank == 0:
             print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
         leave_now(exit_code(number))

@@ -23,9 +23,11 @@ def answer(words: Sequence[str]) -> str:
         RecipeError: the words are none of `recipes --help`.
         SetupError: a file cannot be written.
     """
-    if not words:
+    verb, rest = (words[0], words[1:]) if words else ("list", [])
+    if verb in ("list", "ls") and not rest:
         return listed() + "\n"
-    verb, rest = words[0], words[1:]
+    if verb in ("show", "print", "cat") and rest:
+        verb, rest = rest[0], rest[1:]
     if verb == "diff":
         names = [word.removeprefix("recipe=") for word in rest]
         if len(names) != 2:

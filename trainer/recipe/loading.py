@@ -194,16 +194,17 @@ def words_of(recipe: Recipe) -> list[str]:
 
 
 def _read(path: Path) -> Any:
+    text = ""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RecipeError(f"{path}: {path.stat().st_size} bytes is no recipe (at most {MAX_BYTES})")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         _check_shape(text, str(path))
         tree = OmegaConf.load(path)
     except UnicodeDecodeError:
-        raise RecipeError(f"{path}: a binary file, not a YAML recipe") from None
+        raise RecipeError(f"{path}: a binary file, not a YAML recipe (text is to be saved as UTF-8)") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{path}: {one_line(error)}") from None
+        raise RecipeError(f"{path}: {_told(error, text)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror or 'holds no key: value pairs'}") from None
     except (ValueError, TypeError, RecursionError) as error:
@@ -213,6 +214,20 @@ def _read(path: Path) -> Any:
     if not tree:
         raise RecipeError(f"{path}: the file is empty; python -m trainer recipes digits prints one to start from")
     return tree
+
+
+def _told(error: Exception, text: str) -> str:
+    """What is wrong with a file's YAML: the line, and what it ought to look like."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return one_line(error)
+    lines = text.splitlines()
+    said = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
+    if any(re.match(r" *\t", line) for line in lines[: mark.line + 1]):
+        return f"{said}; a tab is no indent in YAML: write two blanks"
+    if "mapping values are not allowed" in said:
+        return f"{said}; keys of one section begin in one column, and a text with ': ' in it is put in quotes"
+    return said
 
 
 def _check_shape(text: str, name: str) -> None:

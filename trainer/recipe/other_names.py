@@ -8,7 +8,7 @@ from __future__ import annotations
 # Each key of ours with what others call it: lower case, dashes as underscores.
 _KEYS = {
     "recipe": "config c cfg conf yaml config_name config_file hparams_file",
-    "nproc": "nproc_per_node num_gpus n_gpus n_gpu ngpus gpu_count num_processes n_procs num_procs world_size "
+    "nproc": "n np nproc_per_node num_gpus n_gpus n_gpu ngpus gpu_count num_processes n_procs num_procs world_size "
     "devices_per_node",
     "plugin": "user_module import_module custom_module",
     "checkpoint": "ckpt checkpoint_path",
@@ -18,10 +18,13 @@ _KEYS = {
     "model_name_or_path",
     "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
     "load_weights weights_path model.checkpoint model.path",
+    "model.freeze": "freeze_backbone freeze_layers frozen_layers freeze_at freeze_encoder",
     "model.num_classes": "nc n_classes nb_classes classes num_labels data.num_classes",
     "data.name": "dataset dataset_name data_name data.dataset dataset.name data_set",
     "data.root": "data_dir data_path data_root datadir dataset_dir dataset_path train_dir root path source src images "
-    "image_folder img_dir folder input_dir data.path data.dir data.folder data.source dataset.root",
+    "image_folder img_dir folder input_dir input inputs data.path data.dir data.folder data.source dataset.root",
+    "data.val_fraction": "val_split validation_split val_size test_size val_ratio validation_fraction",
+    "data.balance": "balanced weighted_sampler class_balance balance_classes oversample",
     "data.image_size": "imgsz img_size image_size input_size size resolution crop_size train_crop_size val_crop_size "
     "data.img_size data.size",
     "data.workers": "num_workers workers n_workers nw j dataloader_num_workers dataloader.num_workers data.num_workers "
@@ -44,6 +47,9 @@ _KEYS = {
     "optimizer.lr": "lr lr0 base_lr learning_rate learningrate init_lr initial_lr blr max_lr optim.lr "
     "optimizer.learning_rate model.lr train.lr",
     "optimizer.weight_decay": "wd l2 weightdecay optim.weight_decay",
+    "optimizer.momentum": "mom optim.momentum",
+    "optimizer.betas": "adam_betas opt_betas",
+    "stop.patience": "early_stopping early_stop early_stopping_patience early_stopping_rounds es_patience",
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs",
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
@@ -106,7 +112,8 @@ _VALUES = {
         "constant": "none flat fixed const false",
     },
     "augment.auto": {"trivial": "ta trivialaugment ta_wide tawide true", "rand": "ra randaugment randaug",
-                     "autoaugment": "aa imagenet autoaug"},
+                     "autoaugment": "aa imagenet autoaug", "none": "false off no"},
+    "data.channels": {"1": "gray grey grayscale greyscale l", "3": "rgb color colour"},
     "augment.crop": {"resized": "randomresizedcrop rrc", "pad": "randomcrop padding"},
     "task.name": {
         "classification": "classify singlelabel multiclass imageclassification cls",

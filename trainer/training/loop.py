@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from trainer.errors import DiskFullError, Interrupted, Preempted, SetupError, explain
+from trainer.errors import DiskFullError, Interrupted, Preempted, SetupError, in_one_line
 from trainer.modes.pipeline import timeline
 from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
@@ -42,7 +42,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 with suppress(SetupError, DiskFullError):  # where the folder is what failed, the first error tells
-                    this.tracker.result(reporting.result(this, status, *explain(error)))
+                    this.tracker.result(reporting.result(this, status, *in_one_line(error)))
             raise
 
 

@@ -21,6 +21,7 @@ from trainer.errors import RecipeError
 from trainer.models.timm_zoo import with_own_input
 from trainer.models.zoo import build, initialise
 from trainer.modes import Context, Strategy
+from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World, keep_freed_memory, locate
 from trainer.recipe import Recipe
@@ -57,6 +58,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)
     world.connect(recipe.timeout)
+    stacks.keep_in(world.share(tracker.path))
     state = resuming.newest(tracker, world, recipe)
     model = model_of(recipe, task, data, starting=state is None)
     if state is not None:

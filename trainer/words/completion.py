@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
 from trainer.words.commands import COMMANDS
-from trainer.words.keys import FOLDERS, OWN, choices, keys
+from trainer.words.keys import EXPORTS, FOLDERS, OWN, choices, keys
 from trainer.words.reading import program
 
 SHELLS = ("bash", "zsh")
@@ -102,19 +102,17 @@ compdef _trainer_after_m python python3 torchrun
 def command(words: Sequence[str]) -> int:
     """Print the script for a shell."""
     if list(words) not in [[shell] for shell in SHELLS]:
-        given = (
-            f"'{' '.join(words)[:40]}' is not a shell that completion knows" if words else "completion for which shell?"
-        )
-        raise RecipeError(f"{given}: type {program()} completion bash, or zsh")
+        given = f"'{' '.join(words)[:40]}' is not a shell that completion knows:" if words else "for which shell?"
+        raise RecipeError(f"{given} type {program()} completion bash, or zsh")
     print(script(words[0]), end="")
     return 0
 
 
 def script(shell: str) -> str:
     """The script for bash or zsh, which completes what this version knows."""
-    own = dict.fromkeys(word for words in OWN.values() for word in words)
+    own = dict.fromkeys([*(word for words in OWN.values() for word in words), "format"])
     names = [f"{name}=" for name in (*own, *(key for key in keys() if key not in own))]
-    values = [f"recipe={name}" for name in shipped_recipes()]
+    values = [f"recipe={name}" for name in shipped_recipes()] + [f"format={name}" for name in EXPORTS]
     values += [f"{key}={value}" for key, allowed in choices().items() for value in allowed]
     text = _BASH if shell == "bash" else _ZSH
     for mark, found in (("FIRST", COMMANDS), ("KEYS", names), ("VALUES", values), ("FOLDERS", FOLDERS)):

@@ -40,7 +40,7 @@ PAGES = {
             "mode=ddp": "how devices are used: ddp, single, dp, split, pipeline, local_sgd, hogwild",
             "epochs=5": "passes over the training images; max_steps=100 ends earlier",
             "batch_size=128": "images a step, over all devices",
-            "optimizer.lr=0.1": "learning rate; optimizer.name= is sgd, adam, adamw",
+            "optimizer.lr=0.1": "learning rate; optimizer.name= is sgd, adam, adamw, muon or lars",
             "model.name=resnet18": "a small model (cnn, vit_tiny, ...) or one of torchvision's classifiers",
             "data.root=FOLDER": "where the images lie: FOLDER/train/<class>/*.jpg and FOLDER/val/<class>/*.jpg",
             "precision=bf16": "fp32, tf32, bf16 or fp16",
@@ -82,7 +82,7 @@ PAGES = {
         {
             **RECIPE,
             **NPROC,
-            "memory=24GiB": "of each device (default: this machine's)",
+            "memory=24GiB": "of each GPU, here or not; of CPUs with devices=[cpu] (default: this machine's)",
             "measured=here": "predict the speed from a few seconds of computing here, or from a run: measured=runs/x",
             "bandwidth=10GB/s": "between devices (default: measured)",
             **PLUGIN,
@@ -193,7 +193,7 @@ PAGES = {
     ),
     "version": Page(
         "version",
-        "Print the versions of trainer, torch and Python.",
+        "Print the versions of trainer and torch and Python.",
         examples=("python -m trainer version",),
     ),
     "help": Page(

@@ -15,10 +15,11 @@ from trainer.saving import locks
 from trainer.saving.files import remove, why
 
 WRITTEN = (  # by training and by commands that are given the run
-    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "timeline.*", "*events.out.tfevents.*", "checkpoints",
-    "*.safetensors", "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript",
-    "wandb", "wandb.json", "mlflow.json",
-    ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".events.*",
+    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "contact_sheet.png", "timeline.*",
+    "*events.out.tfevents.*", "checkpoints", "last.safetensors", "best.safetensors", "model*.safetensors",
+    "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript", "wandb", "wandb.json", "mlflow.json",
+    ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".split.csv.*",
+    ".contact_sheet.png.*", ".timeline.json.*", ".events.*", ".wandb.json.*", ".mlflow.json.*", ".export-*",
 )  # fmt: skip
 STOP = "stop it first (Ctrl-C, or kill its process)"
 

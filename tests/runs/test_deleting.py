@@ -1,12 +1,14 @@
 """Runs are removed once the user agrees, all or none, and nothing that no run wrote."""
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
 from PIL import Image
 
-from tests.commands import QUIET, ok
+from tests.commands import QUIET, environment, ok
 from tests.runs.folders import make
 from trainer import runs
 from trainer.errors import FolderInUseError, RecipeError
@@ -57,6 +59,24 @@ def test_it_asks(home, monkeypatch, capsys, answer, gone):
     assert (home / "a").exists() != gone and text.startswith("deleted runs/a" if gone else "nothing was deleted")
     out = capsys.readouterr().out
     assert "runs/a: completed, top1 95.00%, " in out and "delete this run? y/N" in out
+
+
+def test_ctrl_c_is_a_no(home, tmp_path):
+    make(home / "a")
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "trainer", "runs", "delete", "a"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"y/N" not in shown:
+            shown += os.read(ours, 1000)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    shown += os.read(ours, 1000)
+    os.close(ours)
+    assert b"trainer: stopped by Ctrl-C; nothing was deleted" in shown and (home / "a" / "result.json").exists()
 
 
 def test_nobody_to_ask(home, monkeypatch):

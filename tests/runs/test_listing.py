@@ -92,6 +92,13 @@ DAMAGED = {
     "binary": ("result.json", bytes(range(256)) * 10),
     "no YAML": ("recipe.yaml", b"[" * 5000),
     "other YAML": ("recipe.yaml", b"- 1\n- 2\n"),
+    "circle": ("recipe.yaml", b"mode: ddp\nmodel: &a {name: *a}\n"),
+    "growing YAML": (
+        "recipe.yaml",
+        b"a0: &a0 x\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 40)),
+    ),
+    "dates": ("recipe.yaml", b"mode: 2026-11-22\nkey: !!set {a, b}\n5: 1.5\n"),
+    "keys": ("recipe.yaml", b"? [1, 2]\n: mode\n"),
     "large YAML": ("recipe.yaml", b"#" * 300_000),
     "other types": (
         "result.json",

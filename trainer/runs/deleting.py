@@ -66,8 +66,10 @@ def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
     try:
         answer = input(f"delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}? y/N ")
     except EOFError:
+        print()
         return False
     except KeyboardInterrupt:
+        print()  # the line that was not ended
         raise Interrupted("stopped by Ctrl-C; nothing was deleted") from None
     return answer.strip().lower() in ("y", "yes")
 

@@ -38,7 +38,7 @@ def main() -> None:
     interrupts.outlive_terminal()
     code = answer(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; Ctrl-C in Python's own end would show a traceback
-    if _launched():
+    if _launched() or interrupts.stuck.is_set():
         logging.shutdown()
         leave_now(code)
     sys.exit(code)
@@ -101,6 +101,7 @@ def run(words: Sequence[str]) -> int:
     if command == "runs":
         from trainer import runs
 
+        interrupts.raise_at_ctrl_c()
         _show(runs.command(rest))
         return 0
     if command == "doctor":

@@ -142,6 +142,14 @@ def test_from_all_that_holds_weights(here, source, target):
     assert f"  file    {target}, " in text and (here / target).is_file()
 
 
+def test_a_folder_of_the_runs_name_is_not_in_the_way(here):
+    (here / "images").mkdir()
+    try:
+        assert str(exporting.find("images")) == "runs/images"
+    finally:
+        (here / "images").rmdir()
+
+
 @pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]])
 def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])

@@ -28,6 +28,7 @@ IF_UNUSED = (signal.SIGHUP, signal.SIGUSR1)  # unless ignored (nohup), or a user
 GRACE = 60.0  # seconds, the default of the recipe's `grace`
 SHORTEST = 4.0  # seconds from a signal, or the last boundary, until the watcher leaves when a peer is gone
 LEAVING = 5.0  # seconds that are left for saving when the launcher will kill
+stuck = threading.Event()  # something was given up that Python's own end would wait for, perhaps for ever
 
 
 def exit_code(number: int) -> int:

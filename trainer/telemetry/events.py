@@ -12,11 +12,13 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.saving.checkpoint import Position
 from trainer.saving.files import Growing, draft_of, opened, put, why
 from trainer.telemetry.dashboards import AT_END, AT_FINISH
+
+if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
+    from trainer.saving.checkpoint import Position
 
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data

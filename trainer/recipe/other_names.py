@@ -19,6 +19,7 @@ _KEYS = {
     "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
     "load_weights weights_path model.checkpoint model.path",
     "model.num_classes": "nc n_classes nb_classes classes num_labels data.num_classes",
+    "model.freeze": "freeze_layers freeze_backbone freeze_encoder frozen_layers frozen_stages num_frozen_layers",
     "data.name": "dataset dataset_name data_name data.dataset dataset.name data_set",
     "data.root": "data_dir data_path data_root datadir dataset_dir dataset_path train_dir root path source src images "
     "image_folder img_dir folder input_dir data.path data.dir data.folder data.source dataset.root",
@@ -44,6 +45,9 @@ _KEYS = {
     "optimizer.lr": "lr lr0 base_lr learning_rate learningrate init_lr initial_lr blr max_lr optim.lr "
     "optimizer.learning_rate model.lr train.lr",
     "optimizer.weight_decay": "wd l2 weightdecay optim.weight_decay",
+    "optimizer.lr_per": "lr_base_size base_batch_size scale_lr auto_scale_lr lr_scaling",
+    "optimizer.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay lr_layer_decay",
+    "optimizer.trust": "trust_coefficient trust_coeff lars_coefficient",
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs",
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
@@ -67,6 +71,7 @@ _KEYS = {
     "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator "
     "trainer.devices trainer.gpus trainer.accelerator",
     "threads": "num_threads omp_num_threads torch_threads",
+    "stop.patience": "early_stopping early_stop earlystopping early_stopping_patience early_stopping_rounds",
     "save.every_epochs": "save_period save_epochs checkpoint_interval save_freq",
     "save.every_steps": "save_steps checkpoint_steps",
     "save.keep": "save_total_limit save_top_k checkpoint_hist",
@@ -99,7 +104,7 @@ _VALUES = {
         "fp16": "16 float16 half 16mixed 16true fp16mixed",
     },
     "optimizer.name": {"sgd": "momentum sgdmomentum nesterov torch.optim.sgd", "adamw": "torch.optim.adamw adamwtorch",
-                       "adam": "torch.optim.adam"},
+                       "adam": "torch.optim.adam", "muon": "torch.optim.muon muonadamw", "lars": "larc"},
     "schedule.name": {
         "cosine": "cos cosineannealing cosineannealinglr cosinelr onecycle true",
         "step": "steplr multistep multisteplr",

@@ -257,10 +257,15 @@ def _resume(value: str, around: Around) -> Meaning | None:
     return Meaning((*missing, "resume=auto"))
 
 
-def _ema(value: str, _: Around) -> Meaning | None:
-    if value.lower() in ("true", *YES[1:]):
-        return _set("ema", "0.999")
-    return _set("ema", "null") if value.lower() in ("false", "none", *NO) else None
+def _or_null(key: str, usual: str, note: str = "") -> Callable[[str, Around], Meaning | None]:
+    """A key that has a number or null: a plain yes is a usual number, a no is null."""
+
+    def chosen(value: str, _: Around) -> Meaning | None:
+        if value.lower() in ("true", *YES[1:]):
+            return _set(key, usual, note)
+        return _set(key, "null") if value.lower() in ("false", "none", *NO) else None
+
+    return chosen
 
 
 def _weights(value: str, _: Around) -> Meaning | None:
@@ -275,9 +280,12 @@ _KEYS: dict[str, Callable[[str, Around], Meaning | None]] = {
     "mode": _mode,
     "model.name": _model_name,
     "model.weights": _weights,
+    "model.freeze": _or_null("model.freeze", "-1", "all but the last layer; or a number of blocks"),
+    "optimizer.lr_per": _or_null("optimizer.lr_per", "256", "or the images a step that optimizer.lr is for"),
+    "stop.patience": _or_null("stop.patience", "5", "or another number of epochs"),
     "data.name": _data_name,
     "resume": _resume,
-    "ema": _ema,
+    "ema": _or_null("ema", "0.999"),
 }
 _SECTIONS: dict[str, Callable[[str, Around], Meaning | None]] = {
     "model": _model,
@@ -285,6 +293,7 @@ _SECTIONS: dict[str, Callable[[str, Around], Meaning | None]] = {
     "optimizer": _named("optimizer"),
     "schedule": _named("schedule"),
     "task": _named("task"),
+    "stop": lambda value, around: _value("stop.patience", value, around) or _set("stop.patience", value),
     "loss": _loss,
     "augment": lambda value, around: _value("augment.auto", value, around) or _set("augment.auto", value),
     "pipeline": lambda value, _: _set("pipeline.schedule", _plain(value)),

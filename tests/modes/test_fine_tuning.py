@@ -97,8 +97,11 @@ def test_workers_that_go_their_own_ways(way, option, single, tmp_path, full):
         assert torch.equal(ours["0.weight"], theirs["0.weight"]), "averaging leaves it as it is, to the last bit"
     else:
         own = load_file(tmp_path / "run" / "checkpoints" / "step-00000008" / "ranks.safetensors")
-        first = {key[1:] for key in own if key.startswith("0/optimizer:") and key.endswith("//momentum_buffer")}
-        assert first == {key[1:] for key in own if key.startswith("1/") and key.endswith("//momentum_buffer")} != set()
+        kind = ("//momentum_buffer", "//velocity")
+        first, second = (
+            {k[1:] for k in own if k.startswith(f"{rank}/optimizer:") and k.endswith(kind)} for rank in (0, 1)
+        )
+        assert first == second != set()
         assert not any(torch.equal(own[f"0{key}"], own[f"1{key}"]) for key in first), "each worker has its own state"
 
 

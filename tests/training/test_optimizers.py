@@ -88,6 +88,11 @@ def test_lars_with_layers_without_a_norm():
     assert found == pytest.approx({"weight": -0.5, "gradient": 1.9, "both": 0, "unused": 2, "number": 1.4})
 
 
+def test_no_momentum_is_continued_as_the_velocity_of_lars():
+    states = [optimizer_state(*made(small(), f"optimizer.name={name}")) for name in ("lars", "sgd")]
+    assert states[0].keys().isdisjoint(states[1])
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs_with_its_adamw(nesterov):
     ours, theirs = small(), small()

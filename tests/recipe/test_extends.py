@@ -72,7 +72,7 @@ def test_a_list_takes_the_place_of_the_parents(tmp_path: Path) -> None:
         ("extends: recipes/digits.yaml\n", "no file in {folder}; did you mean extends: digits? "),
         ("extends: ~nobody-here/x.yaml\n", "extends: ~nobody-here/x.yaml cannot be read"),
         ("extends: digits\noptimizer:\n", "mine: optimizer=null must be a section, as in optimizer.name=...; leave an"),
-        ("extends: digits\noptimizer.lr: 1\n", "write 'optimizer:' and, indented below it, 'lr: ...'"),
+        ("extends: digits\noptimizer.lr: 1\n", "optimizer.lr is not a key; write optimizer: {{lr: 1}}"),
         (
             "extends: digits\nnproc: 2\n",
             "mine: nproc is no key of a recipe; type it where you train: python -m trainer",

@@ -49,6 +49,11 @@ def line(call: Any, *arguments: Any, **keywords: Any) -> str:
         ("pipeline.schedule=1f1b", "pipeline.schedule", "1f1b"),
         ("pipeline.cuts=[layer2.3,layer4]", "pipeline.cuts", ["layer2.3", "layer4"]),
         ("pipeline.cuts=[3, 6]", "pipeline.cuts", ["3", "6"]),  # as the layers of nn.Sequential are called
+        ("model.freeze=-1", "model.freeze", -1),
+        ("model.freeze=conv1", "model.freeze", ["conv1"]),
+        ("model.freeze=[0, layer1]", "model.freeze", ["0", "layer1"]),
+        ("model.freeze=null", "model.freeze", None),
+        ("stop.patience=5", "stop.patience", 5),
         ("local_sgd.every=8", "local_sgd.every", 8),
         ("devices=[cuda]", "devices", ["cuda"]),
         ("devices=[cuda:2,cuda:3]", "devices", ["cuda:2", "cuda:3"]),
@@ -135,6 +140,15 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         ("pipeline.cuts=[]", "pipeline.cuts=[] must be auto or a list of names"),
         ("pipeline.cuts=[layer1,0.3]", "pipeline.cuts=[layer1,0.3] must be auto or a list of names"),
         ("pipeline.cuts=['']", "pipeline.cuts=[] must be auto or a list of names"),
+        *(
+            (f"model.freeze={value}", "must be a number of blocks, as in 4, a list of names, as in [conv1], or null")
+            for value in ("0", "true", "1.5", "[]", "[1.5]")
+        ),
+        ("optimizer.layer_decay=0", "optimizer.layer_decay=0 must be above 0, or null"),
+        ("optimizer.layer_decay=2", "optimizer.layer_decay=2 must be 1 or less, or null"),
+        ("optimizer.lr_per=0", "optimizer.lr_per=0 must be 1 or more, or null"),
+        ("optimizer.trust=0", "optimizer.trust=0 must be above 0"),
+        ("optimizer.name=lamb", "optimizer.name=lamb is not one of sgd, adam, adamw, muon, lars"),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be a list of 2"),
         ("optimizer.betas=[0.9,0.9,0.9]", "optimizer.betas=[0.9,0.9,0.9] must be a list of 2"),
         ("optimizer.betas=0.9", "optimizer.betas=0.9 must be a list"),
@@ -169,9 +183,22 @@ def test_a_key_given_twice() -> None:
     assert line(load, None, "epochs=1", "seed=3", "epochs=2") == expected
 
 
+MUON = ["optimizer.name=muon", "optimizer.nesterov=true", "optimizer.momentum=0"]
+
+
 def test_nesterov_needs_momentum() -> None:
     assert "optimizer.momentum above 0" in line(load, None, "optimizer.nesterov=true", "optimizer.momentum=0")
+    assert "momentum above 0" in line(load, None, *MUON)
     assert load(None, "optimizer.nesterov=true").optimizer.nesterov
+
+
+def test_the_learning_rate_of_a_batch() -> None:
+    """The whole batch counts, however many processes and pieces compute it."""
+    words = ["optimizer.lr=0.1", "optimizer.lr_per=256", "batch_size=1024"]
+    for more in ([], ["accumulate=4"], ["mode=single"], ["mode=local_sgd"]):
+        assert load(None, *words, *more).peak_lr == 0.4
+    low = line(load, None, "optimizer.lr=0.1", "optimizer.lr_per=256", "batch_size=64", "schedule.min_lr=0.05")
+    assert "schedule.min_lr=0.05 is above optimizer.lr=0.1, which is 0.025 at batch_size=64" in low
 
 
 LAUGHS = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))

@@ -64,6 +64,19 @@ def test_ranks_without_outputs_add_nothing(name):
         assert count == 10 and found == pytest.approx(expected)
 
 
+def test_every_rank_has_the_metrics_of_the_first():
+    """Those of a user's own task may differ in the last bits, and all ranks must agree on which epoch is the best."""
+
+    def work(world):
+        task = task_of()
+        task.metrics = lambda sums, count: {"top1": world.rank}
+        sums = Sums(task)
+        sums.add(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64), 4)
+        return sums.metrics(world)
+
+    assert on_ranks(2, work) == [({"top1": 0}, 8)] * 2
+
+
 class Fixed(Strategy):
     """Answers class 1 to everything."""
 

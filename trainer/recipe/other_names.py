@@ -5,6 +5,8 @@ Names of torchvision's references, timm, Lightning, Ultralytics, Hugging Face, A
 
 from __future__ import annotations
 
+from trainer.recipe.traits import TRAITS
+
 # Each key of ours with what others call it: lower case, dashes as underscores.
 _KEYS = {
     "recipe": "config c cfg conf yaml config_name config_file hparams_file",
@@ -18,8 +20,9 @@ _KEYS = {
     "model_name_or_path",
     "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
     "load_weights weights_path model.checkpoint model.path",
-    "model.freeze": "freeze_backbone freeze_layers frozen_layers freeze_at freeze_encoder",
     "model.num_classes": "nc n_classes nb_classes classes num_labels data.num_classes",
+    "model.freeze": "freeze_layers freeze_backbone freeze_encoder freeze_at frozen_layers frozen_stages "
+    "num_frozen_layers",
     "data.name": "dataset dataset_name data_name data.dataset dataset.name data_set",
     "data.root": "data_dir data_path data_root datadir dataset_dir dataset_path train_dir root path source src images "
     "image_folder img_dir folder input_dir input inputs data.path data.dir data.folder data.source dataset.root",
@@ -49,7 +52,9 @@ _KEYS = {
     "optimizer.weight_decay": "wd l2 weightdecay optim.weight_decay",
     "optimizer.momentum": "mom optim.momentum",
     "optimizer.betas": "adam_betas opt_betas",
-    "stop.patience": "early_stopping early_stop early_stopping_patience early_stopping_rounds es_patience",
+    "optimizer.lr_per": "lr_base_size base_batch_size scale_lr auto_scale_lr lr_scaling",
+    "optimizer.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay lr_layer_decay",
+    "optimizer.trust": "trust_coefficient trust_coeff lars_coefficient",
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs",
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
@@ -73,6 +78,8 @@ _KEYS = {
     "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator "
     "trainer.devices trainer.gpus trainer.accelerator",
     "threads": "num_threads omp_num_threads torch_threads",
+    "stop.patience": "early_stopping early_stop earlystopping early_stopping_patience early_stopping_rounds "
+    "es_patience",
     "save.every_epochs": "save_period save_epochs checkpoint_interval save_freq",
     "save.every_steps": "save_steps checkpoint_steps",
     "save.keep": "save_total_limit save_top_k checkpoint_hist",
@@ -89,15 +96,7 @@ OTHER_KEYS = {name: key for key, names in _KEYS.items() for name in names.split(
 # For keys with a list of values: each value with what others call it; lower case, and no other sign than letters,
 # digits and the dots of "nn.DataParallel".
 _VALUES = {
-    "mode": {
-        "dp": "dataparallel nn.dataparallel torch.nn.dataparallel",
-        "ddp": "distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
-        "split": "modelparallel modelparallelism mp naive sequential devicemap",
-        "pipeline": "pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
-        "single": "none cpu onegpu singlegpu singledevice no",
-        "local_sgd": "localsgd local diloco postlocalsgd",
-        "hogwild": "async asgd asyncsgd hogwild",
-    },
+    "mode": {mode: traits.also_called for mode, traits in TRAITS.items()},
     "precision": {
         "fp32": "32 float32 float full 32true fp32true single no none false",
         "tf32": "tensorfloat32 high",
@@ -105,7 +104,7 @@ _VALUES = {
         "fp16": "16 float16 half 16mixed 16true fp16mixed",
     },
     "optimizer.name": {"sgd": "momentum sgdmomentum nesterov torch.optim.sgd", "adamw": "torch.optim.adamw adamwtorch",
-                       "adam": "torch.optim.adam"},
+                       "adam": "torch.optim.adam", "muon": "torch.optim.muon muonadamw", "lars": "larc"},
     "schedule.name": {
         "cosine": "cos cosineannealing cosineannealinglr cosinelr onecycle true",
         "step": "steplr multistep multisteplr",

@@ -310,7 +310,7 @@ def _check_together(recipe: Recipe, name: str) -> None:
             f"try batch_size={sizes}"
         )
     optimizer = recipe.optimizer
-    if optimizer.name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
+    if optimizer.name in ("sgd", "muon") and optimizer.nesterov and optimizer.momentum == 0:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
     if recipe.schedule.min_lr > recipe.peak_lr:
         of = "" if optimizer.lr_per is None else f", which is {recipe.peak_lr:g} at batch_size={recipe.batch_size}"

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer import modes, tasks
 from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, contact_sheet, open_datasets, steps_per_epoch
@@ -37,7 +36,7 @@ from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import Run
 from trainer.training.speed_test import speed_recipe
-from trainer.training.trainable import notes, roles_of
+from trainer.training.trainable import normalises_batches, notes, roles_of
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
@@ -68,7 +67,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker.say)
     size = sum(parameter.numel() for parameter in model.parameters())
-    batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    batch_norm = normalises_batches(model, recipe)
     peak, flops = utilisation_base(model, data, world, recipe.precision)
     context = Context(
         recipe=recipe,

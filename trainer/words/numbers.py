@@ -17,10 +17,12 @@ USUAL = {
     "ema": "0.999",
     "loss.label_smoothing": "0.1",
     "model.freeze": "-1",
+    "optimizer.lr_per": "256",
     "save.every_epochs": "1",
     "schedule.warmup_epochs": "5",
     "stop.patience": "5",
 }
+OFF_AT_ZERO = ("model.freeze", "stop.patience")  # whole numbers for which 0 means null
 FIGURE = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 
 
@@ -40,7 +42,7 @@ def number(key: str, value: str) -> Meaning | None:
     if low in YES and key in USUAL:
         return put(key, USUAL[key])
     if low in ("auto", "default", *NOTHING) and type(None) in kinds()[key]:
-        return put(key, "null")
+        return put(key, "null") if value != "null" else None
     if low in ("auto", "default"):
         return Meaning((), f"{key} is a number: leave it out to keep the recipe's own")
     return put(key, "0") if low in NOTHING and float in kinds()[key] else None
@@ -48,8 +50,9 @@ def number(key: str, value: str) -> Meaning | None:
 
 def _none(key: str, value: str) -> Meaning | None:
     """Elsewhere -1 says that there is no limit, and 0 that something is off."""
-    off = value == "-1" or (value == "0" and float in kinds()[key])
-    return put(key, "null") if off and type(None) in kinds()[key] and key != "model.freeze" else None
+    off = value == "-1" and key != "model.freeze"
+    off |= value == "0" and (float in kinds()[key] or key in OFF_AT_ZERO)
+    return put(key, "null") if off and type(None) in kinds()[key] else None
 
 
 def _figure(value: str, broken: bool) -> str | None:

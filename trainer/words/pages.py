@@ -211,7 +211,8 @@ def first(recipes: str) -> str:
     lines = ["usage: python -m trainer COMMAND [key=value ...]        COMMAND --help tells more", ""]
     lines += [f"  {usage:<{width}}  {about}" for usage, about in shown.items()]
     lines += ["", "  --key=value, --key value and key = value are read as key=value", "", "recipes:", recipes, ""]
-    lines += ["examples:", *(f"  {line}" for line in (*PAGES["train"].examples[:2], PAGES["train"].examples[-1]))]
+    train = PAGES["train"].examples
+    lines += ["examples:", *(f"  {line}" for line in (*train[:2], train[-1], PAGES["recipes"].examples[-1]))]
     return _called("\n".join(lines)) + "\n"
 
 

@@ -12,6 +12,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh evaluate checkpoint=RUN        evaluate a trained run again
        ./launch.sh doctor                         what this machine offers, and what is wrong with it
        ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
+       ./launch.sh guide [TOPIC]                  answers by question: which mode, out of memory, your photos, ...
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
        ./launch.sh COMMAND --help                 more on train, compare, plan, predict, evaluate, recipes, completion
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts

@@ -63,14 +63,11 @@ class Traits:
 
 TRAITS: dict[str, Traits] = {
     "single": Traits(
-        when=("one device; the reference that every other mode is tested against",),
+        when=("one device. All other modes are tested against it",),
         reference=True,
     ),
     "dp": Traits(
-        when=(
-            "to see how much slower `nn.DataParallel` is; without CUDA torch passes it through to one device, "
-            "and it says so",
-        ),
+        when=("to see how much slower `nn.DataParallel` is than `ddp`. Without GPUs it uses one device, and says so",),
         many_devices=True,
         exchanges="copies",
         refuses={
@@ -79,14 +76,13 @@ TRAITS: dict[str, Traits] = {
         },
     ),
     "ddp": Traits(
-        when=("**the default**: the model fits on a device and there are several, on one machine or many",),
+        when=("**the default**: the model fits on one device, and there are several, on one machine or many",),
         processes="many",
         exchanges="gradients",
     ),
     "split": Traits(
         when=(
-            "the model fits on no single device; one stage works at a time, so it is slower than one device "
-            "that it does fit on",
+            "the model fits on no single device. One stage works at a time, so it is slower than one device would be",
         ),
         many_devices=True,
         exchanges="activations",
@@ -94,8 +90,8 @@ TRAITS: dict[str, Traits] = {
     ),
     "pipeline": Traits(
         when=(
-            "as `split`, with micro-batches overlapping on GPUs by CUDA streams",
-            "the model fits on no single device, and speed matters; R replicas where there are more processes",
+            "as `split`, but on GPUs the stages work at the same time, on pieces of a batch (micro-batches)",
+            "the model fits on no single device, and speed matters. More processes than stages make replicas",
         ),
         processes="either",
         many_devices=True,
@@ -109,8 +105,8 @@ TRAITS: dict[str, Traits] = {
     ),
     "local_sgd": Traits(
         when=(
-            "slow links between devices, or a model too small to fill a card: weights are averaged every epoch or "
-            "every H steps",
+            "slow links between devices, or a model too small to fill a card. Weights are averaged every epoch, or "
+            "every few steps",
         ),
         processes="many",
         shares_devices=True,
@@ -121,7 +117,7 @@ TRAITS: dict[str, Traits] = {
         refuses={"sync_bn": "its workers compute apart from each other between averagings; use mode=ddp"},
     ),
     "hogwild": Traits(
-        when=("several CPU workers on one small model, without locks",),
+        when=("several CPU workers on one small model, who never wait for each other",),
         processes="many",
         shares_devices=True,
         shared_memory=True,

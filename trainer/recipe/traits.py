@@ -19,7 +19,8 @@ class Traits:
     """One mode.
 
     Attributes:
-        when: to take it, for README's table; two lines, of one process and of several, where it can be either.
+        when: to take it, for the table of README and guide; two lines, of one process and of several, where it can be
+            either.
         processes: that train. `either` is the recipe's choice: see `Recipe.processes`.
         many_devices: one process may drive several devices.
         shares_devices: several processes may drive one device.
@@ -131,7 +132,7 @@ MODES = tuple(TRAITS)
 
 
 def readme_table() -> str:
-    """README's table of modes."""
+    """The table of modes in README and guide."""
     lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
     for mode, traits in TRAITS.items():
         same = "-" if traits.reference else "yes" if traits.same_maths else "no"

@@ -63,6 +63,16 @@ def prose(page: Path) -> str:
     return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
 
 
+def spans(page: Path) -> list[str]:
+    """What is marked as code within text and tables."""
+    return [" ".join(match[1].split()) for match in _SPAN.finditer(prose(page))]
+
+
+def settings(page: Path) -> list[str]:
+    """Each key=value within text and tables."""
+    return [span for span in spans(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*=[^ .]\S*", span)]
+
+
 @cache
 def commands(page: Path) -> list[Typed]:
     """Each line of the blocks for a shell, and each command within text and tables, in the page's order."""

@@ -21,14 +21,17 @@ import pytest
 from tests.commands import environment, ok
 from tests.data.photo_folders import coloured
 from tests.guide import shell
-from tests.guide.documents import PAGES, Typed, blocks, commands, name
+from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
 from trainer import __main__ as cli
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load
 from trainer.words.commands import COMMANDS
+from trainer.words.keys import OWN, keys
 
 RUNS = ("first", "second")  # that pages speak of, below runs
+WORDS = ("key", "section.key", "format", "yes", "extends", "plugin")  # of commands, and what stands for any
+FILES = ("model.onnx", "model.safetensors", "model.torchscript")  # whose names look like keys
 QUICK = ("recipes", "guide", "completion", "version", "help")  # commands that are run at once
 
 # Lines that are not run, by reason. Those that train are planned instead.
@@ -50,9 +53,13 @@ NOT_RUN = {
     "is a figure's, whose row tells how long it takes": (
         "./launch.sh recipe=cifar10 data.name=imagefolder data.root=FOLDER",
         "./launch.sh recipe=cifar10_local_sgd nproc=2 data.name=imagefolder data.root=FOLDER",
+        "./launch.sh recipe=cifar10_local_sgd nproc=2 data.name=imagefolder data.root=FOLDER local_sgd.every=null",
         "python tests/benchmarks/loop_cost.py --steps 1500 --pairs 7",
         "python tests/benchmarks/images_per_second.py --model resnet18 --size 64 --batch 64 --steps 15",
+        "python tests/benchmarks/images_per_second.py --model resnet18 --size 64 --batch 64 --steps 15 "
+        "--precision bf16",
         "python tests/benchmarks/workers.py ddp --batch 384",
+        "python tests/benchmarks/workers.py ddp --batch 96",
         "python tests/benchmarks/workers.py hogwild",
         "python tests/benchmarks/workers.py local_sgd",
         "python tests/benchmarks/pipeline_tuning.py --no-sweep",
@@ -195,6 +202,19 @@ def test_commands_mean_something(page: Path, empty: Path, capsys: pytest.Capture
 )
 def test_what_is_wrong_is_noticed(text: str, why: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert why in (at_once(Typed(text, PAGES[0], 1), capsys) or "nothing")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
+    for word in settings(page):
+        key = word.partition("=")[0]
+        assert key in keys() or key in WORDS or key in {name for names in OWN.values() for name in names}, word
+        if key in keys():
+            load(None, word)
+    sections = {key.partition(".")[0] for key in keys() if "." in key}
+    for span in spans(page):
+        if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.partition(".")[0] in sections and span not in FILES:
+            assert span in keys(), span
 
 
 def test_examples_of_yaml_are_recipes(empty: Path) -> None:

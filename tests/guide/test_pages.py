@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,21 @@ def test_figures_have_their_command(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_ratios_in_the_text_have_their_command(page: Path) -> None:
+    typed = [each.text for each in commands(page)]
+    for paragraph in prose(page).split("\n\n"):
+        plain = " ".join(re.sub("`[^`]*`", "", paragraph).split())
+        if not plain.startswith("|") and re.search(r"\b[012]\.\d{3}\b", plain):
+            assert any(text in " ".join(paragraph.split()) for text in typed), plain
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_begins_with_its_title_and_is_plain(page: Path) -> None:
     lines = page.read_text().splitlines()
     assert lines[0].startswith("# ") and not lines[1]
     text = " ".join(page.read_text().split())
     assert [sentence for sentence in UNCLEAR if sentence in text] == []
-    questions = [line for line in lines if line.startswith("# ")]
-    assert len(questions) == 1 or page.stem in ("own", "python")  # a comment in Python begins alike
+    assert len(re.findall("^# ", prose(page), re.M)) == 1
 
 
 def test_readme_is_two_screens() -> None:
@@ -101,4 +110,6 @@ def test_readme_is_two_screens() -> None:
 
 
 def test_the_guide_is_part_of_the_package() -> None:
-    assert '"trainer" = ["py.typed", "guide/*.md"]' in (PROJECT / "pyproject.toml").read_text()
+    data = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["trainer"]
+    shipped = {path for pattern in data for path in GUIDE.parent.glob(pattern)}
+    assert {*GUIDE.iterdir()} <= shipped

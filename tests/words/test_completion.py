@@ -39,6 +39,7 @@ def test_commands_and_keys(sourced: Path) -> None:
     assert completed(sourced, "trainer eval") == ["evaluate"]
     assert completed(sourced, "trainer recipe=digits optimizer.l") == ["optimizer.lr="]
     assert {*completed(sourced, "trainer data.ro")} == {"data.root="}
+    assert completed(sourced, "trainer guide mod") == ["modes"]
 
 
 def test_values(sourced: Path) -> None:

@@ -125,7 +125,7 @@ def script(shell: str) -> str:
         ("KEYS", names),
         ("VALUES", values),
         ("FOLDERS", FOLDERS),
-        ("TOPICS", topics()),
+        ("TOPICS", tuple(topics())),
     ):
         text = text.replace(f"@{mark}@", " ".join(found))
     return text.replace("@QUOTED@", " ".join(f"'{value}'" for value in values))

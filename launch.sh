@@ -14,6 +14,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh export RUN format=onnx         a trained model as a file for other programs
        ./launch.sh doctor                         what this machine offers, and what is wrong with it
        ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
+       ./launch.sh guide [TOPIC]                  answers by question: which mode, out of memory, your photos, ...
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
        ./launch.sh COMMAND --help                 more on these and compare, plan, predict, completion, version
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts

@@ -25,7 +25,7 @@ from trainer.recipe import checks
 from trainer.recipe import command as recipe_pages
 from trainer.recipe.words import split_words
 from trainer.saving.files import open_streams
-from trainer.words import completion, pages
+from trainer.words import completion, guide, pages
 from trainer.words.pages import version_line
 from trainer.words.reading import read
 
@@ -110,6 +110,9 @@ def run(words: Sequence[str]) -> int:
         return doctor.command(rest)
     if command == "recipes":
         _show(recipe_pages.answer(rest))
+        return 0
+    if command == "guide":
+        _show(guide.command(rest))
         return 0
     if command == "completion":
         return completion.command(rest)

@@ -40,6 +40,7 @@ def test_commands_and_keys(sourced: Path) -> None:
     assert completed(sourced, "trainer eval") == ["evaluate"]
     assert completed(sourced, "trainer recipe=digits optimizer.la") == ["optimizer.layer_decay="]
     assert {*completed(sourced, "trainer data.ro")} == {"data.root="}
+    assert completed(sourced, "trainer guide mod") == ["modes"]
 
 
 def test_values(sourced: Path) -> None:

@@ -19,7 +19,8 @@ class Traits:
     """One mode.
 
     Attributes:
-        when: to take it, for README's table; two lines, of one process and of several, where it can be either.
+        when: to take it, for the table of README and guide; two lines, of one process and of several, where it can be
+            either.
         processes: that train. `either` is the recipe's choice: see `Recipe.processes`.
         many_devices: one process may drive several devices.
         shares_devices: several processes may drive one device.
@@ -65,15 +66,12 @@ class Traits:
 
 TRAITS: dict[str, Traits] = {
     "single": Traits(
-        when=("one device; the reference that every other mode is tested against",),
+        when=("one device. All other modes are tested against it",),
         reference=True,
         also_called="none cpu onegpu singlegpu singledevice no",
     ),
     "dp": Traits(
-        when=(
-            "to see how much slower `nn.DataParallel` is; without CUDA torch passes it through to one device, "
-            "and it says so",
-        ),
+        when=("to see how much slower `nn.DataParallel` is than `ddp`. Without GPUs it uses one device, and says so",),
         many_devices=True,
         exchanges="copies",
         refuses={
@@ -83,15 +81,14 @@ TRAITS: dict[str, Traits] = {
         also_called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),
     "ddp": Traits(
-        when=("**the default**: the model fits on a device and there are several, on one machine or many",),
+        when=("**the default**: the model fits on one device, and there are several, on one machine or many",),
         processes="many",
         exchanges="gradients",
         also_called="distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
     ),
     "split": Traits(
         when=(
-            "the model fits on no single device; one stage works at a time, so it is slower than one device "
-            "that it does fit on",
+            "the model fits on no single device. One stage works at a time, so it is slower than one device would be",
         ),
         many_devices=True,
         exchanges="activations",
@@ -100,8 +97,8 @@ TRAITS: dict[str, Traits] = {
     ),
     "pipeline": Traits(
         when=(
-            "as `split`, with micro-batches overlapping on GPUs by CUDA streams",
-            "the model fits on no single device, and speed matters; R replicas where there are more processes",
+            "as `split`, but on GPUs the stages work at the same time, on pieces of a batch (micro-batches)",
+            "the model fits on no single device, and speed matters. More processes than stages make replicas",
         ),
         processes="either",
         many_devices=True,
@@ -116,8 +113,8 @@ TRAITS: dict[str, Traits] = {
     ),
     "local_sgd": Traits(
         when=(
-            "slow links between devices, or a model too small to fill a card: weights are averaged every epoch or "
-            "every H steps",
+            "slow links between devices, or a model too small to fill a card. Weights are averaged every epoch, or "
+            "every few steps",
         ),
         processes="many",
         shares_devices=True,
@@ -129,7 +126,7 @@ TRAITS: dict[str, Traits] = {
         also_called="localsgd local diloco postlocalsgd",
     ),
     "hogwild": Traits(
-        when=("several CPU workers on one small model, without locks",),
+        when=("several CPU workers on one small model, who never wait for each other",),
         processes="many",
         shares_devices=True,
         shared_memory=True,
@@ -144,7 +141,7 @@ MODES = tuple(TRAITS)
 
 
 def readme_table() -> str:
-    """README's table of modes."""
+    """The table of modes in README and guide."""
     lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
     for mode, traits in TRAITS.items():
         same = "-" if traits.reference else "yes" if traits.same_maths else "no"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
 from trainer.words.commands import COMMANDS
+from trainer.words.guide import topics
 from trainer.words.keys import EXPORTS, FOLDERS, OWN, choices, keys
 from trainer.words.reading import program
 
@@ -33,7 +34,7 @@ _trainer() {
                 *" $key "*) while IFS= read -r value; do found+=" $key=$value"; done < <(compgen -f -- "${word#*=}") ;;
             esac
             ;;
-        *) found="$_trainer_keys $_trainer_words" ;;
+        *) case $typed in *" guide "*) found='@TOPICS@' ;; *) found="$_trainer_keys $_trainer_words" ;; esac ;;
     esac
     mapfile -t COMPREPLY < <(compgen -W "$found" -- "$word")
     case ${COMPREPLY[0]-} in *=) compopt -o nospace 2>/dev/null || : ;; esac
@@ -81,6 +82,8 @@ _trainer() {
         compset -P '*='
         compadd -- ${${(M)values:#$key=*}#*=}
         case " @FOLDERS@ " in *" $key "*) _files ;; esac
+    elif (( ${words[(I)guide]} )); then
+        compadd -- @TOPICS@
     else
         compadd -- $first
         compadd -S '' -- $keys
@@ -115,6 +118,12 @@ def script(shell: str) -> str:
     values = [f"recipe={name}" for name in shipped_recipes()] + [f"format={name}" for name in EXPORTS]
     values += [f"{key}={value}" for key, allowed in choices().items() for value in allowed]
     text = _BASH if shell == "bash" else _ZSH
-    for mark, found in (("FIRST", COMMANDS), ("KEYS", names), ("VALUES", values), ("FOLDERS", FOLDERS)):
+    for mark, found in (
+        ("FIRST", COMMANDS),
+        ("KEYS", names),
+        ("VALUES", values),
+        ("FOLDERS", FOLDERS),
+        ("TOPICS", tuple(topics())),
+    ):
         text = text.replace(f"@{mark}@", " ".join(found))
     return text.replace("@QUOTED@", " ".join(f"'{value}'" for value in values))

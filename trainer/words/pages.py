@@ -183,6 +183,15 @@ PAGES = {
             "python -m trainer recipes keys optimizer",
         ),
     ),
+    "guide": Page(
+        "guide [TOPIC]",
+        "Answers by question: which mode, out of memory, several nodes, your photos, how to resume, and more.",
+        {"TOPIC": "one of those that guide lists; any other word finds the nearest ones"},
+        (
+            "python -m trainer guide",
+            "python -m trainer guide modes",
+        ),
+    ),
     "completion": Page(
         "completion bash|zsh",
         "Print what lets the Tab key complete commands, recipes, keys and values.",

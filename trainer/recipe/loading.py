@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.keywords import nested
+from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.text import flatten, nearest, one_line, shown, typed
 
@@ -41,7 +41,10 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
         plain = _plain(OmegaConf.merge(*(tree for _, tree in layers)))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
-    return validated(plain, name, {key: label for key, label in _origins(layers).items() if label != YOURS})
+    try:
+        return validated(plain, name, {key: label for key, label in _origins(layers).items() if label != YOURS})
+    except RecipeError as error:
+        raise RecipeError(as_keyword(str(error), keywords)) from None
 
 
 def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:

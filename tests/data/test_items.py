@@ -162,6 +162,11 @@ def test_sets_that_cannot_be_read_by_number(train, line):
         opened(train, Rows([(0, 1)]), 2)
 
 
+def test_an_empty_pair_is_told_before_its_classes_are_counted():
+    with pytest.raises(RecipeError, match=r"at least 1, found \(0, 1, 6, 6\) and \(0,\)"):
+        opened(TensorDataset(PIXELS[:0], LABELS[:0]), TensorDataset(PIXELS, LABELS))
+
+
 def test_a_lent_name_is_given_back():
     with lent("mine", lambda data: None):
         assert "mine" in registered

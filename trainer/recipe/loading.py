@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.keywords import nested
+from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.text import flatten, nearest, one_line, shown, typed
 
@@ -42,7 +42,10 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
     said = _origins(layers)
-    return validated(plain, name, {key: name if label == YOURS else label for key, label in said.items()})
+    try:
+        return validated(plain, name, {key: name if label == YOURS else label for key, label in said.items()})
+    except RecipeError as error:
+        raise RecipeError(as_keyword(str(error), keywords)) from None
 
 
 def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:

@@ -35,6 +35,8 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
         try:
             this = prepare(recipe, interrupts, closing, callbacks or from_environment())
+            if not own_process:  # in a program that goes on no worker is left, however the run ends
+                closing.callback(this.loader.close)
             loop(this)
             return finish(this)
         except BaseException as error:

@@ -153,7 +153,7 @@ def told_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]
     Args:
         loss, window: see `step_values`.
     """
-    if run.callbacks.on_step is None:
+    if not run.callbacks.tells("on_step"):
         return True
     steps, seconds, _ = window
     report = StepReport(

@@ -17,8 +17,9 @@ from trainer.data.images import reason
 from trainer.data.splits import SPLIT_FILE, continued
 from trainer.devices.precision import set_precision
 from trainer.errors import RecipeError
+from trainer.models.given import Given
 from trainer.models.timm_zoo import with_own_input
-from trainer.models.zoo import build, initialise
+from trainer.models.zoo import build, initialise, registered_model
 from trainer.modes import Context, Strategy
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
@@ -58,10 +59,13 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         tracker.keep(SPLIT_FILE, data.split_table)
     world.connect(recipe.timeout)
     stacks.keep_in(world.share(tracker.path))
+    callbacks.connect(world)
     state = resuming.newest(tracker, world, recipe)
     model = model_of(recipe, task, data, starting=state is None)
     if state is not None:
         initialise(model, state.tensors["model"], "the checkpoint", whole=True)
+    elif isinstance(registered_model(recipe.model.name), Given):
+        make_alike(model, world)
     check_task(task, model, data)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
@@ -147,6 +151,12 @@ def model_for(
     """The same for a data set of which only so much is known; `plain` are inputs that are no images."""
     few = Example(2, plain).zeros(torch.device("cpu")).inputs if plain else None
     return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None)
+
+
+def make_alike(model: nn.Module, world: World) -> None:
+    """Rank 0's weights on every rank: a program that torchrun runs may have drawn its own on each."""
+    for tensor in [*model.parameters(), *model.buffers()] if world.size > 1 else []:
+        tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.saving.files import Growing, draft_of, opened, put, why
-from trainer.telemetry.dashboards import AT_END, AT_FINISH
+from trainer.telemetry.dashboards import ANEW, AT_END
 
 if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
     from trainer.saving.checkpoint import Position
@@ -105,8 +105,9 @@ def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> 
 def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> int:
     """Rewrite a continued run's files into one that ends at `position`: one value a (tag, step). Returns the events.
 
-    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come. Wherever this
-    is killed, the files that are there hold everything, once a (tag, step) after the next time.
+    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come; what the run
+    is, it tells anew, as it may go on in another mode. Wherever this is killed, the files that are there hold all else,
+    once a (tag, step) after the next time.
     """
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -150,6 +151,8 @@ def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None
 
 
 def _stays(tag: str, step: int, position: Position) -> bool:
-    if step != position.step:
-        return step < position.step
-    return not AT_FINISH.match(tag) and (position.step_in_epoch == 0 or not AT_END.match(tag))
+    if ANEW.match(tag):
+        return False
+    if step == position.step:
+        return position.step_in_epoch == 0 or not AT_END.match(tag)
+    return step < position.step

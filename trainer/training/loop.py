@@ -159,8 +159,9 @@ def end_epoch(run: Run, epoch: int) -> None:
         run.total_steps = step
     finished = stopping.is_over(run) or epoch + 1 == run.recipe.epochs
     if finished and found is not None:
-        presenting.mistakes(run, found)
-        presenting.timeline(run)
+        with run.ledger.span("evaluation"):
+            presenting.mistakes(run, found)
+            presenting.timeline(run)
     save = run.recipe.save
     with run.ledger.span("saving"):
         if improved:

@@ -118,7 +118,7 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
     figures = run.strategy.figures()
     values = step_values(run, loss, lr, norm.item() if norm is not None else None, window)
     if seconds:
-        values |= _step_parts(run, window, figures.get("pipeline/bubble_pct", 0.0) / 100)
+        values |= _step_parts(run, window, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100))
     run.tracker.scalars(values | figures, run.position.step)
     run.tracker.step(
         {
@@ -199,12 +199,19 @@ def step_values(
 def _step_parts(run: Run, timed: tuple[int, float, float], bubble: float) -> dict[str, float]:
     """Milliseconds of a step by what they go to. Communication counts as computing: what it adds, the end tells."""
     steps, seconds, waited = timed
-    if run.world.size == 1 and run.world.device.type == "cpu":
-        bubble = 0.0  # stand-ins of one process work in turn
     step = seconds / steps
     parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))
-    shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.micro_batches
+    shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.staged
     return {f"speed/part_{name}_ms": 1e3 * step * share for name, share in parts.items() if name in shown}
+
+
+def idle_share(run: Run, measured: float) -> float:
+    """The share of a step in which devices idle for other stages; `measured` is a pipeline's."""
+    if run.world.size == 1 and run.world.device.type == "cpu":
+        return 0.0  # stand-ins of one process work in turn
+    if run.recipe.traits.one_stage_at_a_time:
+        return 1 - 1 / len(set(run.world.drives))
+    return measured
 
 
 def summary(run: Run) -> dict[str, float]:

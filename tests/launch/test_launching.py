@@ -199,6 +199,17 @@ def test_a_signal_reaches_the_ranks_and_their_word_the_user(work: Path, number: 
     assert not any(map(alive, ranks))
 
 
+def test_ctrl_c_before_a_rank_is_python_shows_nothing(work: Path) -> None:
+    """It reaches the whole terminal, also processes that have just begun: here, in each one's very first moments."""
+    (work / "sitecustomize.py").write_text(
+        "import os, signal\nif 'RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**5))\n"
+    )
+    process = start("nproc=2", PYTHONPATH=f"{work}:{PROJECT}")
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors and "Fatal" not in errors, errors
+    assert process.returncode == 130, errors
+
+
 def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:
     for _ in range(10 if full else 1):
         process = start("nproc=2", case="sleep")

@@ -171,7 +171,8 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        torchrun()
+        with interrupts.children_begin_deaf():
+            torchrun()
     except ChildFailedError as failed:
         found = endings.reports(logs)
         return endings.first_cause(

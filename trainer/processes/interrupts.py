@@ -15,7 +15,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -185,6 +186,26 @@ def raise_at_ctrl_c() -> None:
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def children_begin_deaf() -> Iterator[None]:
+    """Within this block Ctrl-C does not reach a new process until that asks for it, as `trainer.__main__` does.
+
+    Before that, Python's own start would end in "Fatal Python error" and a traceback. This process hears it all along,
+    in a thread. The main thread's mask is what children inherit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    done = threading.Event()
+    threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True).start()  # with the mask as it was
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        done.set()
 
 
 def leave_now(code: int) -> None:

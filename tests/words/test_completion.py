@@ -38,7 +38,8 @@ def test_commands_and_keys(sourced: Path) -> None:
     found = completed(sourced, "trainer ")
     assert {*COMMANDS, "recipe=", "nproc=", "optimizer.lr=", "batch_size="} <= {*found}
     assert completed(sourced, "trainer eval") == ["evaluate"]
-    assert completed(sourced, "trainer recipe=digits optimizer.la") == ["optimizer.layer_decay="]
+    found = {"optimizer.lr=", "optimizer.lr_per=", "optimizer.layer_decay="}
+    assert {*completed(sourced, "trainer recipe=digits optimizer.l")} == found
     assert {*completed(sourced, "trainer data.ro")} == {"data.root="}
     assert completed(sourced, "trainer guide mod") == ["modes"]
 

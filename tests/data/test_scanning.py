@@ -36,7 +36,7 @@ def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
     assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
     assert counted.notes["ignored"] == (
         "3 .HEIC files: pip install pillow-heif; 1 image outside the class folders; 1 empty file; "
-        "5 hidden files of other programs (.DS_Store, ._0.jpg, Thumbs.db, __MACOSX); "
+        "5 hidden files of other programs (.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db); "
         "2 other files (.txt, without a suffix)"
     )
 

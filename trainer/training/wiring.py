@@ -18,7 +18,7 @@ from trainer.data.images import reason
 from trainer.data.splits import SPLIT_FILE, continued
 from trainer.devices.precision import set_precision
 from trainer.errors import RecipeError
-from trainer.models.timm_zoo import with_own_input
+from trainer.models.inputs import with_own_input
 from trainer.models.zoo import build, initialise
 from trainer.modes import Context, Strategy
 from trainer.processes.interrupts import Interrupts
@@ -35,6 +35,7 @@ from trainer.training.optimization import MovingAverage, Updater, loss_scaler, t
 from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import Run
+from trainer.training.same_images import check_same_images
 from trainer.training.speed_test import speed_recipe
 from trainer.training.trainable import notes, roles_of
 
@@ -57,6 +58,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)
     world.connect(recipe.timeout)
+    check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)
     model = model_of(recipe, task, data, starting=state is None)
     if state is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import torch
 import torchvision
@@ -167,7 +167,7 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
     weights = _published(recipe)
     try:
         model: nn.Module = builder(weights=weights, **options)
-    except (URLError, ConnectionError, TimeoutError) as error:
+    except (OSError, HTTPException) as error:  # no network, one that breaks off, no room for the file
         target = f"{torch.hub.get_dir()}/checkpoints/{weights.url.rpartition('/')[2]}"
         raise SetupError(
             f"model.weights={recipe.weights} cannot be downloaded ({error}); put {weights.url} at {target}, "

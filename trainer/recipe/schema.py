@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
@@ -48,11 +48,20 @@ def key(default: Any, comment: str, **limits: Any) -> Any:
 class ModelRecipe(_Section):
     """The network."""
 
-    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, or a torchvision classifier")
-    weights: str | None = key(None, "torchvision's published weights to start from, by name, or DEFAULT")
-    init_from: str | None = key(None, "a run folder, checkpoint or .safetensors file to start from")
+    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, a torchvision classifier, or timm:NAME")
+    weights: str | None = key(None, "weights that torchvision or timm publishes to start from, by name, or DEFAULT")
+    init_from: str | None = key(
+        None, "a run folder, checkpoint or .safetensors file to start from, in place of weights"
+    )
     num_classes: Positive | None = key(None, "outputs; null: as many as the data has classes")
     freeze: Freeze = key(None, "first blocks that are not trained (-1: all but the last), or names, as in [conv1]")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_weights_first(cls, plain: Any) -> Any:
+        """Weights of one's own take the place of published ones, which a shipped recipe may name."""
+        own = isinstance(plain, dict) and plain.get("init_from") is not None
+        return {**plain, "weights": None} if own else plain
 
 
 class DataRecipe(_Section):

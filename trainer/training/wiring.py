@@ -18,7 +18,7 @@ from trainer.data.splits import SPLIT_FILE, continued
 from trainer.devices.precision import set_precision
 from trainer.errors import RecipeError
 from trainer.models.given import Given
-from trainer.models.timm_zoo import with_own_input
+from trainer.models.inputs import with_own_input
 from trainer.models.zoo import build, initialise, registered_model
 from trainer.modes import Context, Strategy
 from trainer.processes import stacks
@@ -36,6 +36,7 @@ from trainer.training.optimization import MovingAverage, Updater, loss_scaler, t
 from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import Run
+from trainer.training.same_images import check_same_images
 from trainer.training.speed_test import speed_recipe
 from trainer.training.trainable import normalises_batches, notes, roles_of
 
@@ -60,6 +61,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     world.connect(recipe.timeout)
     stacks.keep_in(world.share(tracker.path))
     callbacks.connect(world)
+    check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)
     model = model_of(recipe, task, data, starting=state is None)
     if state is not None:

@@ -16,7 +16,7 @@ PAGES = [README, *sorted(GUIDE.glob("*.md"))]  # for users
 LANGUAGES = ("sh", "sh wrong", "text", "yaml", "python", "mermaid")
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
-_COMMAND = re.compile(r"(\./launch\.sh|torchrun|python -m (trainer|tests)|python tests/)\s*\S*")
+_COMMAND = re.compile(r"(\./launch\.sh|torchrun|python -m (trainer|tests)|python tests/|pip install)\s*\S*")
 _PLACEHOLDERS = {"COMMAND", "TOPIC", "NAME"}
 
 
@@ -85,7 +85,12 @@ def commands(page: Path) -> list[Typed]:
     text = prose(page)
     for match in _SPAN.finditer(text):
         span = " ".join(match[1].split())
-        if _COMMAND.match(span) and " " in span and span != "python -m trainer" and not {*span.split()} & _PLACEHOLDERS:
+        if (
+            _COMMAND.match(span)
+            and " " in span
+            and span not in ("python -m trainer", "pip install")
+            and not {*span.split()} & _PLACEHOLDERS
+        ):
             found.append(Typed(span, page, text.count("\n", 0, match.start()) + 1))
     return sorted(found, key=lambda typed: typed.line)
 

@@ -11,7 +11,7 @@ from tests.commands import PROJECT
 from trainer.comparison import entries
 from trainer.errors import RecipeError
 from trainer.exporting import SUFFIXES
-from trainer.launch.topology import choose_launch
+from trainer.launch.topology import Launch, choose_launch
 from trainer.planning import OWN as PLAN
 from trainer.planning import amounts
 from trainer.recipe import Recipe, checks, load
@@ -28,6 +28,7 @@ OTHERS = {  # what other programs' lines may look like
     "find": r"photos -name \*\.jpg",
 }
 CARDS = 8  # of the machine that a page may mean
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # among the variables of what a torchrun of the user starts
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n[0-1]"}
 
 
@@ -84,7 +85,7 @@ def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
         known = {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max_restarts"}
         assert {*options} <= known, options.keys() - known
         variables |= {"NPROC": options.get("nproc_per_node", "1"), "NNODES": options.get("nnodes", "1")}
-        variables |= {"NODE_RANK": "0", "MASTER_ADDR": "node0"}
+        variables |= {"NODE_RANK": "0", "MASTER_ADDR": "node0", TORCHRUN: "yes"}
         words = ["python", *words[at:]]
     if words[:3] == ["python", "-m", "trainer"]:
         return words[3:], variables
@@ -132,7 +133,9 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         own, rest = split_words(rest, ("recipe", "nproc", "plugin"))
         recipe = load(own.get("recipe"), *rest)
         _check_names(recipe, own)
-        launch = choose_launch(variables, own.get("nproc"), recipe, lambda: _cards(recipe, variables), 2)
+        launch = choose_launch(variables, own.get("nproc"), recipe, lambda: _cards(variables), 2)
+        if TORCHRUN in variables:  # it starts what it was told, whatever the mode
+            launch = Launch(int(variables["NPROC"]), int(variables["NNODES"]))
         checks.check_processes(recipe, launch.size, launch.nnodes)
     elif command == "compare":
         own, rest = split_words(rest, entries.OWN_WORDS)
@@ -168,5 +171,5 @@ def _check_names(recipe: Recipe, own: dict[str, str]) -> None:
         checks.check_task_name(recipe.task.name)
 
 
-def _cards(recipe: Recipe, variables: dict[str, str]) -> int:
+def _cards(variables: dict[str, str]) -> int:
     return CARDS if "SLURM_STEP_ID" in variables or variables.get("NNODES", "1") != "1" else 0

@@ -41,6 +41,10 @@ NOT_RUN = {
         "pip install .",
         "pip install '.[export]'",
         "pip install pillow-heif",
+        "pip install timm",
+        "pip install wandb",
+        "pip install mlflow",
+        "pip install ipywidgets",
         "source .venv/bin/activate",
     ),
     "is these tests, or hours of them": (

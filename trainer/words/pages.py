@@ -15,6 +15,7 @@ RECIPE = {"recipe=NAME": "a shipped recipe (recipes lists them), a YAML file or 
 NPROC = {"nproc=N": "processes on this machine (default: one a GPU; without one, two)"}
 PLUGIN = {"plugin=MODULE": "your own module, which registers models, data sets and tasks"}
 KEY = {"key=value": "any key of the recipe, as in optimizer.lr=0.05; all: python -m trainer recipes keys"}
+KEYS = "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
 CHECKPOINT = {"checkpoint=RUN": "a run folder, one of its checkpoints or a .safetensors file"}
 
 
@@ -219,9 +220,8 @@ def first(recipes: str) -> str:
     width = max(map(len, shown))
     lines = ["usage: python -m trainer COMMAND [key=value ...]        COMMAND --help tells more", ""]
     lines += [f"  {usage:<{width}}  {about}" for usage, about in shown.items()]
-    lines += ["", "  --key=value, --key value and key = value are read as key=value", "", "recipes:", recipes, ""]
-    train = PAGES["train"].examples
-    lines += ["examples:", *(f"  {line}" for line in (*train[:2], train[-1], PAGES["recipes"].examples[-1]))]
+    lines += ["", "  --key=value, --key value and key = value are read as key=value", KEYS, "", "recipes:", recipes, ""]
+    lines += ["examples:", *(f"  {line}" for line in (*PAGES["train"].examples[:2], PAGES["train"].examples[-1]))]
     return _called("\n".join(lines)) + "\n"
 
 

@@ -121,7 +121,7 @@ def test_every_chart_of_custom_scalars_has_values(page, run):
             wanted = chart.get("multiline", {}).get("tag") or [f"{tag}$" for one in margin for tag in one.values()]
             found = {}
             for tag in wanted:
-                found |= page.ask("plugin/custom_scalars/scalars", run=run, tag=tag)["payload"]
+                found |= page.ask("plugin/custom_scalars/scalars", run=run, tag=tag)["tag_to_events"]
             # What a mode has not, and what so short a run cannot tell, is empty.
             if not re.search("bubble|stages at work|communication, ms", chart["title"]) or (
                 run == "pipe" and "communication, ms" not in chart["title"]

@@ -52,8 +52,11 @@ class Events(Growing):
 
         self.add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
 
-    def restart(self, step: int) -> None:
-        """From this step on everything comes anew: a TensorBoard that has read older values forgets them."""
+    def begin(self, step: int) -> None:
+        """A part of a run begins, whose first step is this one: a TensorBoard that has read values of it forgets them.
+
+        It does so from the second beginning on that it sees, so that the first part has to tell its own.
+        """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         event = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))

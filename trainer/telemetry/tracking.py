@@ -120,9 +120,8 @@ class Tracker(NullTracker):
         self._metric = metric
         trim_events(self.path, position, self.say)
         self._events = Events(self.path)
+        self._events.begin(position.step + 1)
         self.shows = True
-        if position.step:
-            self._events.restart(position.step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._events is not None:

@@ -5,6 +5,8 @@ Names of torchvision's references, timm, Lightning, Ultralytics, Hugging Face, A
 
 from __future__ import annotations
 
+from trainer.recipe.traits import TRAITS
+
 # Each key of ours with what others call it: lower case, dashes as underscores.
 _KEYS = {
     "recipe": "config c cfg conf yaml config_name config_file hparams_file",
@@ -83,15 +85,7 @@ OTHER_KEYS = {name: key for key, names in _KEYS.items() for name in names.split(
 # For keys with a list of values: each value with what others call it; lower case, and no other sign than letters,
 # digits and the dots of "nn.DataParallel".
 _VALUES = {
-    "mode": {
-        "dp": "dataparallel nn.dataparallel torch.nn.dataparallel",
-        "ddp": "distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
-        "split": "modelparallel modelparallelism mp naive sequential devicemap",
-        "pipeline": "pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
-        "single": "none cpu onegpu singlegpu singledevice no",
-        "local_sgd": "localsgd local diloco postlocalsgd",
-        "hogwild": "async asgd asyncsgd hogwild",
-    },
+    "mode": {mode: traits.called for mode, traits in TRAITS.items()},
     "precision": {
         "fp32": "32 float32 float full 32true fp32true single no none false",
         "tf32": "tensorfloat32 high",

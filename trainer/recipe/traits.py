@@ -34,6 +34,7 @@ class Traits:
         every_sample: each process uses all samples of its own shard, rather than a share of every full global batch.
         private: what differs from process to process and is saved for each: model, optimizer, ema, scaler.
         refuses: options that it cannot have, and why. Everything else works: a test tries every pair.
+        called: what other programs call it: lower case, and no other sign than letters, digits and dots.
     """
 
     when: tuple[str, ...]
@@ -49,6 +50,7 @@ class Traits:
     every_sample: bool = False
     private: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
+    called: str = ""
 
     @property
     def single_device(self) -> bool:
@@ -65,6 +67,7 @@ TRAITS: dict[str, Traits] = {
     "single": Traits(
         when=("one device; the reference that every other mode is tested against",),
         reference=True,
+        called="none cpu onegpu singlegpu singledevice no",
     ),
     "dp": Traits(
         when=(
@@ -77,11 +80,13 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
             "compile": "nn.DataParallel copies the module anew for every pass; use mode=ddp",
         },
+        called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),
     "ddp": Traits(
         when=("**the default**: the model fits on a device and there are several, on one machine or many",),
         processes="many",
         exchanges="gradients",
+        called="distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
     ),
     "split": Traits(
         when=(
@@ -91,6 +96,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="activations",
         staged=True,
+        called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
         when=(
@@ -106,6 +112,7 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
         },
+        called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
     "local_sgd": Traits(
         when=(
@@ -119,6 +126,7 @@ TRAITS: dict[str, Traits] = {
         every_sample=True,
         private=("model", "optimizer", "ema", "scaler"),
         refuses={"sync_bn": "its workers compute apart from each other between averagings; use mode=ddp"},
+        called="localsgd local diloco postlocalsgd",
     ),
     "hogwild": Traits(
         when=("several CPU workers on one small model, without locks",),
@@ -129,6 +137,7 @@ TRAITS: dict[str, Traits] = {
         every_sample=True,
         private=("optimizer", "scaler"),
         refuses={"sync_bn": "its workers never wait for each other; use mode=ddp"},
+        called="async asgd asyncsgd hogwild",
     ),
 }
 MODES = tuple(TRAITS)

@@ -210,7 +210,8 @@ def first(recipes: str) -> str:
     width = max(map(len, shown))
     lines = ["usage: python -m trainer COMMAND [key=value ...]        COMMAND --help tells more", ""]
     lines += [f"  {usage:<{width}}  {about}" for usage, about in shown.items()]
-    lines += ["", "  --key=value, --key value and key = value are read as key=value", "", "recipes:", recipes, ""]
+    lines += ["", "  --key=value, --key value and key = value are read as key=value"]
+    lines += ["  recipes keys shows every key, what it means and takes", "", "recipes:", recipes, ""]
     lines += ["examples:", *(f"  {line}" for line in (*PAGES["train"].examples[:2], PAGES["train"].examples[-1]))]
     return _called("\n".join(lines)) + "\n"
 

@@ -175,7 +175,7 @@ def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
         tried.append(
             _tried(shadow, layout, memory, "the same maths, activations computed twice", pipeline__recompute=True)
         )
-    if not layout.staged and recipe.devices == "auto":
+    if not layout.staged and recipe.devices in ("auto", ["cpu"]):
         wider = (
             _tried(shadow, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
         )

@@ -81,7 +81,7 @@ class Fixed(Strategy):
     """Answers class 1 to everything."""
 
     def __init__(self):
-        self.module, self.task = nn.Identity(), task_of()
+        self.module, self.task, self.recipe = nn.Identity(), task_of(), load(None)
 
     def forward(self, inputs):
         return torch.tensor([0.0, 9.0, 0.0]).repeat(len(inputs), 1)

@@ -200,7 +200,10 @@ def test_continued_to_the_last_bit(way, option, tmp_path, full):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("model.freeze=9 mode=single", "model.freeze=4 is the most"),
+        (
+            "model.freeze=9 mode=single",
+            "cnn has 4 blocks of layers (0, 4, 8, 13), and the last has to train: model.freeze=3 is the most",
+        ),
         ("model.freeze=conv1 mode=ddp nproc=2", "nothing in cnn that trains is called 'conv1'"),
         ("optimizer.name=muon mode=pipeline devices=[cpu,cpu]", "cnn has none that train"),
     ],

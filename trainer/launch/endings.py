@@ -97,8 +97,10 @@ def leave_report(line: str, code: int, now: float) -> None:
     line = line if has_speaker() else line.partition("\n")[0]  # torchrun's summary shows it for every rank
     told = int(now) + (code == PeerError.code)  # torchrun takes the earliest for the cause, and a lost peer is none
     extra = {"py_callstack": line, "timestamp": str(told), "time": now, "rank": place().rank}
+    draft = f"{path}.{os.getpid()}"  # torchrun may look at any moment, and cannot read half of it
     with suppress(OSError):  # the exit code still tells
-        Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+        Path(draft).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+        os.replace(draft, path)
 
 
 def with_stack(line: str, error: BaseException) -> str:

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def at_once(typed: Typed, capsys: pytest.CaptureFixture[str]) -> str | None:
-    """What is wrong with a line of a page; None where nothing is."""
+    """What is wrong with a line of a page; None where nothing is, and of a model of timm where that is not here."""
+    if "=timm:" in typed.text and find_spec("timm") is None:
+        return None
     try:
         if not typed.wrong:
             shell.check(typed.text)

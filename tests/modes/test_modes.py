@@ -22,7 +22,7 @@ from trainer.errors import RecipeError
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import OPTIONS, SPLIT_BACKWARD, VIRTUAL, check_processes
-from trainer.training.reporting import few_for_batch_norm
+from trainer.training.banner import few_for_batch_norm
 
 # -------------------------------------------------------------------------------------------- modes x models
 

@@ -14,7 +14,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
-from trainer.training import diagnosis, presenting, reporting, resuming, stopping
+from trainer.training import diagnosis, presenting, reporting, resuming, stopping, telling
 from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
@@ -110,7 +110,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                     mean = agreed.loss / len(unlogged)
                     unlogged.clear()
                     reporting.log_step(run, mean, lr, norm, agreed.window)
-                    over |= not reporting.told_step(run, mean, lr, agreed.window)
+                    over |= not telling.told_step(run, mean, lr, agreed.window)
                 run.tracker.progress(step, epoch + 1)
             if agreed.stop is not None:
                 leave(run, agreed.stop)
@@ -155,7 +155,7 @@ def end_epoch(run: Run, epoch: int) -> None:
     run.position = Position(step, epoch + 1, 0)
     if stopping.lost_patience(run):
         tracker.say(stopping.patience_line(run))
-    if not reporting.told_epoch(run, epoch, improved):
+    if not telling.told_epoch(run, epoch, improved):
         run.total_steps = step
     finished = stopping.is_over(run) or epoch + 1 == run.recipe.epochs
     if finished and found is not None:

@@ -22,7 +22,7 @@ from trainer.processes.world import cores
 from trainer.recipe.loading import words_of
 from trainer.telemetry import dashboards, gallery
 from trainer.telemetry.verdict import Verdict
-from trainer.training import reporting
+from trainer.training import banner, reporting
 from trainer.training.mistakes import Mistake, Mistakes
 from trainer.training.results import Result
 from trainer.training.run import Run
@@ -118,7 +118,7 @@ def opening(run: Run, words: Sequence[str]) -> str:
     changed = _changed(words)
     return _markdown(
         {
-            f"# {run.recipe.name}, {run.recipe.mode}": _table(reporting.facts(run)),
+            f"# {run.recipe.name}, {run.recipe.mode}": _table(banner.facts(run)),
             "## What was changed": _table(changed) if changed else "Nothing: the recipe as it is.",
             "## Machine": _table(_machine(run)),
             "## If it is interrupted": _commands(_next(run, words)[:1]),

@@ -25,12 +25,13 @@ from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World, keep_freed_memory, locate
 from trainer.recipe import Recipe
+from trainer.saving.checkpoint import State
 from trainer.saving.run_folder import RunFolder, as_before
 from trainer.tasks import Task
 from trainer.telemetry.clocks import StepTimer
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import presenting, reporting, resuming
+from trainer.training import banner, presenting, resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.optimization import MovingAverage, Updater, loss_scaler, total_steps
 from trainer.training.optimizers import build_optimizer
@@ -63,12 +64,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     callbacks.connect(world)
     check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)
-    model = model_of(recipe, task, data, starting=state is None)
-    if state is not None:
-        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
-    elif isinstance(registered_model(recipe.model.name), Given):
-        make_alike(model, world)
-    check_task(task, model, data)
+    model = begun_model(recipe, task, data, state, world)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker.say)
@@ -116,7 +112,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     seed_ranks(recipe.seed, world.rank)
     if tracker.path is not None and not speed_only:
         contact_sheet.write(tracker.path, data, recipe)
-    tracker.say(reporting.banner(run))
+    tracker.say(banner.banner(run))
     if state is not None:
         resuming.restore(run, state)
     tracker.start(run.position, run.total_steps, task.metric)
@@ -134,6 +130,17 @@ def start_process(recipe: Recipe) -> None:
 def task_of(recipe: Recipe, data: Datasets) -> Task:
     """The recipe's task for a data set."""
     return tasks.create(recipe, data.classes, labels_at_hand(data.train, skip=False))
+
+
+def begun_model(recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World) -> nn.Module:
+    """The model as training begins with it, or goes on with it from a checkpoint's state. Collective."""
+    model = model_of(recipe, task, data, starting=state is None)
+    if state is not None:
+        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
+    elif isinstance(registered_model(recipe.model.name), Given):
+        make_alike(model, world)
+    check_task(task, model, data)
+    return model
 
 
 def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:

@@ -21,6 +21,7 @@ import trainer
 from tests.commands import PROJECT, environment, result
 from trainer import EpochReport, StepReport, train
 from trainer.errors import Interrupted, RecipeError
+from trainer.processes import stacks
 from trainer.training.callbacks import Callbacks
 
 QUIET = {"logging__progress": False, "logging__verdict": False, "logging__tensorboard": False, "devices": ["cpu"]}
@@ -253,6 +254,7 @@ def test_the_process_is_as_it_was(tmp_path):
         assert torch.get_num_threads() == before + 2
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
         assert set(threading.enumerate()) <= threads
+        assert stacks.note("of the program, not of the run") is None
         assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
         assert not torch.are_deterministic_algorithms_enabled()
     finally:

@@ -10,6 +10,7 @@ import torch
 
 from trainer.errors import DiskFullError, Interrupted, Preempted, SetupError, in_one_line
 from trainer.modes.pipeline import timeline
+from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
@@ -33,6 +34,8 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
+        if not own_process:  # later errors of the program are not this run's
+            closing.callback(stacks.keep_in, None)
         try:
             this = prepare(recipe, interrupts, closing, callbacks or from_environment())
             if not own_process:  # in a program that goes on no worker is left, however the run ends

@@ -10,16 +10,19 @@ usage() {
     cat <<'TEXT'
 usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without one, in two processes)
        ./launch.sh evaluate checkpoint=RUN        evaluate a trained run again
+       ./launch.sh runs [show RUN]                list the runs in ./runs, or show one; also compare, delete
+       ./launch.sh export RUN format=onnx         a trained model as a file for other programs
        ./launch.sh doctor                         what this machine offers, and what is wrong with it
        ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
+       ./launch.sh guide [TOPIC]                  answers by question: which mode, out of memory, your photos, ...
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
-       ./launch.sh COMMAND --help                 more on train, compare, plan, predict, evaluate, recipes, completion
+       ./launch.sh COMMAND --help                 more on these and compare, plan, predict, completion, version
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts
-       ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, installed beside .venv
+       ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, beside .venv
 
 The first use makes .venv beside this script and installs into it, with uv where present; pip's and uv's own
-variables choose the index and the build. Read as well: NPROC, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, and
-SLURM's variables under srun.
+variables choose the index and the build. Read as well: NPROC, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, torchrun's
+own (PET_NPROC_PER_NODE and so on), and SLURM's variables under srun.
 
 recipes:
 TEXT

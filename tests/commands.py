@@ -27,7 +27,9 @@ def digest(path):
 
 def environment(**changes):
     """This process's environment without what would change a run, on the CPU."""
-    ambient = re.compile("NPROC|NNODES|NODE_RANK|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_|OMP_")
+    ambient = re.compile(
+        "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_|OMP_"
+    )
     plain = {key: value for key, value in os.environ.items() if not ambient.match(key)}
     # One thread a process: where several tests run at once, threads wait for each other's turn.
     return {**plain, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **changes}

@@ -1,21 +1,68 @@
-"""The files that are made from the recipe's schema: `python -m tests.pages` writes them again."""
+"""The files, and the parts of pages, that are made from the code: `python -m tests.pages` writes them again."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import trainer
 from trainer.recipe.editor import schema_file, schema_text
 from trainer.recipe.keys import reference_page
+from trainer.recipe.traits import readme_table
+from trainer.words.pages import PAGES
 
-REFERENCE = Path(trainer.__file__).parent / "guide" / "recipe.md"
+GUIDE = Path(trainer.__file__).parent / "guide"
+README = GUIDE.parent.parent / "README.md"
+REFERENCE = GUIDE / "recipe.md"
+PART = re.compile(r"(<!-- made by python -m tests\.pages: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def made() -> dict[Path, str]:
-    """Each file with what it should hold."""
+    """Each file that is made from the recipe's schema, with what it should hold."""
     return {REFERENCE: reference_page(), schema_file(): schema_text()}
+
+
+def filled(path: Path) -> str:
+    """A page with its made parts as they should be."""
+    text = path.read_text(encoding="utf-8")
+    return PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", text)
+
+
+def commands() -> str:
+    """The commands, each with its words and examples."""
+    parts = []
+    for name, page in PAGES.items():
+        parts += [f"## {name}", page.about, f"```text\npython -m trainer {page.usage}\n```"]
+        rows = [f"| `{word}` | {text.replace('|', chr(92) + '|')} |" for word, text in page.words.items()]
+        parts += ["\n".join(["| word | meaning |", "| --- | --- |", *rows])] if rows else []
+        parts += ["\n".join(["```sh", *page.examples, "```"])]
+    return "\n\n".join(parts)
+
+
+def _options() -> str:
+    from tests.modes.test_modes import table
+
+    return table()
+
+
+def _result() -> str:
+    from trainer.training.results import table
+
+    return table()
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "modes": readme_table,
+    "options": _options,
+    "result": _result,
+    "commands": commands,
+}
 
 
 if __name__ == "__main__":
     for path, text in made().items():
         path.write_text(text, encoding="utf-8")
+    for path in (README, *GUIDE.glob("*.md")):
+        if (text := filled(path)) != path.read_text(encoding="utf-8"):
+            path.write_text(text, encoding="utf-8")

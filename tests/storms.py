@@ -314,6 +314,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     asked = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, and all that is started from here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     print(f"--seed={asked.seed}", flush=True)
     several = [mode for mode in asked.modes if mode in SEVERAL]
     with tempfile.TemporaryDirectory(prefix="storms-") as home:

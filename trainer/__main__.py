@@ -25,7 +25,7 @@ from trainer.recipe import checks
 from trainer.recipe import command as recipe_pages
 from trainer.recipe.words import split_words
 from trainer.saving.files import open_streams
-from trainer.words import completion, pages
+from trainer.words import completion, guide, pages
 from trainer.words.pages import version_line
 from trainer.words.reading import read
 
@@ -38,7 +38,7 @@ def main() -> None:
     interrupts.outlive_terminal()
     code = answer(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; Ctrl-C in Python's own end would show a traceback
-    if _launched():
+    if _launched() or interrupts.stuck.is_set():
         logging.shutdown()
         leave_now(code)
     sys.exit(code)
@@ -53,7 +53,7 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        line = endings.last_look(line, code, error)
+        line = endings.with_stack(line, error) if code == TrainerError.code else endings.last_look(line, code, error)
     endings.leave_report(line, code, now)
     if not endings.has_speaker() and (not _launched() or place().is_main):
         endings.say(line, code)
@@ -101,16 +101,18 @@ def run(words: Sequence[str]) -> int:
     if command == "runs":
         from trainer import runs
 
+        interrupts.raise_at_ctrl_c()
         _show(runs.command(rest))
         return 0
     if command == "doctor":
         from trainer import doctor
 
         return doctor.command(rest)
-    if command == "recipes" and rest == ["help"]:
-        return show_help([command])
     if command == "recipes":
         _show(recipe_pages.answer(rest))
+        return 0
+    if command == "guide":
+        _show(guide.command(rest))
         return 0
     if command == "completion":
         return completion.command(rest)

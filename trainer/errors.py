@@ -7,6 +7,7 @@ Every exception here carries one line for the user: what was found, what is allo
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
 import traceback
@@ -116,6 +117,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"a batch of one value a channel cannot be normalised by BatchNorm: {advice}", RecipeError.code
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
+    if isinstance(error, RuntimeError) and text == "Could not determine home directory.":  # pathlib's, of ~name
+        return "a path begins with ~ and the name of nobody here: write the whole path", RecipeError.code
     if (nondeterministic := _nondeterministic(text)) is not None:
         return nondeterministic, RecipeError.code
     if is_out_of_memory(error):
@@ -126,6 +129,26 @@ def explain(error: BaseException) -> tuple[str, int]:
         where = f" at {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
     return "".join(traceback.format_exception(error)).rstrip(), 1
+
+
+# Files of ours, of installed libraries and of Python itself.
+NOT_THE_USERS = rf"^{re.escape(os.path.dirname(os.path.abspath(__file__)))}/|/(site|dist)-packages/|/lib/python\d"
+
+
+def in_one_line(error: BaseException) -> tuple[str, int]:
+    """As `explain`, and of a bug its sentence."""
+    line, code = explain(error)
+    bug = code == TrainerError.code and not isinstance(error, TrainerError)
+    return sentence(error) if bug else line, code
+
+
+def sentence(error: BaseException) -> str:
+    """A bug in one line: its kind, what it says, and where in the user's own code, else in ours, it was raised."""
+    text = " ".join(text_of(error).split())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if not re.search(NOT_THE_USERS, frame.filename)]
+    where = [f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in (own or frames)[-1:]]
+    return f"{type(error).__name__}: {text[:500]}{''.join(where)}"
 
 
 # What torchvision says beside another torch than it was built for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,21 @@ def test_averaging_between_steps_counts():
         {"seconds_in": {"steps": 6.0, "averaging": 2.0, "start-up": 2.0}, "verdict": None}
     ) == pytest.approx(0.75)
     assert running.in_steps({"seconds_in": {"steps": 1.0}}) == 1.0
+
+
+def test_a_run_that_is_done_anew_is_one_curve(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "finished", lambda path, command: {})
+    runner, entry = running.Runner(tmp_path, "digits", None), SimpleNamespace(slug="ddp")
+    for number in (1, 2):
+        runner.path(entry, 1).mkdir(parents=True, exist_ok=True)
+        (runner.path(entry, 1) / f"events.out.tfevents.{number}").touch()
+        for _ in range(2):  # what is done stays
+            runner.run(entry, 1, [])
+            assert [path.name[-1] for path in (tmp_path / "tensorboard/ddp").iterdir()] == [str(number)]
+    runner.path(entry, 2).mkdir()
+    (runner.path(entry, 2) / "events.out.tfevents.3").touch()
+    runner.run(entry, 2, [])
+    assert not list(runner.path(entry, 2).iterdir()), "repeats would lie on each other"
 
 
 def test_the_last_line_of_a_run_that_failed(tmp_path):

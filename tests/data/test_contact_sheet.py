@@ -53,11 +53,15 @@ def test_of_many_classes_some_are_shown_and_odd_names_do_no_harm(tmp_path):
 
 
 def test_unreadable_photos_leave_room(root, tmp_path):
-    for path in (root / "red").iterdir():
+    """And no other class's image stands in for them."""
+    for path in (root / "blue").iterdir():
         path.write_bytes(b"no image")
     recipe = load(None, "data.name=imagefolder", f"data.root={root}", "data.on_error=skip")
     contact_sheet.write(tmp_path, open_datasets(recipe), recipe)
-    assert (tmp_path / FILE).is_file()
+    sheet = Image.open(tmp_path / FILE)
+    for column in range(4):
+        assert (np.asarray(cell(sheet, 0, column)) > 100).all()  # red words on paper
+        assert np.abs(cell(sheet, 1, column) - COLOURS["red"]).max() < 30
 
 
 def test_what_is_no_photo_of_a_class_has_none(tmp_path):

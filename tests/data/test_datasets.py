@@ -249,6 +249,8 @@ def small_photos(root, sizes=((28, 28),), mode="L", splits=("train", "val"), cla
         (((28, 28),), "L", ("data.channels=3",), (3, 28, 28)),
         (((28, 28),), "L", ("model.name=resnet18",), (3, 28, 28)),
         (((28, 28),), "L", ("model.name=resnet18", "model.weights=DEFAULT"), (3, 224, 224)),
+        (((28, 28),), "L", ("model.name=resnet18", "model.init_from=resnet18.pth"), (3, 224, 224)),
+        (((28, 28),), "L", ("model.init_from=mine.pth",), (3, 28, 28)),
         (((28, 28), (28, 30)), "L", (), (1, 224, 224)),
         (((28, 30),), "RGB", (), (3, 224, 224)),
         (((256, 256),), "RGB", (), (3, 224, 224)),

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -162,6 +163,11 @@ def test_sets_that_cannot_be_read_by_number(train, line):
         opened(train, Rows([(0, 1)]), 2)
 
 
+def test_an_empty_pair_is_told_before_its_classes_are_counted():
+    with pytest.raises(RecipeError, match=r"at least 1, found \(0, 1, 6, 6\) and \(0,\)"):
+        opened(TensorDataset(PIXELS[:0], LABELS[:0]), TensorDataset(PIXELS, LABELS))
+
+
 def test_a_lent_name_is_given_back():
     with lent("mine", lambda data: None):
         assert "mine" in registered
@@ -190,6 +196,8 @@ def test_items_whose_class_no_module_holds_travel_by_value(monkeypatch):
         pass
 
     found = opened(Nowhere([(torch.zeros(2), 0), (torch.ones(2), 1)]), Rows([(torch.ones(2), 1)]), 2).train
+    monkeypatch.setattr(carrying, "arrived", False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a test runner's may have none
     with pytest.raises(AttributeError):
         pickle.dumps(found)
     monkeypatch.setattr(carrying, "arrived", True)

@@ -28,6 +28,17 @@ def test_beside_val_a_test_folder_is_left_alone_and_told(tmp_path):
     assert found.split == str(tmp_path / "val") and found.notes["beside"] == f"not looked at in {tmp_path}: raw, test"
 
 
+def test_a_test_folder_of_images_without_classes_is_left_alone(tmp_path):
+    photo_set(tmp_path, PETS, split=True, parts=("train",))
+    photo(tmp_path / "test" / "1.jpg")
+    for root in (tmp_path, tmp_path / "train"):
+        assert len(opened(root).train) == 8 and opened(root).split.startswith("0.2 of each class of ")
+    assert opened(tmp_path).notes["beside"] == f"not looked at in {tmp_path}: test"
+    (tmp_path / "test").rename(tmp_path / "val")
+    with pytest.raises(SetupError, match="val holds 1 image and no class folders; put each class's images"):
+        opened(tmp_path)
+
+
 @pytest.mark.parametrize("parts", [(), ("train",), ("Training",)])
 def test_without_a_held_out_part_a_fifth_of_each_class_is(tmp_path, parts):
     found = opened(photo_set(tmp_path, PETS, split=bool(parts), parts=parts))

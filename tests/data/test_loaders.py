@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -665,6 +666,16 @@ def test_only_shards_that_read_photos_ask_for_shared_memory(loading, monkeypatch
 
 def test_a_set_that_cannot_travel_is_explained(loading):
     sets = photo_sets()
-    sets.train.items.poison = lambda: None
-    with pytest.raises(RecipeError, match=r"cannot be sent to loader workers .*data\.workers=0"):
+    sets.train.items.poison = threading.Lock()
+    with pytest.raises(RecipeError, match=r"the data set cannot be sent to another process .*data\.workers=0"):
         epoch(loading(sets, "data.workers=1"))
+
+
+def test_functions_and_classes_that_no_module_holds_travel_to_workers(loading):
+    class Here(Items):
+        pass
+
+    plain, inside = photo_sets(), photo_sets()
+    inside.train.items = Here(24)
+    inside.train.items.transform = lambda image: image
+    assert same(epoch(loading(inside, "data.workers=1")), epoch(loading(plain)))

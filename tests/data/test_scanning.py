@@ -19,7 +19,7 @@ def clutter(root, unread=".heic"):
     cats = root / "train" / "cat"
     for number in range(3):
         (cats / f"IMG_{number}{unread.upper()}").write_bytes(b"a photo")
-    for name in ("._0.jpg", ".DS_Store", "Thumbs.db", "desktop.ini"):
+    for name in ("._0.jpg", ".DS_Store", "Thumbs.db", "Desktop.INI"):
         (cats / name).write_bytes(b"junk")
     (root / "train" / "__MACOSX" / "cat").mkdir(parents=True)
     (root / "train" / "__MACOSX" / "cat" / "._0.jpg").write_bytes(b"junk")
@@ -36,7 +36,7 @@ def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
     assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
     assert counted.notes["ignored"] == (
         "3 .HEIC files: pip install pillow-heif; 1 image outside the class folders; 1 empty file; "
-        "5 hidden files of other programs (.DS_Store, ._0.jpg, Thumbs.db, __MACOSX); "
+        "5 hidden files of other programs (.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db); "
         "2 other files (.txt, without a suffix)"
     )
 
@@ -79,6 +79,28 @@ def test_of_very_many_files_the_sizes_are_not_asked_for(tmp_path, monkeypatch):
     for name in "abc":
         (tmp_path / f"{name}.jpg").touch()
     assert len(listed(tmp_path, LeftOut())[1]) == 1
+
+
+def test_links_between_folders_are_followed_once(tmp_path):
+    root = photo_set(tmp_path / "pets", {"cat": 1, "dog": 1})
+    for link, target in {"cat/x": "../dog", "dog/y": "../cat", "dog/z": "..", "dog/self": "self"}.items():
+        (root / link).symlink_to(target)
+    (tmp_path / "linked").symlink_to(root)
+    for place in (root, tmp_path / "linked"):
+        found = list(images_below(str(place), LeftOut()))
+        assert found == ["cat/0.jpg", "cat/x/0.jpg", "dog/0.jpg", "dog/y/0.jpg"]
+
+
+def test_names_that_are_no_text_are_written_as_text(tmp_path):
+    for name in ("caf\udce9/\udce8.jpg", "caf\udce9/2.jpg", "dog/1.jpg", "dog/2.jpg"):
+        photo(tmp_path / name)
+    found = opened(tmp_path)
+    assert found.classes == ("caf\\xe9", "dog") and found.notes["classes"].isascii()
+    assert found.split_table().encode() and {len(found.train), len(found.val)} == {2}
+    image, _ = found.train.read(0, 3)
+    assert image.shape == (3, 30, 40)
+    labelled = image_files(str(tmp_path / "caf\udce9"), found.classes)
+    assert [item.label for item in labelled.items] == [0, 0]
 
 
 def test_images_come_in_order_below_a_name(tmp_path):

@@ -8,8 +8,10 @@ import pytest
 
 from tests.commands import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
-from trainer.data.splits import SPLIT_FILE, Before, draw, held_out_of
+from trainer.data.splits import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, held_out_of
 from trainer.errors import SetupError
+from trainer.processes.rank import job_id
+from trainer.recipe import load
 
 
 def names_of(source):
@@ -58,6 +60,33 @@ def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
         opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"})))
     other = opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"}), elsewhere=True))
     assert len(other.val) == 60 and other.split == f"all of {tmp_path}"
+
+
+def test_a_restart_of_the_job_keeps_its_split(tmp_path, monkeypatch):
+    """Without resume=auto, and before anything was saved."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SPLIT_FILE).write_text("file,label,split\na/1.jpg,a,val\na/2.jpg,a,train\n")
+    for words in (["output=run"], ["output=run", "resume=auto"]):
+        assert continued(load(None, *words)) == NOTHING_BEFORE
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert continued(load(None, "output=run")) == Before(frozenset({"a/1.jpg"}))
+    assert continued(load(None)) == NOTHING_BEFORE
+    (tmp_path / "runs").mkdir()
+    own = (tmp_path / "run").rename(tmp_path / "runs" / "digits-ddp-20260101-000000")
+    (own / ".lock").write_text(job_id())
+    assert continued(load("digits")) == Before(frozenset({"a/1.jpg"}))
+
+
+def test_a_run_that_never_began_leaves_no_split_behind(tmp_path):
+    """A model that cannot be built ends it after its split was written, and the next may hold out others."""
+    photos, run = photo_set(tmp_path / "photos", {"cat": 10, "dog": 10}), tmp_path / "run"
+    words = ["mode=single", "model.name=mlp", "data.name=imagefolder", f"data.root={photos}", "data.image_size=8"]
+    words += ["batch_size=8", "max_steps=1", f"output={run}", *QUIET]
+    assert trainer(*words, "model.init_from=nowhere").returncode == 4
+    assert "16 training images" in ok(*words, "seed=1").stdout
+    assert held_out_of(run) == names_of(opened(photos, "seed=1").val)
 
 
 def test_a_damaged_list_is_named(tmp_path):

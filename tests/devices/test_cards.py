@@ -162,6 +162,8 @@ def joined(monkeypatch):
     meeting = importlib.import_module("torch.distributed.rendezvous")  # there is a function of this name, too
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
     return store
 
 

@@ -13,6 +13,7 @@ from tests.commands import QUIET, ok, trainer
 from trainer import exporting
 from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.exporting import export, formats
+from trainer.models import zoo
 
 needs_onnx = pytest.mark.skipif(
     not all(map(find_spec, exporting.ONNX)), reason=f"needs {', '.join(exporting.ONNX)}: pip install .[export]"
@@ -142,6 +143,14 @@ def test_from_all_that_holds_weights(here, source, target):
     assert f"  file    {target}, " in text and (here / target).is_file()
 
 
+def test_a_folder_of_the_runs_name_is_not_in_the_way(here):
+    (here / "images").mkdir()
+    try:
+        assert str(exporting.find("images")) == "runs/images"
+    finally:
+        (here / "images").rmdir()
+
+
 @pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]])
 def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])
@@ -234,7 +243,8 @@ def test_what_computes_something_else_gets_no_name(here, monkeypatch):
         (["images", "output=x.pt2", "plugin=absent_one"], RecipeError, "plugin=absent_one: no module of that name"),
     ],
 )
-def test_words_that_mean_nothing_say_what_to_type(here, words, error, expected):
+def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, error, expected):
+    monkeypatch.delitem(zoo._builders, "bag", raising=False)  # of a plugin that another test has loaded
     with pytest.raises(error) as caught:
         exporting.command(words)
     assert re.search(expected.replace("?", r"\?"), str(caught.value)) and "\n" not in str(caught.value)

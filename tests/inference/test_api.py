@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,24 @@ def test_a_model_over_devices_gives_what_one_gives():
     assert model.training and predict(model, inputs[:0], devices=["cpu"]) == []
     parts = predict(Scaled(), inputs[:3], devices=["cpu"])
     assert torch.equal(parts[1]["twice"], 2 * inputs[1]) and torch.equal(parts[2]["sums"][0], inputs[2].sum())
+
+
+def test_a_model_that_only_its_function_knows_travels_by_value():
+    class Here(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twice = lambda x: 2 * x
+
+        def forward(self, x):
+            return self.twice(x)
+
+    model, inputs = Here(), torch.randn(3, 2)
+    assert torch.equal(predict(model, inputs, devices=["cpu"]), 2 * inputs)
+    model.lock = threading.Lock()
+    with pytest.raises(
+        RecipeError, match=r"the model cannot be sent to another process \(TypeError: .*let it hold only"
+    ):
+        predict(model, inputs, devices=["cpu"])
 
 
 def test_an_endless_stream_is_labelled_as_it_comes():

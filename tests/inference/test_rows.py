@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.commands import PROJECT
+from tests.pages import GUIDE
 from tests.typed import odd
 from trainer.inference import sources
 from trainer.inference.labelling import Labels
@@ -33,7 +33,7 @@ def test_rows_after_a_damaged_one_are_written_again(tmp_path, kind, damage):
     assert again.path.read_bytes() == b"".join(lines)
 
 
-def test_a_row_is_what_its_type_and_the_readme_tell(tmp_path):
+def test_a_row_is_what_its_type_and_the_guide_tell(tmp_path):
     rows = PartFile(tmp_path, 0, "jsonl", ("a", "b"), {})
     rows.write(sources.Item("0.png", None, 1), Labels((1, 0), (0.75, 0.25)))
     rows.write(sources.Item("1.png", None, None), Labels((), (), "odd"))
@@ -44,6 +44,5 @@ def test_a_row_is_what_its_type_and_the_readme_tell(tmp_path):
     assert [tuple(row) for row in found] == [COLUMNS] * 3 and found[0]["top5"] == [["b", 0.75], ["a", 0.25]]
     assert [row["error"] for row in found] == [None, "odd", "gave up: died"]
     assert rows.counts == {"images": 3, "unreadable": 1, "failed": 1, "labelled": 1, "right": 1}
-    text = " ".join((PROJECT / "README.md").read_text().split())
-    listed = re.search(r"a row an image in their order: (.*?) where the image could not be read", text)[1]
-    assert tuple(re.findall(r"`(\w+)`", listed)) == COLUMNS
+    table = (GUIDE / "predict.md").read_text().partition("| column | what it holds |\n")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \| \w", table, re.M)) == COLUMNS

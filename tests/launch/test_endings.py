@@ -1,8 +1,12 @@
 """Which rank's failure explains the others."""
 
+import json
+
 import pytest
 
-from trainer.launch.endings import Ending, first_cause
+from trainer.errors import RecipeError, TrainerError, in_one_line, sentence
+from trainer.launch.endings import Ending, first_cause, leave_report, with_stack
+from trainer.processes import family, stacks
 
 
 @pytest.mark.parametrize(
@@ -26,3 +30,38 @@ def test_the_first_cause(endings: list[Ending], rank: int, code: int, line: str)
     found = first_cause(endings)
     assert (found.rank, found.code) == (rank, code)
     assert found.line.startswith(line)
+
+
+def test_a_bug_is_told_by_where_the_users_own_code_raised_it(tmp_path, monkeypatch):
+    own = tmp_path / "trainer" / "own.py"  # a folder of this name need not be ours
+    own.parent.mkdir()
+    own.write_text("import json\n\ndef read():\n    return json.loads('{')\n")
+    found = {}
+    exec(compile(own.read_text(), str(own), "exec"), found)
+    with pytest.raises(ValueError) as caught:
+        found["read"]()
+    said = sentence(caught.value)
+    assert said.startswith("JSONDecodeError: Expecting property name") and said.endswith(f" ({own}:4, in read)")
+    assert in_one_line(caught.value) == (said, 1)
+    assert in_one_line(TrainerError("on_step raised it")) == ("on_step raised it", 1)
+    assert in_one_line(RecipeError("no")) == ("no", 2)
+    stack = "Traceback\n  ..."
+    assert with_stack(stack, caught.value) == f"{said}\n{stack}"
+    assert with_stack("on_step raised it", TrainerError("on_step raised it")) == "on_step raised it"
+    monkeypatch.setattr(stacks, "note", lambda text: tmp_path / "stacks-rank0.txt")
+    assert with_stack(stack, caught.value) == f"{said}; the stack is in {tmp_path / 'stacks-rank0.txt'}"
+
+
+def test_torchrun_takes_a_lost_peer_for_no_cause_and_shows_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for name in ("RANK", "WORLD_SIZE", family.PARENT):
+        monkeypatch.delenv(name, raising=False)
+
+    def left(code):
+        leave_report("KeyError: x\nTraceback", code, 100.5)
+        return json.loads((tmp_path / "error.json").read_text())["message"]
+
+    bug, lost = left(1), left(7)
+    assert bug["message"] == bug["extraInfo"]["py_callstack"] == "KeyError: x"
+    assert int(bug["extraInfo"]["timestamp"]) < int(lost["extraInfo"]["timestamp"])
+    assert bug["extraInfo"]["time"] == lost["extraInfo"]["time"] == 100.5

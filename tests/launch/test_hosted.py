@@ -43,6 +43,12 @@ def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeyp
     ("code", "stderr", "kind", "expected"),
     [
         (1, "step 3\nTraceback (most recent call last):\n  ...\nZeroDivisionError: a bug\n", TrainerError, "a bug"),
+        (
+            1,
+            "trainer: error: KeyError: x (own.py:8, in f)\nTraceback\nKeyError: x\n",
+            TrainerError,
+            "^KeyError: x .own.py",
+        ),
         (1, "", TrainerError, "the training ended with exit code 1"),
         (3, "trainer: error: no card\n", SetupError, "^no card$"),
         (5, "trainer: error: the loss is nan\n", NotFiniteError, "^the loss is nan$"),

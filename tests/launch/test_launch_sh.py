@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import PROJECT
+from trainer.words.commands import COMMANDS
 
 WORKERS = min(len(os.sched_getaffinity(0)) + 1, 8)  # tests at once
 # `uv venv` makes an environment whose python records its words; both commands are written down.
@@ -81,6 +82,8 @@ def test_usage_installs_nothing(checkout: Checkout, words: tuple[str, ...]) -> N
     code, output, errors = checkout.run(*words)
     assert (code, errors) == (0, "")
     assert output.startswith("usage: ./launch.sh recipe=NAME")
+    assert {*COMMANDS} - {"train", "help"} <= {*re.findall(r"\w+", output)}
+    assert max(map(len, output.splitlines())) <= 120
     assert re.search(r"digits +the digits\n$", output)
     assert not (checkout.home / ".venv").exists()
 

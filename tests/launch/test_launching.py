@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import PROJECT
-from trainer.errors import PeerError, RecipeError
+from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
 from trainer.processes import family
 from trainer.recipe import load
@@ -110,6 +110,11 @@ def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyP
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     recipe = load(None, "devices=[cpu]")
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(SetupError, match="RANK=1 WORLD_SIZE=4 make this one of 4 ranks; MASTER_ADDR and MASTER_PORT"):
+        launching.launch_to_start(recipe)
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert launching.launch_to_start(recipe) is None
     assert launching.launch_to_start(recipe, "2") is None
     with pytest.raises(RecipeError, match="nproc=3 but torchrun started 2 here: leave nproc= out, or type torchrun"):
@@ -176,11 +181,12 @@ def test_the_failing_rank_is_named_once_and_its_code_returned(work: Path, case: 
     assert list((work / "tmp").iterdir()) == []
 
 
-def test_a_bug_shows_its_traceback_once(work: Path) -> None:
+def test_a_bug_is_a_sentence_first_and_its_traceback_once(work: Path) -> None:
     process = start("nproc=2", case="bug")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.count("Traceback") == errors.count("ZeroDivisionError: a bug") == 1
+    assert errors.startswith("trainer: error: ZeroDivisionError: a bug (") and errors.count("Traceback") == 1
+    assert errors.endswith("\nZeroDivisionError: a bug\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -191,6 +197,17 @@ def test_a_signal_reaches_the_ranks_and_their_word_the_user(work: Path, number: 
     _, errors = process.communicate(timeout=40)
     assert (process.returncode, errors) == (code, "trainer: stopped after step 3, saved\n")
     assert not any(map(alive, ranks))
+
+
+def test_ctrl_c_before_a_rank_is_python_shows_nothing(work: Path) -> None:
+    """It reaches the whole terminal, also processes that have just begun: here, in each one's very first moments."""
+    (work / "sitecustomize.py").write_text(
+        "import os, signal\nif 'RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**5))\n"
+    )
+    process = start("nproc=2", PYTHONPATH=f"{work}:{PROJECT}")
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors and "Fatal" not in errors, errors
+    assert process.returncode == 130, errors
 
 
 def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:

@@ -32,6 +32,19 @@ NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
         # several nodes
         (NODES, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),
         ({**NODES, "MASTER_PORT": "1234"}, None, (), 8, 8, Launch(8, 3, 2, "first", 1234)),
+        # torchrun's own variables, below ours
+        ({"PET_NPROC_PER_NODE": "3"}, None, (), 0, 8, Launch(3)),
+        ({"PET_NPROC_PER_NODE": "3", "NPROC": "4"}, None, (), 0, 8, Launch(4)),
+        ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "1"}, None, (), 4, 8, Launch(4)),
+        ({f"PET_{key}": value for key, value in NODES.items()}, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),
+        (
+            {"PET_NNODES": "2:2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head:1234", "PET_NPROC_PER_NODE": "2"},
+            None,
+            (),
+            0,
+            8,
+            Launch(2, 2, 1, "head", 1234),
+        ),
         # SLURM, inside a step only; a variable that is set wins
         (STEP, None, (), 4, 8, Launch(4, 2, 1, "gpu07", 10000 + 1234567 % 20000)),
         ({**STEP, "MASTER_PORT": "77", "NPROC": "1"}, None, (), 4, 8, Launch(1, 2, 1, "gpu07", 77)),
@@ -61,6 +74,9 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
         ({}, "-1", "nproc=-1 must be"),
         ({"NPROC": "1.5"}, None, "NPROC=1.5 must be"),
         ({"NNODES": "many"}, None, "NNODES=many must be"),
+        ({"PET_NNODES": "1:3"}, None, "PET_NNODES=1:3: a run has one number of nodes: set NNODES=3"),
+        ({"PET_NPROC_PER_NODE": "x"}, None, "PET_NPROC_PER_NODE=x must be"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "5", "PET_MASTER_ADDR": "a"}, None, "PET_NODE_RANK=5 must be"),
         ({"NNODES": "0"}, None, "NNODES=0 must be"),
         ({"NNODES": "2"}, None, "NNODES=2 needs NODE_RANK and MASTER_ADDR: on every node set NODE_RANK=0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "0"}, None, "NNODES=2 needs MASTER_ADDR: "),

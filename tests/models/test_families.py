@@ -85,7 +85,7 @@ def runs(tmp_path):
 
 
 def bare(file):
-    """The model that the file's metadata names, with the file's weights, as README tells to load them."""
+    """The model that the file's metadata names, with the file's weights, as the guide tells to load them."""
     with safe_open(file, "pt") as opened:
         facts = opened.metadata()
     if facts["model"].startswith("timm."):

@@ -1,5 +1,6 @@
 """Models that a program hands over."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -7,15 +8,35 @@ import torch
 import torchvision
 from torch import nn
 
-from trainer.errors import RecipeError
+from trainer.errors import CheckpointError, RecipeError
 from trainer.models import zoo
 from trainer.models.given import Given
+from trainer.recipe import ModelRecipe
 
 
 class Net(nn.Module):
     def __init__(self, num_classes=10, width=4):
         super().__init__()
         self.head = nn.Linear(width, num_classes)
+
+
+class Locked(Net):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Tied(nn.Module):
+    """Two layers of the same weights, one of them under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.second.weight = self.first.weight
+        self.again = self.head
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x.flatten(1)).relu()).relu())
 
 
 def mlp(channels, image_size):
@@ -66,6 +87,8 @@ def test_the_name_that_recipes_know(source, name):
         (3, "model= is a torch.nn.Module, a function that makes one, or a name"),
         (lambda depth: Net(), r"and wants depth: write model=lambda: ...\(depth=...\)"),
         (nn.LazyLinear(3), "call model\\(batch\\) once before"),
+        (nn.Flatten(), "model= has nothing to train: set requires_grad=True"),
+        (Locked(), r"model=Locked cannot be copied \(TypeError: .*\): give a function that makes it"),
         (lambda: 3, "model=model must make a torch.nn.Module, and made int"),
     ],
 )
@@ -79,3 +102,40 @@ def test_a_lent_name_is_given_back():
     with zoo.lent("mlp", mlp):
         assert zoo.registered_model("mlp") is mlp
     assert zoo.registered_model("mlp") is None
+
+
+def test_tied_weights_are_found_under_one_name():
+    source, other = Tied(), Tied()
+    zoo.initialise(other, dict(source.named_parameters()), "it", whole=True)
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    assert other.second.weight is other.first.weight
+    with pytest.raises(CheckpointError, match=r"it: holds no second\.bias"):
+        zoo.initialise(other, {k: v for k, v in source.named_parameters() if k != "second.bias"}, "it", whole=True)
+
+
+class Giving(nn.Linear):
+    """Gives what its function makes of its outputs."""
+
+    def __init__(self, wrong):
+        super().__init__(16, 3)
+        self.wrong = wrong
+
+    def forward(self, x):
+        return self.wrong(super().forward(x.flatten(1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (Giving(lambda out: None), r"gives NoneType for 2 images; a classifier gives \(2, 2\): let its forward return"),
+        (Giving(lambda out: (out, out)), r"gives tuple for 2 images"),
+        (Giving(lambda out: out), r"gives \(2, 3\) .* gives \(2, 2\), or more with model\.num_classes=3"),
+        (Giving(lambda out: out).half(), r"weights are float16, and its inputs float32: give model\.float\(\)"),
+        (Giving(lambda out: out).double(), r"weights are float64"),
+    ],
+)
+def test_outputs_that_are_no_classifiers(model, line):
+    with zoo.lent("given", Given(model)), pytest.raises(RecipeError, match=line):
+        zoo.build(ModelRecipe(name="given"), 2, 1, 4)

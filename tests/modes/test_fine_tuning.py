@@ -6,16 +6,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import losses, ok, trainer
+from tests.commands import losses, ok, steps, trainer
 from tests.training.test_resume_modes import kill
 from tests.training.test_training import SAME
+from trainer.models.blocks import frozen_norms
+from trainer.models.zoo import build
+from trainer.modes.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from trainer.recipe import load
+from trainer.training.trainable import normalises_batches
 
 SHORT = [word for word in SAME if not word.startswith(("max_steps", "optimizer.lr"))]
 SHORT += ["max_steps=8", "schedule.warmup_epochs=0", "logging.tensorboard=false", "logging.verdict=false"]
 SGD = ["optimizer.lr=0.01", "optimizer.momentum=0.9"]
 OPTIONS = {
     # The first of two stages is frozen as a whole.
-    "frozen": ["model.name=cnn_gn", *SGD, "model.freeze=2", "clip_grad_norm=1"],
+    "frozen": ["model.name=cnn_gn", *SGD, "model.freeze=2", "clip_grad_norm=1", "ema=0.9"],
     "frozen in between": ["model.name=cnn_gn", *SGD, "model.freeze=['4','8.weight','9']"],
     "layer_decay": ["model.name=cnn_gn", "optimizer.name=adamw", "optimizer.lr=0.01", "optimizer.layer_decay=0.5"],
     "muon": ["model.name=vit_tiny", "optimizer.name=muon", "optimizer.lr=0.001", "optimizer.nesterov=true"],
@@ -90,6 +95,36 @@ def test_workers_that_go_their_own_ways(way, option, single, tmp_path, full):
     if option == "frozen":
         ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", single(option)))
         assert torch.equal(ours["0.weight"], theirs["0.weight"]), "averaging leaves it as it is, to the last bit"
+    else:
+        own = load_file(tmp_path / "run" / "checkpoints" / "step-00000008" / "ranks.safetensors")
+        kind = ("//momentum_buffer", "//velocity")
+        first, second = (
+            {k[1:] for k in own if k.startswith(f"{rank}/optimizer:") and k.endswith(kind)} for rank in (0, 1)
+        )
+        assert first == second != set()
+        assert not any(torch.equal(own[f"0{key}"], own[f"1{key}"]) for key in first), "each worker has its own state"
+
+
+def test_the_rate_is_for_the_whole_batch(tmp_path):
+    """However many ranks and pieces compute it."""
+    words, plain = [*SHORT, "model.name=cnn_gn"], ["mode=single", "optimizer.lr=0.01"]
+    ok(*words, *plain, f"output={tmp_path / 'plain'}")
+    scaled = ["mode=ddp", "nproc=2", "accumulate=2", "optimizer.lr=0.04", "optimizer.lr_per=256"]
+    said = ok(*words, *scaled, f"output={tmp_path / 'scaled'}").stdout
+    assert "0.01: 0.04 for 256 images a step, and batch_size=64" in said
+    assert losses(tmp_path / "scaled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    assert [row["lr"] for row in steps(tmp_path / "scaled")] == [row["lr"] for row in steps(tmp_path / "plain")]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
+def test_muon_where_stages_have_no_matrices(schedule, single, tmp_path):
+    """The first of three stages is a convolution, the last is a normalisation and the last layer."""
+    ways = ["mode=pipeline", f"pipeline.schedule={schedule}", "nproc=3", "pipeline.microbatches=4"]
+    ways += ["pipeline.cuts=[permute,encoder.layers.encoder_layer_3]"]
+    ok(*SHORT, *OPTIONS["muon"], *ways, f"output={tmp_path / 'run'}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(single("muon")), rel=1e-4)
+    ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", single("muon")))
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
 NORMS = {
@@ -100,27 +135,60 @@ NORMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Weights to fine-tune, with statistics of their own."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    ok(*SHORT, "model.name=cnn", *SGD, "mode=single", f"output={folder}")
+    return folder / "last.safetensors"
+
+
 @pytest.mark.parametrize("way", NORMS)
-def test_frozen_batch_norm_keeps_its_statistics(way, tmp_path, full):
-    if way not in ("ddp", "streams") and not full:
+def test_what_is_frozen_stays_to_the_last_bit(way, trained, tmp_path, full):
+    """BatchNorm's statistics too, in the moving average as well; the file has that."""
+    if way not in ("ddp", "streams", "sync_bn") and not full:
         pytest.skip("--all")
     words = [word.format(cut="8") for word in NORMS[way]]
-    done = ok(*SHORT, "model.name=cnn", *SGD, "model.freeze=1", *words, f"output={tmp_path / 'run'}")
+    words += [f"model.init_from={trained}", "model.freeze=1", "ema=0.9"]
+    done = ok(*SHORT, "model.name=cnn", *SGD, *words, f"output={tmp_path / 'run'}")
     assert "frozen   0, 1: 352 of 94,186 parameters; 1 BatchNorm layer there keeps its statistics" in done.stdout
-    weights = load_file(tmp_path / "run" / "last.safetensors")
-    assert not weights["1.running_mean"].any() and weights["1.running_var"].unique().tolist() == [1.0]
-    assert weights["1.num_batches_tracked"] == 0 and weights["5.running_mean"].any()
+    before = load_file(trained)
+    for name in ("last", "best"):
+        after = load_file(tmp_path / "run" / f"{name}.safetensors")
+        assert after.keys() == before.keys() and before["1.num_batches_tracked"] == 8
+        same = {key for key in after if torch.equal(after[key], before[key])}
+        assert same == {key for key in after if key.startswith(("0.", "1."))}, "all of it, and nothing else"
 
 
-@pytest.mark.parametrize(
-    ("option", "way"), [("muon", "single"), ("lars", "1f1b"), ("frozen", "1f1b"), ("layer_decay", "single")]
-)
-def test_continued_to_the_last_bit(option, way, tmp_path, full):
-    if (option, way) not in (("muon", "single"), ("frozen", "1f1b")) and not full:
+def test_batch_norm_that_is_synchronised_stays_frozen():
+    recipe = load(None, "model.name=cnn", "model.freeze=1")
+    model = build(recipe.model, 10, 1, 8)
+    before = dict(model.named_parameters())
+    synchronised = convert_sync_batchnorm(model, torch.device("cpu"))
+    assert all(p is before[name] for name, p in synchronised.named_parameters())
+    assert [type(norm) for norm in frozen_norms(synchronised)] == [SyncBatchNorm]
+
+
+@pytest.mark.parametrize(("wanted", "looks"), [("null", True), ("1", True), ("-1", False)])
+def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
+    """So that fine-tuning the last layer is not warned of a small batch."""
+    recipe = load(None, "model.name=cnn", f"model.freeze={wanted}")
+    assert normalises_batches(build(recipe.model, 10, 1, 8), recipe) is looks
+
+
+EXACT = {**WAYS, "single": ["mode=single"], "local_sgd": APART["local_sgd"]}
+CONTINUED = [
+    (way, option) for way in ("single", "ddp", "1f1b", "streams", "2x2", "local_sgd") for option in ("muon", "lars")
+]
+CONTINUED += [("1f1b", "frozen"), ("local_sgd", "frozen"), ("single", "layer_decay"), ("streams", "layer_decay")]
+
+
+@pytest.mark.parametrize(("way", "option"), CONTINUED)
+def test_continued_to_the_last_bit(way, option, tmp_path, full):
+    if (way, option) not in (("ddp", "muon"), ("streams", "lars"), ("1f1b", "frozen")) and not full:
         pytest.skip("--all")
     cut = CUT[OPTIONS[option][0].partition("=")[2]]
-    mode = [word.format(cut=cut) for word in WAYS.get(way, ["mode=single"])]
-    words = [*SHORT, *OPTIONS[option], *mode, "save.every_steps=3"]
+    words = [*SHORT, *OPTIONS[option], *(word.format(cut=cut) for word in EXACT[way]), "save.every_steps=3"]
     ok(*words, f"output={tmp_path / 'whole'}")
     kill(5, *words, f"output={tmp_path / 'run'}")
     ok(*words, "resume=auto", f"output={tmp_path / 'run'}")
@@ -132,7 +200,10 @@ def test_continued_to_the_last_bit(option, way, tmp_path, full):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("model.freeze=9 mode=single", "model.freeze=4 is the most"),
+        (
+            "model.freeze=9 mode=single",
+            "cnn has 4 blocks of layers (0, 4, 8, 13), and the last has to train: model.freeze=3 is the most",
+        ),
         ("model.freeze=conv1 mode=ddp nproc=2", "nothing in cnn that trains is called 'conv1'"),
         ("optimizer.name=muon mode=pipeline devices=[cpu,cpu]", "cnn has none that train"),
     ],

@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import PROJECT, QUIET, environment, losses, ok, result, trainer
+from tests.commands import QUIET, environment, losses, ok, result, trainer
+from tests.pages import GUIDE
 from tests.training.test_training import SAME
 from trainer.data import Shard
 from trainer.errors import RecipeError
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import OPTIONS, SPLIT_BACKWARD, VIRTUAL, check_processes
-from trainer.training.reporting import few_for_batch_norm
+from trainer.training.banner import few_for_batch_norm
 
 # -------------------------------------------------------------------------------------------- modes x models
 
@@ -199,7 +200,7 @@ def refusal(option, column):
 
 
 def table():
-    """Options x modes as the README shows them, with the reason of every no."""
+    """Options x modes as the guide shows them, with the reason of every no."""
     lines = [f"| option | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
     reasons = {}
     for option in OPTIONS:
@@ -216,8 +217,8 @@ def table():
     return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
 
 
-def test_the_readme_has_this_table():
-    assert table() in (PROJECT / "README.md").read_text()
+def test_the_guide_has_this_table():
+    assert table() in (GUIDE / "options.md").read_text()
 
 
 # Recipes one after the other in the same ranks, which is quicker than a start for each. Each run is to the launcher's

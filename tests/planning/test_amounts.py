@@ -29,4 +29,5 @@ def test_shown():
         "3.00 GiB",
     ]
     assert [amounts.operations(n) for n in (8.178e9, 12)] == ["8.18 GFLOP", "12 FLOP"]
+    assert [amounts.multiply_adds(n) for n in (8.178e9, 12)] == ["4.09 GMACs", "6 MACs"]
     assert [amounts.duration(s) for s in (2, 0.0125)] == ["2.00 s", "12.5 ms"]

@@ -54,7 +54,7 @@ def test_replicas_of_data_parallel():
 
 
 def test_advice_fits():
-    words = ["model.name=resnet18", "data.name=synthetic", "data.image_size=64", "batch_size=64"]
+    words = ["devices=[cpu]", "model.name=resnet18", "data.name=synthetic", "data.image_size=64", "batch_size=64"]
     recipe = load_recipe(None, "mode=ddp", *words)
     tight = plan(recipe, nproc=2, memory="200MiB")
     tried = {one["words"].split("=")[0]: one for one in tight["advice"]}
@@ -75,3 +75,21 @@ def test_workers_that_share_a_card_add_up(monkeypatch):
     words = ["mode=local_sgd", "model.name=cnn", "data.name=synthetic", "devices=[cuda:0]"]
     found = plan(load_recipe(None, *words), nproc=4, memory="1GiB")
     assert found["peak"] == sum(device["peak"] for device in found["memory_per_device"])
+
+
+def test_what_cuda_and_nccl_take_cannot_be_used_by_a_run():
+    words = ["model.name=cnn", "data.name=synthetic", "batch_size=96"]
+
+    def usable(mode, nproc, memory, *more):
+        return plan(load_recipe(None, f"mode={mode}", *words, *more), nproc=nproc, memory=memory)["memory_limit"][
+            "usable"
+        ]
+
+    gib, context, buffers = 2**30, 600 * 2**20, 400 * 2**20
+    assert usable("ddp", 2, "80GiB") == 0.9 * 80 * gib  # a tenth is more
+    assert usable("ddp", 2, "4GiB") == 4 * gib - context - buffers
+    assert usable("single", None, "4GiB") == 4 * gib - context
+    assert usable("local_sgd", 3, "8GiB", "devices=[cuda:0]") == 8 * gib - 3 * context
+    assert usable("ddp", 2, "4GiB", "devices=[cpu]") == 0.9 * 4 * gib
+    assert usable("hogwild", 2, "4GiB") == 0.9 * 4 * gib
+    assert usable("single", None, "512MiB") == 0

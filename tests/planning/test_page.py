@@ -6,11 +6,11 @@ from trainer.__main__ import answer
 
 
 def test_the_page(capsys):
-    assert answer(["plan", "recipe=digits", "nproc=2", "memory=4MiB", "bandwidth=1GB/s"]) == 0
+    assert answer(["plan", "recipe=digits", "devices=[cpu]", "nproc=2", "memory=4MiB", "bandwidth=1GB/s"]) == 0
     page = capsys.readouterr().out
     for text in ("1,437 training images", "DOES NOT FIT", "accumulate=2", "hogwild", "94,186 parameters", "all-reduce"):
         assert text in page
-    assert "python -m trainer recipe=digits nproc=2\n" in page
+    assert "python -m trainer recipe=digits 'devices=[cpu]' nproc=2\n" in page
     assert "torchrun --nproc_per_node=2 -m trainer recipe=digits" in page
     assert all(len(line) <= 120 for line in page.splitlines())
 
@@ -23,3 +23,16 @@ def test_the_page_of_a_pipeline(capsys):
     assert "mode=pipeline nproc=2\n" in page
     assert answer(["plan", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pipeline"]["schedule"] == "1f1b"
+
+
+def test_the_page_of_gpus_that_are_not_here(capsys):
+    assert answer(["plan", "recipe=resnet50", "nproc=8", "memory=24GiB", "data.root=/not/here"]) == 0
+    page = capsys.readouterr().out
+    assert "cuda:0 ... cuda:7" in page and "cpu:" not in page
+    assert "4.09 GMACs (8.18 GFLOP) forward an image" in page
+    assert "    2.40 GiB are kept free for CUDA's context, NCCL's buffers and holes between blocks\n" in page
+    assert all(len(line) <= 120 for line in page.splitlines())
+    rows = {line.split()[0]: line.split() for line in page.splitlines() if line.startswith("  ") and line.split()}
+    assert rows["mode"][-3:] == ["a", "step", "bubble"]
+    assert rows["ddp"][-3:] == ["171", "MiB", "-"] and rows["split"][-1] == "88%" and rows["pipeline"][-1].endswith("%")
+    assert "    hogwild: computes in the CPU's memory only, and this plan is for GPUs" in page

@@ -76,7 +76,7 @@ def test_every_mode_has_a_line():
         (["model.name=resnet51"], 2, "did you mean model.name=resnet"),
         (["model.num_classes=3"], 2, "the data has 10 classes"),
         (["model.name=resnet18"], 2, "set data.channels=3"),
-        (["model.name=resnet18", "data.channels=3", "model.weights=NONE"], 2, "is not published"),
+        (["model.name=resnet18", "data.channels=3", "model.weights=NOSUCH"], 2, "is not published"),
         (["batch_size=9600", "nproc=2"], 2, "fewer than one global batch"),
         (["model.init_from=nowhere"], 4, "nowhere"),
         (["--jsonn"], 2, "jsonn is not a key"),

@@ -96,6 +96,17 @@ def test_the_watcher_leaves_when_the_loop_cannot_come():
     assert time.monotonic() - begun < 20
 
 
+def test_stacks_go_to_the_run_folder(tmp_path):
+    child = start(
+        f"from trainer.processes import stacks\n    stacks.keep_in({str(tmp_path)!r})\n    {BLOCKED}", grace=2
+    )
+    child.send_signal(signal.SIGTERM)
+    code, errors = end(child)
+    file = tmp_path / "stacks-rank0.txt"
+    assert code == 143 and errors.count("\n") == 1 and errors.endswith(f"what it was doing is in {file}\n")
+    assert "no step's end within 2 s after SIGTERM" in file.read_text() and "Thread" in file.read_text()
+
+
 def test_a_long_step_is_waited_for():
     child = start(WAITING.format(linger=5))
     child.send_signal(signal.SIGTERM)

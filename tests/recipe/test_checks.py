@@ -313,7 +313,9 @@ def test_training_uses_one_kind_of_device() -> None:
 
 
 def test_a_batch_that_is_small_for_many_gpus() -> None:
-    assert checks.wider_batch(recipe("batch_size=256 optimizer.lr=0.1"), 8) == "batch_size=1024 optimizer.lr=0.4"
+    words = "batch_size=1024 optimizer.lr=0.4"
+    assert checks.wider_batch(recipe("batch_size=256 schedule.warmup_epochs=1"), 8) == words
+    assert checks.wider_batch(load("resnet50"), 8) == f"{words} schedule.warmup_epochs=5"  # a high rate needs one
     assert checks.wider_batch(recipe("batch_size=96 optimizer.name=adamw"), 2) == "batch_size=384"
     assert checks.wider_batch(recipe("batch_size=256"), 8, images=1000) is None
     assert checks.wider_batch(recipe("batch_size=256"), 4) is None and checks.wider_batch(recipe(""), 1) is None

@@ -67,7 +67,17 @@ def test_a_list_takes_the_place_of_the_parents(tmp_path: Path) -> None:
             "optimizer.lrr is not a key; did you mean optimizer.lr? (in {folder}/wrong.yaml)",
         ),
         ("extends: range.yaml\n", "mine: augment.hflip=2 must be 1 or less (in {folder}/range.yaml)"),
+        ("extends: scale.yaml\n", "augment.crop_scale[1]=2 must be 1 or less (in {folder}/scale.yaml)"),
         ("extends: section.yaml\n", "mine: optimizr is not a key; did you mean optimizer? (in {folder}/section.yaml)"),
+        ("extends: recipes/digits.yaml\n", "no file in {folder}; did you mean extends: digits? "),
+        ("extends: ~nobody-here/x.yaml\n", "extends: ~nobody-here/x.yaml cannot be read"),
+        ("extends: digits\noptimizer:\n", "mine: optimizer=null must be a section, as in optimizer.name=...; leave an"),
+        ("extends: digits\noptimizer.lr: 1\n", "optimizer.lr is not a key; write optimizer: {{lr: 1}}"),
+        (
+            "extends: digits\nnproc: 2\n",
+            "mine: nproc is no key of a recipe; type it where you train: python -m trainer",
+        ),
+        ("recipe: digits\n", "mine: recipe is not a key; did you mean extends?"),
         ("extends: digits\nepochs: 0\n", "mine: epochs=0 must be 1 or more"),
         ("extends: digits\nbatch_size: 97\naccumulate: 2\n", "mine: batch_size=97 does not divide"),
         ("optimizer: {extends: digits}\n", "mine: optimizer.extends is not a key"),
@@ -85,6 +95,7 @@ def test_what_cannot_be_extended_is_one_line(tmp_path: Path, text: str, expected
         empty="",
         wrong="extends: digits\noptimizer: {lrr: 1}\n",
         range="augment: {hflip: 2}\n",
+        scale="augment: {crop_scale: [0.5, 2]}\n",
         section="optimizr: {lr: 1}\n",
     )
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\r\n\x1a\n\x00\xff")
@@ -101,6 +112,8 @@ def test_a_word_is_not_blamed_on_the_file(tmp_path: Path) -> None:
     write(tmp_path, mine="extends: digits\n")
     with pytest.raises(RecipeError, match=r"^mine: optimizer.lr=fast must be a number$"):
         load(tmp_path / "mine.yaml", "optimizer.lr=fast")
+    with pytest.raises(RecipeError, match=r"^mine: optimizer=null must be a section, .* leave an empty one out$"):
+        load(tmp_path / "mine.yaml", "optimizer=null")
     with pytest.raises(RecipeError, match=r"^extends=mnist is a line of a YAML file; .* recipe=mnist$"):
         load("digits", "extends=mnist")
     with pytest.raises(RecipeError, match=r"recipe=mnist$"):
@@ -119,3 +132,11 @@ def test_a_runs_recipe_is_complete_without_the_files_it_came_from(tmp_path: Path
     assert load(tmp_path / "again.yaml").to_dict() == saved.replace(seed=5).to_dict()
     told = trainer("recipe=mine.yaml", cwd=tmp_path)
     assert told.returncode == 2 and "no such recipe or file" in told.stderr
+    write(
+        tmp_path,
+        base="extends: digits_single\nmodel: {name: mlp}\nseed: 5\n",
+        mine="extends: base.yaml\nmax_steps: 1\n",
+    )
+    told = trainer("recipe=mine.yaml", "output=run", "resume=auto", *QUIET, cwd=tmp_path)
+    assert told.returncode == 2 and "(seed: 0 there, 5 now); put it back, as recipe=run does, or" in told.stderr
+    assert "done" in ok("recipe=run", "output=run", "resume=auto", *QUIET, cwd=tmp_path).stdout

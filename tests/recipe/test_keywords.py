@@ -37,7 +37,11 @@ def test_values_of_a_program():
     ("words", "keywords", "line"),
     [
         ([], {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
-        ([], {"optimizer__lrr": 2}, "digits: optimizer.lrr is not a key; did you mean optimizer.lr?"),
+        ([], {"optimizer__lrr": 2}, "digits: optimizer.lrr is not a key; did you mean optimizer__lr?"),
+        ([], {"lr": 2}, "digits: lr is not a key; did you mean optimizer__lr?"),
+        (["lr=2"], {}, "digits: lr is not a key; did you mean optimizer.lr?"),
+        ([], {"modle": object()}, "modle=object is not a key: type model"),
+        ([], {"scheduler": object()}, "scheduler=object is not a key: type schedule__name"),
         ([], {"epochs": 2.5}, "digits: epochs=2.5 must be an integer"),
         (["epochs=2"], {"epochs": 3}, "epochs is given twice, as a word and as a keyword: keep one"),
         ([], {"optimizer__lr": 1.0, "optimizer.lr": 2.0}, "optimizer.lr is given twice: keep one"),

@@ -33,6 +33,16 @@ def test_a_new_file_is_short_and_works_at_once(tmp_path: Path) -> None:
     ok("recipe=my.yaml", "output=run", *QUIET, cwd=tmp_path)
 
 
+def test_keys_may_have_dashes_and_a_file_blanks(tmp_path: Path) -> None:
+    told = ok(
+        "recipes", "new", "my file.yaml", "--extends", "digits", "--epochs=3", "seed", "=", "4", cwd=tmp_path
+    ).stdout
+    assert told == "wrote my file.yaml; edit it, and type: python -m trainer 'recipe=my file.yaml'\n"
+    text = (tmp_path / "my file.yaml").read_text()
+    assert "\n#   python -m trainer 'recipe=my file.yaml'  " in text
+    assert load(tmp_path / "my file.yaml").to_dict() == load("digits", "epochs=3", "seed=4").to_dict()
+
+
 def test_what_is_commented_out_works_when_it_is_taken_in(tmp_path: Path) -> None:
     for name, words in {"bare.yaml": [], "some.yaml": ["augment.hflip=0.5", "data.workers=0"]}.items():
         ok("recipes", "new", name, "extends=resnet50", *words, cwd=tmp_path)
@@ -83,6 +93,10 @@ def test_a_new_file_finds_its_parent_from_its_own_folder(tmp_path: Path) -> None
         (["new", "x.yaml", "extends=digits", "epochs=0"], "digits: epochs=0 must be 1 or more"),
         (["new", "x.yaml", "extends=digits", "=3"], "'=3' is not key=value"),
         (["new", "x.yaml", "digits"], "recipes new x.yaml: to start from digits, type extends=digits"),
+        (["new", "x.yaml", "extends=digits", "epochs"], "recipes new x.yaml: 'epochs' is not key=value, as in"),
+        (["new", "~nobody-here/x.yaml", "extends=digits"], "a path begins with ~ and the name of nobody here"),
+        (["schema", "digits"], "recipes schema takes no words, as digits: type recipes schema > recipe.schema.json"),
+        (["digits", "nproc=2"], "nproc is no key of a recipe; type it where you train: python -m trainer recipe=NAME"),
         (["diff", "digits"], "recipes diff compares two recipes, not 1: type recipes diff digits mnist"),
         (["diff", "digits", "mnist", "epochs=3"], "recipes diff compares two recipes, not 3"),
         (["diff", "digits", "mnits"], "recipe=mnits: no such recipe or file; did you mean recipe=mnist?"),

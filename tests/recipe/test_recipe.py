@@ -49,6 +49,11 @@ def line(call: Any, *arguments: Any, **keywords: Any) -> str:
         ("pipeline.schedule=1f1b", "pipeline.schedule", "1f1b"),
         ("pipeline.cuts=[layer2.3,layer4]", "pipeline.cuts", ["layer2.3", "layer4"]),
         ("pipeline.cuts=[3, 6]", "pipeline.cuts", ["3", "6"]),  # as the layers of nn.Sequential are called
+        ("model.freeze=-1", "model.freeze", -1),
+        ("model.freeze=conv1", "model.freeze", ["conv1"]),
+        ("model.freeze=[0, layer1]", "model.freeze", ["0", "layer1"]),
+        ("model.freeze=null", "model.freeze", None),
+        ("stop.patience=5", "stop.patience", 5),
         ("local_sgd.every=8", "local_sgd.every", 8),
         ("devices=[cuda]", "devices", ["cuda"]),
         ("devices=[cuda:2,cuda:3]", "devices", ["cuda:2", "cuda:3"]),
@@ -88,7 +93,7 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         # types
         ("epochs=x", "epochs=x must be an integer"),
         ("epochs=1.5", "epochs=1.5 must be an integer"),
-        ("epochs='3'", "epochs=3 must be an integer"),
+        ("epochs='3'", "epochs=3 must be an integer; leave the quotes out"),
         ("epochs=true", "epochs=true must be an integer"),
         ("epochs=null", "epochs=null must be an integer"),
         ("max_steps=x", "max_steps=x must be an integer, or null"),
@@ -98,7 +103,7 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         ("model.name=[1]", "model.name=[1] must be text"),
         ("output=2024", "output=2024 must be text, or null; put it in quotes, as in \"output='2024'\""),
         ("optimizer=sgd", "optimizer=sgd must be a section, as in optimizer.name=..."),
-        ("optimizer=null", "optimizer=null must be a section, as in optimizer.name=..."),
+        ("optimizer=null", "optimizer=null must be a section, as in optimizer.name=...; leave an empty one out"),
         # ranges
         ("epochs=0", "epochs=0 must be 1 or more"),
         ("optimizer.lr=0", "optimizer.lr=0 must be above 0"),
@@ -135,6 +140,15 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
         ("pipeline.cuts=[]", "pipeline.cuts=[] must be auto or a list of names"),
         ("pipeline.cuts=[layer1,0.3]", "pipeline.cuts=[layer1,0.3] must be auto or a list of names"),
         ("pipeline.cuts=['']", "pipeline.cuts=[] must be auto or a list of names"),
+        *(
+            (f"model.freeze={value}", "must be a number of blocks, as in 4, a list of names, as in [conv1], or null")
+            for value in ("0", "true", "1.5", "[]", "[1.5]")
+        ),
+        ("optimizer.layer_decay=0", "optimizer.layer_decay=0 must be above 0, or null"),
+        ("optimizer.layer_decay=2", "optimizer.layer_decay=2 must be 1 or less, or null"),
+        ("optimizer.lr_per=0", "optimizer.lr_per=0 must be 1 or more, or null"),
+        ("optimizer.trust=0", "optimizer.trust=0 must be above 0"),
+        ("optimizer.name=lamb", "optimizer.name=lamb is not one of sgd, adam, adamw, muon, lars"),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be a list of 2"),
         ("optimizer.betas=[0.9,0.9,0.9]", "optimizer.betas=[0.9,0.9,0.9] must be a list of 2"),
         ("optimizer.betas=0.9", "optimizer.betas=0.9 must be a list"),
@@ -169,9 +183,22 @@ def test_a_key_given_twice() -> None:
     assert line(load, None, "epochs=1", "seed=3", "epochs=2") == expected
 
 
+MUON = ["optimizer.name=muon", "optimizer.nesterov=true", "optimizer.momentum=0"]
+
+
 def test_nesterov_needs_momentum() -> None:
     assert "optimizer.momentum above 0" in line(load, None, "optimizer.nesterov=true", "optimizer.momentum=0")
+    assert "momentum above 0" in line(load, None, *MUON)
     assert load(None, "optimizer.nesterov=true").optimizer.nesterov
+
+
+def test_the_learning_rate_of_a_batch() -> None:
+    """The whole batch counts, however many processes and pieces compute it."""
+    words = ["optimizer.lr=0.1", "optimizer.lr_per=256", "batch_size=1024"]
+    for more in ([], ["accumulate=4"], ["mode=single"], ["mode=local_sgd"]):
+        assert load(None, *words, *more).peak_lr == 0.4
+    low = line(load, None, "optimizer.lr=0.1", "optimizer.lr_per=256", "batch_size=64", "schedule.min_lr=0.05")
+    assert "schedule.min_lr=0.05 is above optimizer.lr=0.1, which is 0.025 at batch_size=64" in low
 
 
 LAUGHS = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
@@ -187,7 +214,13 @@ BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k6
         (b"\x00\x01\x02", "my_recipe.yaml: "),
         (b"- a\n- b\n", "a recipe is a list of 'key: value' lines"),
         (b"just text\n", "just text is not a key"),
-        (b"epochs: 1\nepochs: 2\n", "found duplicate key epochs"),
+        (b"epochs: 1\nepochs: 2\n", "my_recipe.yaml: line 2: found duplicate key epochs"),
+        (b"optimizer:\n\tlr: 0.1\n", "line 2: found character that cannot start any token; a tab is no indent in YAML"),
+        (b"epochs: 3\n seed: 1\n", "line 2: mapping values are not allowed in this context; keys of one section begin"),
+        (b"epochs=3\n", "epochs=3 is not a key; write epochs: 3"),
+        (b"epochs:3\n", "epochs:3 is not a key; write epochs: 3"),
+        (b"optimizer.lr: 0.1\n", "optimizer.lr is not a key; write optimizer: {lr: 0.1}"),
+        ("epochs: 3\n".encode("utf-16"), "text is to be saved as UTF-8"),
         (b"epochs: [1\n", "my_recipe.yaml: "),
         (b"epochs: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         (b"optimizer: &o\n  lr: *o\n", "my_recipe.yaml: "),
@@ -204,6 +237,12 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, expected: str)
     assert expected in line(load, tmp_path / "my_recipe.yaml")
 
 
+def test_files_that_windows_wrote(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(b"\xef\xbb\xbfepochs: 3\r\noptimizer:\r\n  lr: 0.5\r\n")
+    found = load(tmp_path / "mine.yaml")
+    assert (found.epochs, found.optimizer.lr) == (3, 0.5)
+
+
 def test_recipes_are_found(tmp_path: Path) -> None:
     assert recipes.find("digits").name == "digits.yaml"
     (tmp_path / "recipe.yaml").write_text("epochs: 3\n")
@@ -213,6 +252,7 @@ def test_recipes_are_found(tmp_path: Path) -> None:
     assert "no such recipe or file" in line(load, str(tmp_path / "absent.yaml"))
     assert "recipe=" in line(load, "a\0b")
     assert "recipe=" in line(load, "x" * 5000)
+    assert "recipe='~nobody-here/x.yaml' cannot be read" in line(load, "~nobody-here/x.yaml")
 
 
 def test_shipped_recipes_say_what_weight_decay_acts_on() -> None:

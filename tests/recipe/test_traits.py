@@ -1,4 +1,4 @@
-"""The table of modes: what it says holds together, README shows it, and nobody else tells modes apart by name."""
+"""The table of modes: it holds together, README and the guide show it, and nobody else tells modes apart by name."""
 
 import ast
 from dataclasses import fields
@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 import trainer
+from tests.pages import GUIDE, README
 from trainer.recipe import MODES, TRAITS, Traits, load
 from trainer.recipe.traits import Mode, readme_table
 
@@ -110,5 +111,6 @@ def test_processes(words, processes):
     assert load(None, *words.split()).processes == processes
 
 
-def test_the_readme_has_this_table():
-    assert readme_table() in (HOME.parent / "README.md").read_text()
+@pytest.mark.parametrize("page", [README, GUIDE / "modes.md"], ids=lambda page: page.name)
+def test_the_readme_and_the_guide_have_this_table(page):
+    assert readme_table() in page.read_text()

@@ -1,10 +1,14 @@
 """Runs are removed once the user agrees, all or none, and nothing that no run wrote."""
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
+from tests.commands import QUIET, environment, ok
 from tests.runs.folders import make
 from trainer import runs
 from trainer.errors import FolderInUseError, RecipeError
@@ -57,6 +61,24 @@ def test_it_asks(home, monkeypatch, capsys, answer, gone):
     assert "runs/a: completed, top1 95.00%, " in out and "delete this run? y/N" in out
 
 
+def test_ctrl_c_is_a_no(home, tmp_path):
+    make(home / "a")
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "trainer", "runs", "delete", "a"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"y/N" not in shown:
+            shown += os.read(ours, 1000)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    shown += os.read(ours, 1000)
+    os.close(ours)
+    assert b"trainer: stopped by Ctrl-C; nothing was deleted" in shown and (home / "a" / "result.json").exists()
+
+
 def test_nobody_to_ask(home, monkeypatch):
     make(home / "a")
     monkeypatch.setattr(sys, "stdin", None)
@@ -87,6 +109,34 @@ def test_what_no_run_wrote_stays(home):
     assert text == "deleted the run in runs/a; left there, as no run wrote it: notes.md, photos\n"
     assert sorted(os.listdir(home / "a")) == ["notes.md", "photos"]
     assert os.listdir(home / "a" / "photos") == ["best.safetensors"]
+
+
+def test_weights_of_ones_own_stay(home):
+    """Also where the run folder was one's own before: of what people give such names too, only the run's are taken."""
+    make(home / "a")
+    for name in ("resnet.safetensors", "model.safetensors", "contact_sheet.png", "split.csv"):
+        (home / "a" / name).write_text("x")
+    (home / "a" / ".export-abc").mkdir()  # of an export that was killed
+    assert runs.command(["delete", "a", "yes=true"]).endswith("as no run wrote it: resnet.safetensors\n")
+
+
+def test_of_real_runs_nothing_stays(tmp_path):
+    for color in ("red", "blue"):
+        (tmp_path / "photos" / color).mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (16, 16), color).save(tmp_path / "photos" / color / f"{number}.png")
+    words = ["max_steps=2", "batch_size=4", *QUIET]
+    photos = ["mode=single", "data.name=imagefolder", "data.root=photos", "data.val_fraction=0.25"]
+    ok(*words, *photos, "data.image_size=16", "model.name=cnn", "output=runs/photos", cwd=tmp_path)
+    cut = ["mode=pipeline", "pipeline.stages=2", "pipeline.timeline=true", "devices=[cpu,cpu]"]
+    ok("recipe=digits", "model.name=cnn_gn", *words, *cut, "output=runs/pipeline", cwd=tmp_path)
+    assert {"split.csv", "contact_sheet.png"} <= {*os.listdir(tmp_path / "runs" / "photos")}
+    assert (tmp_path / "runs" / "pipeline" / "timeline.png").is_file()
+    ok("export", "photos", "format=exported_program", cwd=tmp_path)
+    done = ok("runs", "delete", "photos", "pipeline", "yes=true", cwd=tmp_path)
+    lines = [line.split(" (")[0] for line in done.stdout.splitlines()]
+    assert lines == ["deleted runs/photos", "deleted runs/pipeline"]
+    assert os.listdir(tmp_path / "runs") == []
 
 
 def test_links_lead_nowhere(home, tmp_path):

@@ -49,6 +49,35 @@ def test_an_old_recipe_is_compared_by_what_it_says(home):
     assert any(line.split() == ["key_of_old", "null", "5"] for line in text.splitlines())
 
 
+def test_a_run_without_a_recipe_hides_no_difference(home):
+    for name, lr in (("a", 0.1), ("b", 0.2), ("c", 0.3)):
+        make(home / name, f"optimizer.lr={lr}")
+    (home / "c" / "recipe.yaml").unlink()
+    lines = runs.command(["compare", "c", "a", "b"]).splitlines()
+    assert [line.split() for line in lines[:3]] == [["c", "a", "b"], ["optimizer.lr", "-", "0.1", "0.2"], []]
+    assert "c: no recipe.yaml" in lines
+
+
+@pytest.mark.parametrize("last", ["nan", "inf"])
+def test_a_loss_that_was_no_number(home, last):
+    make(home / "a", status="failed", val_top1=None, best_top1=None, best_epoch=None, losses=[1.5, None])
+    make(home / "b")
+    with (home / "a" / "steps.csv").open("a") as file:
+        file.write(f"20,1,2.0,{last},0.1,\n")
+    text = runs.command(["compare", "a", "b"])
+    assert ["status", "failed", "completed"] in [line.split() for line in text.splitlines()]
+    assert "curves: compare-a-b.png" in text
+
+
+def test_other_tasks_have_other_figures(home):
+    make(home / "a")
+    make(
+        home / "b", "task.name=regression", val_top1=None, best_top1=None, task="regression", val_mae=0.5, best_mae=0.4
+    )
+    lines = [line.split() for line in runs.command(["compare", "a", "b"]).splitlines()]
+    assert ["task.name", "classification", "regression"] in lines and ["best", "mae", "-", "0.4"] in lines
+
+
 def test_json(home):
     make(home / "a")
     make(home / "b", "epochs=3")

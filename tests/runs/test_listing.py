@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
-from tests.commands import QUIET, ok, trainer
+from tests.commands import PROJECT, QUIET, ok, trainer
 from tests.runs.folders import make
 from trainer import runs
 from trainer.errors import RecipeError, SetupError
@@ -90,6 +92,13 @@ DAMAGED = {
     "binary": ("result.json", bytes(range(256)) * 10),
     "no YAML": ("recipe.yaml", b"[" * 5000),
     "other YAML": ("recipe.yaml", b"- 1\n- 2\n"),
+    "circle": ("recipe.yaml", b"mode: ddp\nmodel: &a {name: *a}\n"),
+    "growing YAML": (
+        "recipe.yaml",
+        b"a0: &a0 x\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 40)),
+    ),
+    "dates": ("recipe.yaml", b"mode: 2026-11-22\nkey: !!set {a, b}\n5: 1.5\n"),
+    "keys": ("recipe.yaml", b"? [1, 2]\n: mode\n"),
     "large YAML": ("recipe.yaml", b"#" * 300_000),
     "other types": (
         "result.json",
@@ -211,6 +220,30 @@ def test_words_that_mean_nothing_say_what_to_type(home, words, expected):
     with pytest.raises(RecipeError) as error:
         runs.command(words)
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_may_have_the_name_of_a_word(home):
+    make(home / "lr=0.1")
+    make(home / "-b")
+    assert "runs/lr=0.1" in runs.command(["show", "lr=0.1"]) and "runs/-b" in runs.command(["-b"])
+    assert "lr=0.1" in runs.command(["compare", "lr=0.1", "-b"])
+
+
+def test_torch_is_not_loaded(home, tmp_path):
+    make(home / "a")
+    make(home / "b", "epochs=3")
+    script = "import sys; from trainer import runs; runs.command(['compare', 'a', 'b']); print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_run_that_ended_early_says_by_what(home):
+    make(home / "a", ended_by="stop.patience")
+    make(home / "b", ended_by="epochs")
+    assert re.search(r"\n  ended by +stop.patience\n", runs.command(["show", "a"]))
+    assert "ended by" not in runs.command(["show", "b"])
 
 
 def test_the_command_line_on_a_real_run(tmp_path):

@@ -131,7 +131,7 @@ def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path
     said = ok(*words, "optimizer.lr=0.01").stdout
     assert "saved nothing; starting over" in said and "2 classes, 1 x 28 x 28" in said
     assert "images   become 1 x 28 x 28 (8 looked at are gray, 28 x 28)" in said
-    assert "skipped  2 hidden files and folders of other programs (._1.png, __MACOSX)" in said
+    assert "ignored  2 hidden files of other programs (._1.png, __MACOSX)" in said
     assert [row["step"] for row in steps(tmp_path / "run")] == ["1", "2", "3", "4"]
     kept = load(str(tmp_path / "run"))
     assert (kept.optimizer.lr, kept.data.image_size, kept.data.channels) == (0.01, 28, 1)

@@ -119,6 +119,14 @@ ELSEWHERE = {
     "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
     "processes/world.py World.connect: cuda and (not dist.is_nccl_available())": "tests/devices/test_cards.py",
     "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cards.look().count)": "a plan for absent cards",
+    "planning/page.py _memory: cuda": "the same: tests/planning/test_memory.py",
+    "planning/memory.py _accumulation: layout.kind == 'cuda'": "the same",
+    "planning/memory.py _tried: layout.kind == 'cuda'": "the same",
+    "models/given.py Given.__getstate__: p.device.type != 'cpu'": "a user's model on its way to other processes",
+    "training/randomness.py as_before: torch.cuda.is_available() and torch.cuda.is_initialized()": (
+        "puts back the generators of a user's program, which has used a card"
+    ),
+    "training/presenting.py _machine: torch.cuda.is_available()": "asks for the name of the machine's card",
     "planning/probe.py here: layout.kind == 'cuda'": "measures in processes of its own, which are not simulated",
     "planning/probe.py _at_once: layout.kind == 'cuda'": "the same",
     "planning/probe.py _measure: task['kind'] == 'cuda'": "the same",

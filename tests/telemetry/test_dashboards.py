@@ -14,7 +14,8 @@ from trainer.telemetry import dashboards
 
 LOGGED = ["train/loss", "train/lr", "train/grad_norm", "val/loss", "val/top1", "val/top5", "speed/samples_per_sec"]
 LOGGED += ["speed/samples_per_sec_per_device", "speed/val_samples_per_sec", "speed/step_ms", "speed/part_data_ms"]
-LOGGED += ["speed/part_bubble_ms", "memory/peak_gib/cpu", "pipeline/bubble_pct", "pipeline/bubble_predicted_pct"]
+LOGGED += ["speed/part_bubble_ms", "speed/part_compute_ms", "speed/part_optimizer_ms"]
+LOGGED += ["memory/peak_gib/cpu", "pipeline/bubble_pct", "pipeline/bubble_predicted_pct"]
 LOGGED += ["pipeline/stage0_busy_pct", "pipeline/stage1_busy_pct", "summary/best"]
 
 
@@ -32,7 +33,7 @@ def groups(tags):
 )
 def test_learning_and_speed_come_first_and_memory_last(metric, first):
     found = dashboards.arranged({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
-    assert groups(found) == ["overview", "speed", "train", "val", "z_memory", "z_pipeline", "z_summary"]
+    assert groups(found) == ["overview", "speed", "train", "val", "z_memory", "z_pipeline", "z_step", "z_summary"]
     assert [tag.removeprefix("overview/") for tag in sorted(found) if tag.startswith("overview/")] == first
     assert found["overview/1_train_loss"] == found["train/loss"] == 0.0
     assert {tag for tag in LOGGED if tag.startswith(("train/", "val/", "speed/"))} <= set(found)
@@ -43,11 +44,31 @@ def test_what_is_not_logged_is_not_made_up():
     assert dashboards.arranged({}, "top1") == {}
 
 
-def charts(**settings):
-    """{question: {title: tags}} of the layout."""
+def test_parts_of_a_step_are_laid_on_each_other():
+    parts = {"data": 1.0, "compute": 5.0, "bubble": 2.0, "optimizer": 0.5}
+    found = dashboards.arranged({f"speed/part_{part}_ms": ms for part, ms in parts.items()}, "top1")
+    assert [found[edge] for edge in dashboards.EDGES] == [0.0, 1.0, 6.0, 8.0, 8.5]
+    found = dashboards.arranged({"speed/part_data_ms": 1.0, "speed/part_compute_ms": 5.0}, "top1")
+    assert [found[edge] for edge in dashboards.EDGES] == [0.0, 1.0, 6.0, 6.0, 6.0], "the same lines in every mode"
+
+
+def layout(**settings):
     settings = {"metrics": ("loss", "top1"), "titles": {"top1": "top-1"}, "ranks": False, "pipeline": False} | settings
     [value] = dashboards.layout(**settings).value
-    found = Layout.FromString(value.tensor.string_val[0])
+    return Layout.FromString(value.tensor.string_val[0])
+
+
+def test_charts_of_all_modes_are_the_same_so_that_runs_share_them():
+    """TensorBoard takes two charts for one only where they are equal."""
+    every = [layout(ranks=ranks, pipeline=pipeline) for ranks in (False, True) for pipeline in (False, True)]
+    for rows in zip(*(one.category for one in every), strict=True):
+        known = {chart.title: chart for chart in rows[-1].chart}
+        assert all(chart == known[chart.title] for row in rows for chart in row.chart)
+
+
+def charts(**settings):
+    """{question: {title: tags}} of the layout."""
+    found = layout(**settings)
     return {
         category.title: {
             chart.title: list(chart.multiline.tag) or [chart.margin.series[0].value, chart.margin.series[0].lower]
@@ -68,6 +89,7 @@ def test_the_charts_answer_three_questions():
     ]
     parts = [title.split(",")[0] for title in found["how fast"] if "ms of a step" in title]
     assert parts == ["data", "compute", "communication", "bubble", "optimizer"]
+    assert found["how fast"]["a step, ms: its parts laid on each other"] == ["z_step/1_data", "z_step/0"]
     assert not any("bubble" in title for title in charts()["how fast"])
     assert not any("communication" in title for title in charts()["how fast"])
 

@@ -3,6 +3,7 @@ they are installed, with stand-ins for the wiring everywhere."""
 
 import glob
 import json
+import socket
 import sys
 import threading
 import time
@@ -67,7 +68,7 @@ def test_all_values_arrive_in_order_and_how_it_ended(track, words):
 
 
 @pytest.mark.parametrize("where", ["open", "scalars", "finish"])
-def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys):
+def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys, monkeypatch):
     class Broken(StandIn):
         pass
 
@@ -75,6 +76,7 @@ def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys)
         raise SystemExit("the server\nsaid no")
 
     setattr(Broken, where, fail)
+    monkeypatch.setattr(loggers.interrupts, "stuck", threading.Event())
     tracker = track(Broken)
     for step in range(1, 4):
         tracker.scalars({"train/loss": 1.0}, step)
@@ -88,17 +90,31 @@ def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys)
 
 def test_one_that_hangs_holds_nothing_up(track, monkeypatch, capsys):
     monkeypatch.setattr(loggers, "PATIENCE", 0.05)
+    monkeypatch.setattr(loggers, "HURRY", 0.02)
+    monkeypatch.setattr(loggers.interrupts, "stuck", threading.Event())
     go_on = threading.Event()
 
     class Hanging(StandIn):
         def open(self):
             go_on.wait(60)
 
-    tracker = track(Hanging)
-    tracker.scalars({"train/loss": 1.0}, 1)
-    tracker.close()
+    for status, patience in (("completed", "0.05"), ("preempted", "0.02")):
+        tracker = track(Hanging, "resume=auto")
+        tracker.scalars({"train/loss": 1.0}, 1)
+        tracker.result({"status": status})
+        tracker.close()
+        assert f"(it has not taken all values within {patience} s)" in capsys.readouterr().out
     go_on.set()
-    assert "(it has not taken all values within 0.05 s)" in capsys.readouterr().out
+    assert loggers.interrupts.stuck.is_set()
+
+
+def test_a_sink_says_where_the_values_go(track, capsys):
+    class Elsewhere(StandIn):
+        def open(self):
+            return "no account is known"
+
+    track(Elsewhere).close()
+    assert "\nlogging.wandb: no account is known\n" in f"\n{capsys.readouterr().out}"
 
 
 def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch):
@@ -147,6 +163,38 @@ def test_an_account_is_a_variable_or_what_login_wrote(monkeypatch, tmp_path):
     assert loggers.has_account()
 
 
+def closed_port():
+    """One at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_is_found_at_once(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    port = closed_port()
+    with pytest.raises(ConnectionError, match=rf"^127.0.0.1:{port} does not answer: Connection refused$"):
+        loggers.reach(f"http://somebody:secret@127.0.0.1:{port}/path")
+    for elsewhere in ("file:/tmp/mlruns", "sqlite:///mlflow.db", "databricks", "mlruns", ""):
+        loggers.reach(elsewhere)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        loggers.reach(f"http://127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setattr(loggers, "has_account", lambda: True)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    assert loggers.why_offline() == f"127.0.0.1:{port} does not answer: Connection refused"
+
+
+def test_a_run_is_known_where_it_was_begun(tmp_path):
+    names = iter("abc")
+    known = lambda where: loggers.known_id(tmp_path, "mlflow", where, lambda: next(names))  # noqa: E731
+    assert [known("here"), known("here"), known("there"), known("there")] == ["a", "a", "b", "b"]
+    (tmp_path / "mlflow.json").write_text('{"id": "of before"}')
+    assert known("anywhere") == "of before"
+    (tmp_path / "mlflow.json").write_text("[damaged")
+    assert known("here") == "c"
+
+
 @pytest.mark.parametrize("value", ["5", "[a]", "''", "1.5"])
 def test_what_is_no_project(value):
     with pytest.raises(RecipeError, match=r"logging.wandb=.* must be true, or text: a project's name"):
@@ -181,6 +229,31 @@ def test_the_real_wandb_offline(tmp_path):
     for word in (b"train/loss", b"val/top1", b"samples_per_sec", b"optimizer", b"mine"):
         assert word in content
     assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"].encode() in content
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install .[loggers]")
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_run_ends_though_the_real_wandb_is_out_of_reach(tmp_path, answers):
+    """One server takes connections and says nothing, the other is not there."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if answers else closed_port()
+        own = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
+        done = ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env=own, timeout=120)
+    if answers:
+        assert "warning: logging.wandb is left out from here on, and the run goes on (it has not taken" in done.stdout
+    else:
+        line = f"logging.wandb: 127.0.0.1:{port} does not answer: Connection refused; values stay in the run folder: "
+        assert f"{line}wandb sync {tmp_path}/run/wandb/offline-run-* sends them\n" in done.stdout
+        assert glob.glob(f"{tmp_path}/run/wandb/offline-run-*/run-*.wandb")
+    assert result(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow: pip install .[loggers]")
+def test_a_run_ends_though_the_real_mlflow_is_not_there(tmp_path):
+    port = closed_port()
+    done = ok(*SHORT, f"logging.mlflow=http://127.0.0.1:{port}", f"output={tmp_path / 'run'}", timeout=120)
+    assert f"the run goes on (ConnectionError: 127.0.0.1:{port} does not answer: Connection refused)\n" in done.stdout
+    assert result(tmp_path / "run")["status"] == "completed"
 
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow: pip install .[loggers]")

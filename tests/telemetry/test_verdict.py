@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.commands import PROJECT
+from tests.pages import GUIDE
 from tests.typed import odd
 from trainer.recipe import load
 from trainer.telemetry import verdict
@@ -112,7 +112,7 @@ def test_sentences():
 
 
 def test_few_images_a_gpu_are_told():
-    recipe = load(None, "batch_size=256", "optimizer.lr=0.1", "precision=bf16", "compile=true")
+    recipe = load(None, "batch_size=256", "schedule.warmup_epochs=1", "precision=bf16", "compile=true")
     found = judge(StepParts(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
     assert found.overrides == ("batch_size=1024 optimizer.lr=0.4",) and "a GPU gets 32 images" in found.sentence
     assert not judge(StepParts(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")
@@ -128,12 +128,9 @@ def test_what_could_not_be_measured_is_said():
     assert most.step["communication"] == 0
 
 
-def test_the_readme_names_the_parts_of_a_step():
-    text = " ".join((PROJECT / "README.md").read_text().split())
-    listed = re.search(r"the step's shares of waiting for ([^;]*?), and the run's shares", text)[1]
-    named = {"compute": "computing", "communication": "communication that nothing hides"}
-    *most, last = (named.get(part, part) for part in PARTS)
-    assert listed == f"{', '.join(most)} and {last}"
+def test_the_guide_names_the_parts_of_a_step():
+    table = (GUIDE / "speed.md").read_text().partition("| part | what it is |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \| [a-z]", table, re.M) == [*PARTS]
 
 
 def test_written_forms():

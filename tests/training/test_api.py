@@ -1,22 +1,28 @@
 """`train` from programs: recipes by name, plain torch objects, callbacks, other processes."""
 
 import asyncio
+import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainer
 from tests.commands import PROJECT, environment, result
 from trainer import EpochReport, StepReport, train
 from trainer.errors import Interrupted, RecipeError
+from trainer.processes import stacks
+from trainer.training.callbacks import Callbacks
 
 QUIET = {"logging__progress": False, "logging__verdict": False, "logging__tensorboard": False, "devices": ["cpu"]}
 SHORT = {**QUIET, "mode": "single", "model": "mlp", "max_steps": 2, "epochs": 1}
@@ -55,6 +61,15 @@ def test_a_dictionary_is_a_recipe_too(tmp_path):
         (None, {"data": {"train": DATA, "unsupervised": DATA}}, "data= has train, unsupervised: it needs train, and "),
         (None, {"data": (DATA, DATA), "optimizer": torch.optim.SGD}, "optimizer=SGD is no value of a recipe: set opti"),
         (None, {"data": (DATA, DATA), "batch_size": 64, "mode": "single"}, "40 training images are fewer than one glo"),
+        (None, {"data": DATA.tensors}, "data= has tensors side by side: each set is a pair of its own"),
+        (
+            None,
+            {"data": (DataLoader(DATA), DATA), "mode": "single"},
+            "data.name=TensorDataset: its training set is a D",
+        ),
+        (None, {"net": net()}, "net=Sequential is not a key: type model=net"),
+        (None, {"train_set": DATA}, "train_set=TensorDataset is not a key: type data=(train_set, val_set)"),
+        (None, {"callbacks": [print]}, "callbacks=print is not a key: type on_epoch=function"),
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, recipe, keywords, line):
@@ -144,6 +159,59 @@ def test_ctrl_c_saves_and_comes_back_as_an_error(tmp_path):
     assert (found["status"], found["epochs"], found["steps"]) == ("completed", 9, 18)
 
 
+def test_any_kind_of_false_ends_a_run(tmp_path):
+    words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, "on_epoch": lambda report: np.bool_(False)}
+    assert train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run")["epochs"] == 1
+
+
+def test_all_ranks_take_part_in_what_rank_0_wants_to_hear():
+    calls, shared = Callbacks(), iter(["on_epoch", False])
+    rank = SimpleNamespace(is_main=False, share=lambda value: next(shared))
+    calls.connect(rank)
+    assert calls.step(rank, None) and not calls.epoch(rank, None)
+
+
+class Photos(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return {"image": IMAGES[index], "label": int(DATA.tensors[1][index])}
+
+
+def test_no_worker_is_left_of_a_run_that_fails(tmp_path):
+    def fail(report):
+        raise ZeroDivisionError("mine")
+
+    words = {**SHORT, "max_steps": None, "epochs": 2, "model": net, "data__workers": 1, "logging__every_steps": 1}
+    with pytest.raises(ZeroDivisionError) as error:
+        train(**words, data=(Photos(), Photos()), batch_size=10, output=tmp_path / "run", on_step=fail)
+    assert error.traceback and multiprocessing.active_children() == []
+
+
+class Tied(nn.Module):
+    """Two layers of the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x.flatten(1)).relu()).relu())
+
+
+@pytest.mark.parametrize("mode", [{"mode": "single"}, {"mode": "split", "devices": ["cpu", "cpu"]}])
+def test_tied_weights_stay_tied_and_are_continued(tmp_path, mode):
+    model = Tied()
+    before = model.first.weight.detach().clone()
+    words = {**SHORT, **mode, "max_steps": None, "epochs": 2, "model": model, "output": tmp_path / "run"}
+    train(**words, data=(DATA, DATA), batch_size=20, on_epoch=lambda report: False)
+    assert model.second.weight is model.first.weight and not torch.equal(model.first.weight, before)
+    found = train(**words, data=(DATA, DATA), batch_size=20, resume="auto")
+    assert (found["epochs"], found["status"]) == (2, "completed")
+
+
 def test_one_run_at_a_time_in_a_process(tmp_path):
     told = []
 
@@ -175,17 +243,20 @@ def test_a_process_group_of_another_job_is_told(tmp_path, monkeypatch):
 
 def test_the_process_is_as_it_was(tmp_path):
     before, handlers = torch.get_num_threads(), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    threads = set(threading.enumerate())
+    threads, drawn = set(threading.enumerate()), (random.getstate(), torch.get_rng_state())
     torch.set_num_threads(before + 2)
     try:
 
         async def within():
-            return train("digits", **SHORT, threads=1, output=tmp_path / "run")["steps"]
+            return train("digits", **SHORT, threads=1, deterministic=True, output=tmp_path / "run")["steps"]
 
         assert asyncio.run(within()) == 2
         assert torch.get_num_threads() == before + 2
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
         assert set(threading.enumerate()) <= threads
+        assert stacks.note("of the program, not of the run") is None
+        assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+        assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.set_num_threads(before)
 
@@ -249,6 +320,35 @@ def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path
     assert "Traceback" not in done.stdout, done.stdout
     two = result(tmp_path / "two")
     assert (two["status"], two["error"]) == ("failed", "on_step raised KeyError: 'mine'")
+
+
+UNDER_TORCHRUN = """
+import os, torch, trainer
+from torch import nn
+from torch.utils.data import TensorDataset
+
+rank, heard = int(os.environ["RANK"]), []
+data = TensorDataset(torch.ones(40, 1, 4, 4), torch.arange(40) % 2)
+torch.manual_seed(rank)  # a program that does not think of it draws other weights on each
+net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+trainer.train(
+    model=net, data=(data, data), mode="local_sgd", epochs=1, optimizer__lr=1e-12, batch_size=20,
+    output="run", devices=["cpu"], logging__verdict=False, on_epoch=heard.append if rank == 0 else None,
+)
+torch.manual_seed(0)
+first = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+with open(f"rank{rank}.txt", "w") as file:
+    print(len(heard), torch.allclose(net[1].weight, first[1].weight), file=file)
+os._exit(0)  # gloo may abort in the interpreter's own end
+"""
+
+
+def test_in_a_script_that_torchrun_runs_rank_0_hears_and_its_weights_count(tmp_path):
+    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py"]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["1 True\n", "0 True\n"]
 
 
 def test_a_users_script_is_typed():

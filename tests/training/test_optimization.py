@@ -219,6 +219,18 @@ def test_moving_average():
     assert average.tensors()["w"].item() == pytest.approx(expected) and average.tensors()["count"].item() == 3
 
 
+def test_what_is_frozen_is_its_own_average_to_the_last_bit():
+    torch.manual_seed(0)
+    live = {"frozen": torch.randn(1000), "trained": torch.randn(1000)}
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    average = MovingAverage(live, decay=0.999)
+    for step in range(1, 100):
+        live["trained"] += 0.1
+        average.update(step)
+    assert torch.equal(average.tensors()["frozen"], before["frozen"])
+    assert not torch.equal(average.tensors()["trained"], before["trained"])
+
+
 def test_the_model_computes_with_its_averages_inside_a_block_and_with_its_weights_after_it():
     strategy = mode_of(load(None, "mode=single", "channels_last=false"), ALONE, (2, 3), classes=2)
     strategy.setup(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))

@@ -1,5 +1,7 @@
 """LARS against the paper's algorithm, Muon against torch's own, shares of the learning rate, and who has state."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +71,26 @@ def test_lars_is_the_papers(guarded, zero):
     descend(theirs, [Reference(theirs, 3, 0.8, 0.1, 0.01, 0.02)])
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(ours[0].weight, small()[0].weight, atol=1e-3), "and it moves"
+
+
+def test_lars_with_layers_without_a_norm():
+    """Of weights, of gradients, of both; a layer that no pass used, and a single number."""
+    layers = {"weight": (0.0, 1.0), "gradient": (2.0, 0.0), "both": (0.0, 0.0), "unused": (2.0, None)}
+    parameters = {name: nn.Parameter(torch.full((2, 2), weight)) for name, (weight, _) in layers.items()}
+    parameters["number"] = nn.Parameter(torch.tensor(2.0))
+    words = ["optimizer.name=lars", "optimizer.lr=0.5", "optimizer.weight_decay=0.1", "optimizer.momentum=0"]
+    optimizer = build_optimizer(parameters, load(None, *words).optimizer)
+    for name, gradient in {**{name: gradient for name, (_, gradient) in layers.items()}, "number": 1.0}.items():
+        if gradient is not None:
+            parameters[name].grad = torch.full_like(parameters[name], gradient)
+    optimizer.step()
+    found = {name: parameter.mean().item() for name, parameter in parameters.items()}
+    assert found == pytest.approx({"weight": -0.5, "gradient": 1.9, "both": 0, "unused": 2, "number": 1.4})
+
+
+def test_no_momentum_is_continued_as_the_velocity_of_lars():
+    states = [optimizer_state(*made(small(), f"optimizer.name={name}")) for name in ("lars", "sgd")]
+    assert states[0].keys().isdisjoint(states[1])
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -151,6 +173,41 @@ def test_a_stage_in_which_nothing_trains(name):
     optimizer = build_optimizer({}, load(None, f"optimizer.name={name}").optimizer)
     optimizer.step()
     assert [(group["params"], group["rate"]) for group in optimizer.param_groups] == [([], 1.0)]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lars"])
+def test_parts_of_a_model_take_the_steps_of_the_whole(name):
+    """As stages hold them: with matrices alone, without any, with vectors alone."""
+    words = ["model.name=vit_tiny", f"optimizer.name={name}", "optimizer.lr=0.01", "optimizer.layer_decay=0.8"]
+    recipe = load(None, *words, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0")
+    torch.manual_seed(0)
+    whole = build(recipe.model, 10, 1, 8)
+    cut = copy.deepcopy(whole)
+    roles, named, apart = roles_of(whole, recipe), dict(whole.named_parameters()), dict(cut.named_parameters())
+    matrices = hidden_matrices(whole, recipe)
+    kinds = {key: "matrices" if key in matrices else "vectors" if p.ndim < 2 else "others" for key, p in named.items()}
+    stages = [{key: apart[key] for key in apart if kinds[key] == kind} for kind in ("matrices", "vectors", "others")]
+    optimizers = [build_optimizer(part, recipe.optimizer, roles) for part in (named, *stages)]
+    for _ in range(3):
+        for key, p in named.items():
+            p.grad = torch.randn_like(p)
+            apart[key].grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(cut.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    states = [optimizer_state(optimizer, part) for optimizer, part in zip(optimizers, (named, *stages), strict=True)]
+    together = {key: value for state in states[1:] for key, value in state.items()}
+    torch.testing.assert_close(together, states[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+def test_the_loops_learning_rate_is_every_parameters(name):
+    model = small()
+    optimizer, _ = made(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1", "optimizer.layer_decay=0.5")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    descend(model, [optimizer])
+    torch.testing.assert_close(model.state_dict(), small().state_dict(), rtol=0, atol=0)
 
 
 def test_one_group_where_all_is_alike():

@@ -8,11 +8,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.commands import environment, ok, trainer
+from trainer.data import Batch
 from trainer.recipe import load
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.training import presenting
@@ -85,8 +87,10 @@ def page(tmp_path_factory):
         f"output={folder / 'pipe'}",
     )
     found = Page(folder)
-    yield found.wait(["single", "ddp", "pipe"])
-    found.close()
+    try:
+        yield found.wait(["single", "ddp", "pipe"])
+    finally:
+        found.close()
 
 
 @pytest.mark.parametrize("run", ["single", "ddp", "pipe"])
@@ -94,7 +98,7 @@ def test_the_first_group_is_the_overview_and_memory_is_last(page, run):
     tags = page.ask("plugin/timeseries/tags")["scalars"]["runTagInfo"][run]
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in sorted(tags)))
     pipeline = ["z_pipeline"] if run == "pipe" else []
-    assert groups == ["overview", "speed", "train", "val", "z_memory", *pipeline, "z_summary"]
+    assert groups == ["overview", "speed", "train", "val", "z_memory", *pipeline, "z_step", "z_summary"]
     assert [tag.removeprefix("overview/") for tag in sorted(tags) if tag.startswith("overview/")] == FIRST
     for tag, twin in (("1_train_loss", "train/loss"), ("3_val_top1", "val/top1")):
         assert page.steps(run, f"overview/{tag}") == page.steps(run, twin) != []
@@ -110,17 +114,22 @@ def test_every_chart_of_custom_scalars_has_values(page, run):
     layout = page.ask("plugin/custom_scalars/layout")
     assert [row["title"] for row in layout["category"]] == ["does it learn", "how fast", "how full"]
     for row in layout["category"]:
+        titles = [chart["title"] for chart in row["chart"]]
+        assert len(titles) == len(set(titles)), "a chart is of all runs"
         for chart in row["chart"]:
             margin = chart.get("margin", {"series": []})["series"]
-            wanted = chart.get("multiline", {}).get("tag") or [f"{one['value']}$" for one in margin]
+            wanted = chart.get("multiline", {}).get("tag") or [f"{tag}$" for one in margin for tag in one.values()]
             found = {}
             for tag in wanted:
-                found |= page.ask("plugin/custom_scalars/scalars", run=run, tag=tag)["payload"]
+                found |= page.ask("plugin/custom_scalars/scalars", run=run, tag=tag)["tag_to_events"]
             # What a mode has not, and what so short a run cannot tell, is empty.
             if not re.search("bubble|stages at work|communication, ms", chart["title"]) or (
                 run == "pipe" and "communication, ms" not in chart["title"]
             ):
                 assert found and all(found.values()), chart["title"]
+                # An area is drawn where both its edges have values at the same steps.
+                assert not margin or len({tuple(step for _, step, _ in line) for line in found.values()}) == 1
+                assert not margin or len(found) == len(set(wanted))
             assert len({"speed/samples_per_sec", "speed/samples_per_sec_per_device"} & set(found)) < 2
             if chart["title"].startswith("loss"):
                 assert set(found) == {"train/loss", "val/loss"}
@@ -185,6 +194,23 @@ def test_a_server_that_reads_while_a_run_is_continued_forgets_what_comes_again(t
         tracker.close()
         reader.Reload()
     assert [event.step for event in reader.Tensors("train/loss")] == list(range(1, 11))
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run():
+    said = []
+    run = SimpleNamespace(tracker=SimpleNamespace(shows=True, say=said.append), datasets=None)
+    presenting.first_batch(run, Batch(torch.zeros(2, 1, 4, 4), torch.zeros(2), 2))
+    [line] = said
+    assert "a picture for TensorBoard is left out: AttributeError" in line
+
+
+@pytest.mark.parametrize(("shape", "shown"), [((8, 1, 4, 4), 8), ((96, 3, 224, 224), 32), ((4, 1, 2048, 2048), 1)])
+def test_of_large_images_fewer_are_shown(shape, shown, monkeypatch):
+    looked = []
+    monkeypatch.setattr(presenting, "as_pictures", lambda datasets, inputs: looked.append(len(inputs)))
+    run = SimpleNamespace(tracker=SimpleNamespace(shows=True), datasets=None)
+    presenting.first_batch(run, Batch(torch.empty(shape), torch.empty(0), shape[0]))
+    assert looked == [shown]
 
 
 class Told:

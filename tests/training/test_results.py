@@ -1,18 +1,19 @@
-"""result.json is what its type and the README say."""
+"""result.json is what its type and the guide say."""
 
 from typing import get_args, get_type_hints, is_typeddict
 
 from pydantic import TypeAdapter
 
-from tests.commands import PROJECT, QUIET, ok, result
+from tests.commands import QUIET, ok, result
+from tests.pages import GUIDE
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.training.results import Metrics, Result, table
 
 OF_CLASSIFICATION = {"val_loss", "val_top1", "val_top5", "best_top1"}
 
 
-def test_the_readme_lists_the_keys():
-    assert table() in (PROJECT / "README.md").read_text()
+def test_the_guide_lists_the_keys():
+    assert table() in (GUIDE / "result.md").read_text()
 
 
 def test_a_runs_result_has_these_keys_and_types(tmp_path):

@@ -42,8 +42,9 @@ def test_every_mode_stops(mode, tmp_path, full):
     assert (tmp_path / "run" / "last.safetensors").is_file() and (tmp_path / "run" / "best.safetensors").is_file()
 
 
-def test_a_stopped_run_stays_so_until_patience_is_raised(tmp_path):
-    run = [*STILL, "mode=single", "epochs=5", f"output={tmp_path / 'run'}"]
+@pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.full("as single"))])
+def test_a_stopped_run_stays_so_until_patience_is_raised(mode, tmp_path):
+    run = [*STILL, *MODES[mode], "epochs=5", f"output={tmp_path / 'run'}"]
     ok(*run, "stop.patience=2")
     again = ok(*run, "stop.patience=2", "resume=auto")
     assert "resuming at step 15 of 25" in again.stdout

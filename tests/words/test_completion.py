@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ok
+from trainer.exporting import SUFFIXES
 from trainer.recipe import shipped_recipes
 from trainer.words.commands import COMMANDS
 from trainer.words.completion import script
@@ -37,11 +38,14 @@ def test_commands_and_keys(sourced: Path) -> None:
     found = completed(sourced, "trainer ")
     assert {*COMMANDS, "recipe=", "nproc=", "optimizer.lr=", "batch_size="} <= {*found}
     assert completed(sourced, "trainer eval") == ["evaluate"]
-    assert completed(sourced, "trainer recipe=digits optimizer.l") == ["optimizer.lr="]
+    found = {"optimizer.lr=", "optimizer.lr_per=", "optimizer.layer_decay="}
+    assert {*completed(sourced, "trainer recipe=digits optimizer.l")} == found
     assert {*completed(sourced, "trainer data.ro")} == {"data.root="}
+    assert completed(sourced, "trainer guide mod") == ["modes"]
 
 
 def test_values(sourced: Path) -> None:
+    assert {*completed(sourced, "trainer export runs/x format=")} == {*SUFFIXES}
     assert completed(sourced, "trainer mode=loc") == ["local_sgd"]
     assert {*completed(sourced, "trainer recipe=digits precision=")} == {"fp32", "tf32", "bf16", "fp16"}
     assert {*completed(sourced, "trainer pipeline.schedule=inter")} == {"interleaved1f1b", "interleavedzerobubble"}

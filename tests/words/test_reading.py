@@ -9,7 +9,8 @@ import pytest
 
 from trainer.errors import RecipeError
 from trainer.processes import family
-from trainer.recipe import shipped_recipes
+from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe.text import typed as as_typed
 from trainer.words.reading import program, read
 
 TRAIN = "python -m trainer"
@@ -37,6 +38,15 @@ TAKEN = {
     "recipe=digits model.name=my_net plugin=mine": "recipe=digits model.name=my_net plugin=mine",
     "plugin=mine model.name=ResNet_18 task.name=bce": "plugin=mine model.name=ResNet_18 task.name=bce",
     "recipe=digits optimizer.lr=1e-3 ema=null": "recipe=digits optimizer.lr=1e-3 ema=null",
+    "recipe=digits 'optimizer={lr: 0.1}'": "recipe=digits 'optimizer={lr: 0.1}'",
+    "recipe=digits logging.wandb=my_project": "recipe=digits logging.wandb=my_project",
+    "recipe=digits model.freeze=-1 data.workers=0": "recipe=digits model.freeze=-1 data.workers=0",
+    "recipe=digits optimizer.lr=.1 optimizer.eps=1E-4": "recipe=digits optimizer.lr=.1 optimizer.eps=1E-4",
+    "recipe=digits pipeline.microbatches=auto": "recipe=digits pipeline.microbatches=auto",
+    "recipe=digits 'epochs=3\r'": "recipe=digits epochs=3",  # a script that Windows wrote
+    "recipe=digits '\r'": "recipe=digits",
+    "recipe=digits , epochs=3": "recipe=digits epochs=3",
+    "--nproc 4": "nproc=4",
     "recipe=": "recipe=",
     "recipe= epochs=5": "recipe= epochs=5",
 }
@@ -86,6 +96,25 @@ TOLD = {
     "info": "doctor",
     "env": "doctor",
     "resume": "recipe=RUN output=RUN resume=auto",
+    "onnx": "export RUN format=onnx",
+    "onnx runs/x": "export runs/x format=onnx",
+    "torchscript": "export RUN format=torchscript",
+    "-m trainer": "recipe=digits",
+    "-m trainer plan recipe=digits": "plan recipe=digits",
+    ".\\\\launch.sh recipe=digits": "recipe=digits",
+    "recipe": "recipe=digits",
+    "train --recipe": "recipe=digits",
+    "train --digits": "recipe=digits",
+    "digits 10": "recipe=digits",
+    "digits ddp": "recipe=digits mode=ddp",
+    "digits foo=1": "recipe=digits",
+    "plan resnet50 gpus=8": "plan recipe=resnet50 nproc=8",
+    "compare recipe=digits ddp,pipeline": "compare recipe=digits 'modes=[ddp,pipeline]'",
+    "compare recipe=digits --modes single ddp": "compare recipe=digits 'modes=[single,ddp]'",
+    "compare recipe=digits modes=all": "compare recipe=digits",
+    "predict model=runs/x data.root=photos": "predict checkpoint=runs/x data.root=photos",
+    "predict checkpoint=runs/x input=photos": "predict checkpoint=runs/x data.root=photos",
+    "evaluate weights=runs/x/best.safetensors": "evaluate checkpoint=runs/x/best.safetensors",
     "bash": "completion bash",
     "usage": "help",
     # how a word is set
@@ -106,6 +135,49 @@ TOLD = {
     "recipe=digits compile=1": "recipe=digits compile=true",
     "recipe=digits clip_grad_norm=none": "recipe=digits clip_grad_norm=null",
     "recipe=digits ema=true": "recipe=digits ema=0.999",
+    "recipe=digits 'epochs=3,lr=0.1'": "recipe=digits epochs=3 optimizer.lr=0.1",
+    "recipe=digits,epochs=3": "recipe=digits epochs=3",
+    "recipe=digits;epochs=3": "recipe=digits epochs=3",
+    "'recipe=digits epochs=3'": "recipe=digits epochs=3",
+    "recipe=digits, epochs=3": "recipe=digits epochs=3",
+    "recipe=digits '\"epochs=3\"'": "recipe=digits epochs=3",
+    "recipe=digits optimizer:lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits optimizer/lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits optimizer[lr]=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits optimizer__lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "/recipe=digits": "recipe=digits",
+    "recipe=digits --config mnist": "recipe=mnist",
+    # numbers
+    "recipe=digits epochs=1e2": "recipe=digits epochs=100",
+    "recipe=digits epochs=3.0": "recipe=digits epochs=3",
+    "recipe=digits epochs=1,000": "recipe=digits epochs=1000",
+    "recipe=digits batch_size=1k": "recipe=digits batch_size=1000",
+    "recipe=digits \"epochs='3'\"": "recipe=digits epochs=3",
+    "recipe=digits lr=1e-1": "recipe=digits optimizer.lr=1e-1",
+    "recipe=digits lr=auto": "recipe=digits",
+    "recipe=digits lr=3*10^-4": "recipe=digits optimizer.lr=0.0003",
+    "recipe=digits batch_size=2**10": "recipe=digits batch_size=1024",
+    "recipe=digits ema=999/1000": "recipe=digits ema=0.999",
+    "recipe=digits lr=1e\N{EN DASH}4": "recipe=digits optimizer.lr=1e-4",
+    "recipe=digits label_smoothing=10%": "recipe=digits loss.label_smoothing=0.1",
+    "recipe=digits imgsz=224x224": "recipe=digits data.image_size=224",
+    "recipe=digits data.image_size=224,224": "recipe=digits data.image_size=224",
+    "recipe=digits timeout=30s": "recipe=digits timeout=30",
+    "recipe=digits betas=0.9,0.999": "recipe=digits 'optimizer.betas=[0.9,0.999]'",
+    "recipe=digits 'data.mean=(0.5, 0.5, 0.5)'": "recipe=digits 'data.mean=[0.5,0.5,0.5]'",
+    "recipe=digits data.std=[0.5 0.5 0.5]": "recipe=digits 'data.std=[0.5,0.5,0.5]'",
+    "recipe=digits workers=auto": "recipe=digits data.workers=null",
+    "recipe=digits max_steps=-1": "recipe=digits max_steps=null",
+    "recipe=digits clip_grad=0": "recipe=digits clip_grad_norm=null",
+    "recipe=digits --mixup": "recipe=digits augment.mixup=0.2",
+    "recipe=digits mixup=false": "recipe=digits augment.mixup=0",
+    "recipe=digits freeze=true": "recipe=digits model.freeze=-1",
+    "recipe=digits early_stopping=3": "recipe=digits stop.patience=3",
+    "-n 4": "nproc=4",
+    "recipe=digits -np 4": "recipe=digits nproc=4",
+    "recipe=digits nproc=auto": "recipe=digits",
+    "recipe=digits -j4": "recipe=digits data.workers=4",
+    "recipe=digits -b64": "recipe=digits batch_size=64",
     # recipes
     "recipe=imagenet": "recipe=resnet50 data.root=/path/to/imagenet",
     "recipe=vgg11": "recipe=resnet50 model.name=vgg11",
@@ -143,6 +215,17 @@ TOLD = {
     "recipe=digits max_grad_norm=1": "recipe=digits clip_grad_norm=1",
     "recipe=digits loss=bce": "recipe=digits task.name=multilabel",
     "recipe=digits task=classify": "recipe=digits task.name=classification",
+    "recipe=digits freeze=3": "recipe=digits model.freeze=3",
+    "recipe=digits freeze=0": "recipe=digits model.freeze=null",
+    "recipe=digits freeze_backbone=true": "recipe=digits model.freeze=-1",
+    "recipe=digits --patience 5": "recipe=digits stop.patience=5",
+    "recipe=digits patience=0": "recipe=digits stop.patience=null",
+    "recipe=digits --early-stopping": "recipe=digits stop.patience=5",
+    "recipe=digits stop=3": "recipe=digits stop.patience=3",
+    "recipe=digits --layer-decay 0.75": "recipe=digits optimizer.layer_decay=0.75",
+    "recipe=digits --lr-base-size 256": "recipe=digits optimizer.lr_per=256",
+    "recipe=digits scale_lr=true": "recipe=digits optimizer.lr_per=256",
+    "recipe=digits optimizer=LARS": "recipe=digits optimizer.name=lars",
     "recipe=digits --resume": "recipe=digits resume=auto",
     "recipe=digits resume=true": "recipe=digits resume=auto",
     "recipe=digits resume=runs/foo": "recipe=digits output=runs/foo resume=auto",
@@ -151,6 +234,19 @@ TOLD = {
     "recipe=digits log_every_n_steps=5": "recipe=digits logging.every_steps=5",
     "recipe=digits seed_everything=1": "recipe=digits seed=1",
     "recipe=digits save_top_k=3": "recipe=digits save.keep=3",
+    "recipe=digits save=false": "recipe=digits save.every_epochs=null",
+    "recipe=digits logging=false": "recipe=digits logging.tensorboard=false",
+    "recipe=digits logger=wandb": "recipe=digits logging.wandb=true",
+    "recipe=digits augment=false": "recipe=digits augment.auto=none",
+    "recipe=digits name=first": "recipe=digits output=runs/first",
+    "recipe=digits optimizer=lion": "recipe=digits",
+    "recipe=digits scheduler=plateau": "recipe=digits",
+    "recipe=digits val=false": "recipe=digits",
+    "recipe=digits dropout=0.5": "recipe=digits",
+    "recipe=digits backend=nccl": "recipe=digits",
+    "recipe=digits resume": "recipe=digits resume=auto",
+    "recipe=digits resume=runs/x/last.safetensors": "recipe=digits output=runs/x resume=auto",
+    "recipe=digits ckpt=runs/x": "recipe=digits",
     # models and data
     "recipe=digits model=resnet18": "recipe=digits model.name=resnet18",
     "recipe=digits -a resnet18": "recipe=digits model.name=resnet18",
@@ -170,10 +266,26 @@ TOLD = {
     "recipe=digits imgsz=224": "recipe=digits data.image_size=224",
     "recipe=digits num_workers=4": "recipe=digits data.workers=4",
     "recipe=digits -j 4": "recipe=digits data.workers=4",
+    "recipe=digits model=timm/resnet50": "recipe=digits model.name=timm:resnet50",
+    "recipe=digits val_split=0.1": "recipe=digits data.val_fraction=0.1",
+    "recipe=digits channels=rgb": "recipe=digits data.channels=3",
     "recipe=digits mixup_alpha=0.2 auto_augment=ra": "recipe=digits augment.mixup=0.2 augment.auto=rand",
     # devices, modes, precision
     "recipe=digits devices=0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
     "recipe=digits devices=[0,1]": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits devices=[cuda:0, cuda:1]": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits devices=cuda:0-2": "recipe=digits 'devices=[cuda:0,cuda:1,cuda:2]'",
+    "recipe=digits devices=gpu:0": "recipe=digits 'devices=[cuda:0]'",
+    "recipe=digits devices=cuda": "recipe=digits devices=auto",
+    "recipe=digits gpu=0": "recipe=digits 'devices=[cuda:0]'",
+    "recipe=digits device=mps": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits CUDA_VISIBLE_DEVICES=0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits cpu": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits cuda:1": "recipe=digits 'devices=[cuda:1]'",
+    "recipe=digits fp16": "recipe=digits precision=fp16",
+    "recipe=digits compile": "recipe=digits compile=true",
+    "recipe=digits --ddp": "recipe=digits mode=ddp",
+    "recipe=digits --distributed": "recipe=digits mode=ddp",
     "recipe=digits devices=2": "recipe=digits nproc=2",
     "recipe=digits gpus=2": "recipe=digits nproc=2",
     "recipe=digits --gpus 0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
@@ -209,13 +321,14 @@ TOLD = {
     "recipe=digits --lr=0.1 batch=64 workers=2": "recipe=digits optimizer.lr=0.1 batch_size=64 data.workers=2",
 }
 
-# Answered by a sentence: there is no such command.
+# Answered by a sentence.
 SAID = {
-    "runs": "ls runs",
-    "export": "RUN/last.safetensors",
-    "onnx": "RUN/last.safetensors",
     "tensorboard": "python -m tensorboard.main --logdir runs",
-    "new": "python -m trainer recipes digits > my.yaml",
+    "new": "python -m trainer recipes new my.yaml extends=digits",
+    "recipe=digits opt=lion": "optimizer.name is sgd, adam, adamw, muon or lars",
+    "digits 10": "'10': not key=value, as in epochs=10",
+    "digits epoch_size=1": "'epoch_size=1': no key; did you mean epochs?",
+    "compare runs/a runs/b": "runs compare RUN RUN",
     "recipe=digits nnodes=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
     "recipe=digits mode=fsdp": "there is no fsdp here",
     "recips": "did you mean recipes?",
@@ -268,6 +381,21 @@ def test_what_nobody_understands_is_passed_on_or_one_line(typed: str) -> None:
         assert (command, words) == ("train", shlex.split(typed))
 
 
+@pytest.mark.parametrize("command", ["runs", "export", "recipes", "doctor", "help"])
+def test_commands_that_read_their_words_themselves(command: str) -> None:
+    assert read([command]) == (command, [])
+    assert read([command, "help"]) == ("help", [command])
+    assert read(["export", "runs/x", "--format", "onnx"]) == ("export", ["runs/x", "format=onnx"])
+
+
+def test_torchrun_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read([]) == ("help", [])
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=r"^train what\? type torchrun --nproc_per_node=4 -m trainer recipe=digits$"):
+        read([])
+
+
 def test_folders_and_files_that_lie_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("pets", "runs/first"):
@@ -291,6 +419,12 @@ def test_folders_and_files_that_lie_here(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_recipe_of_every_name_is_taken() -> None:
     for name in shipped_recipes():
         assert read([f"recipe={name}"]) == ("train", [f"recipe={name}"])
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_what_a_recipe_says_itself_is_never_corrected(name: str) -> None:
+    words = [f"{key}={as_typed(value)}" for key, value in flatten(load(name).to_dict()).items()]
+    assert read(words) == ("train", words)
 
 
 @pytest.mark.parametrize(

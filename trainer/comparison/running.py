@@ -93,6 +93,8 @@ class Runner:
         command = [*self.first, *words]
         done = finished(path, command)
         if done is not None:
+            with writing(self.folder):
+                self._tidy(path, repeat)  # it may have been killed before it did
             return done
         with writing(self.folder):
             shutil.rmtree(path, ignore_errors=True)
@@ -112,13 +114,15 @@ class Runner:
         shutil.rmtree(path / "checkpoints", ignore_errors=True)
         for weights in path.glob("*.safetensors"):
             weights.unlink()
-        curves = self.folder / "tensorboard" / path.parent.name
-        for events in path.glob("events.out.tfevents.*"):
-            if repeat == 1:
-                curves.mkdir(parents=True, exist_ok=True)
-                events.replace(curves / events.name)
-            else:
+        fresh, curves = sorted(path.glob("events.out.tfevents.*")), self.folder / "tensorboard" / path.parent.name
+        if repeat != 1:
+            for events in fresh:
                 events.unlink()
+        elif fresh:  # of a run that was done anew, the old ones would be a second curve
+            shutil.rmtree(curves, ignore_errors=True)
+            curves.mkdir(parents=True)
+            for events in fresh:
+                events.replace(curves / events.name)
 
 
 class Failed(TrainerError):

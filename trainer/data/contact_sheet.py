@@ -63,12 +63,14 @@ def drawn(part: PhotoFolder | ImageSet, labels: Array, data: Datasets, recipe: R
     for row, (label, own) in enumerate(zip(classes, members, strict=True)):
         name = data.classes[label]
         name = name if len(name) <= 20 else name[:19] + "…"
-        with suppress(UnicodeError):  # a name that is no text: its images stand for it
-            paper.text((MARGIN, 2 * TEXT + row * height + CELL // 3), f"{name}\n{len(own):,} images", "black", font)
+        paper.text((MARGIN, 2 * TEXT + row * height + CELL // 3), f"{name}\n{len(own):,} images", "black", font)
     for column, images in enumerate(_columns(part, members, data, recipe)):
         for row, image in images:
-            place = (NAMES + column * height, 2 * TEXT + row * height)
-            canvas.paste(_cell(image), place)
+            left, top = NAMES + column * height, 2 * TEXT + row * height
+            if image is None:
+                paper.text((left, top + CELL // 3), "cannot be\nread", "red", font)
+            else:
+                canvas.paste(_cell(image), (left, top))
     return canvas
 
 
@@ -79,19 +81,22 @@ def _some(classes: int) -> list[int]:
 
 def _columns(
     part: PhotoFolder | ImageSet, members: list[Array], data: Datasets, recipe: Recipe
-) -> Iterator[list[tuple[int, Tensor]]]:
-    """One image of each class after the other, (H, W, C) uint8 with its row, until there are enough or time is up."""
+) -> Iterator[list[tuple[int, Tensor | None]]]:
+    """One image of each class after the other, (H, W, C) uint8 with its row, until there are enough or time is up.
+
+    None stands for one that cannot be read.
+    """
     begun = time.monotonic()
     for column in range(IMAGES):
         rows = [row for row, own in enumerate(members) if column < len(own)]
         if not rows or (column and time.monotonic() - begun > SECONDS):
             return
         spread = [members[row][column * len(members[row]) // min(IMAGES, len(members[row]))] for row in rows]
-        yield list(zip(rows, _seen(part, np.array(spread), data, recipe), strict=False))
+        yield list(zip(rows, _seen(part, np.array(spread), data, recipe), strict=True))
 
 
-def _seen(part: PhotoFolder | ImageSet, index: Array, data: Datasets, recipe: Recipe) -> Tensor:
-    """Training images of the first epoch: (n, H, W, C) uint8; fewer where none can be read."""
+def _seen(part: PhotoFolder | ImageSet, index: Array, data: Datasets, recipe: Recipe) -> list[Tensor | None]:
+    """Training images of the first epoch, (H, W, C) uint8 each; None for those that cannot be read."""
     augment, seed = recipe.augment, recipe.seed
     if isinstance(part, ImageSet):
         cpu = torch.device("cpu")
@@ -99,11 +104,12 @@ def _seen(part: PhotoFolder | ImageSet, index: Array, data: Datasets, recipe: Re
         draws = Draws.of(augment, seed, 0, index, gallery.width, cpu)
         images = gallery.take(torch.arange(len(index)), draws)
         with private_random_state():
-            return Auto(augment, seed, 0, index).batch(images)
-    images = torch.empty(1, len(index), data.image_size, data.image_size, data.channels, dtype=torch.uint8)
-    labels = torch.empty(1, len(index), dtype=torch.int64)
-    count, _, _ = Reader(part, images, labels, augment, seed, skip=True).__getitems__((0, 0, index))
-    return images[0, :count]
+            return list(Auto(augment, seed, 0, index).batch(images))
+    images = torch.empty(len(index), 1, data.image_size, data.image_size, data.channels, dtype=torch.uint8)
+    labels = torch.empty(len(index), 1, dtype=torch.int64)
+    reader = Reader(part, images, labels, augment, seed, skip=False)
+    counts = [reader.__getitems__((slot, 0, index[slot : slot + 1]))[0] for slot in range(len(index))]
+    return [image[0] if count else None for image, count in zip(images, counts, strict=True)]
 
 
 def _cell(image: Tensor) -> Image.Image:

@@ -142,7 +142,10 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
     known_names = [*DATASETS, *registered]
     guess = nearest(data.name, known_names)
     hint = f"did you mean data.name={guess}? " if guess else ""
-    raise RecipeError(f"data.name={data.name} is not a data set; {hint}known: {', '.join(known_names)}")
+    raise RecipeError(
+        f"data.name={data.name} is not a data set; {hint}known: {', '.join(known_names)} "
+        "(your own: register_dataset, or plugin=my_module)"
+    )
 
 
 def digits(data: DataRecipe) -> Datasets:

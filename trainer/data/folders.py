@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import warnings
@@ -24,11 +25,10 @@ from trainer.data.pictures import Picture
 from trainer.data.scanning import LeftOut, few
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.splits import Before, hold_out, table
-from trainer.errors import CheckpointError, SetupError
+from trainer.errors import SetupError
 from trainer.recipe import Recipe
 from trainer.recipe.checks import torchvision_classifiers
 from trainer.saving import files
-from trainer.saving.weights import read_weights
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 2**30
@@ -65,6 +65,13 @@ class PhotoFolder:
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
         return open_image(self.where(index), channels), torch.as_tensor(self.labels[index])
 
+    def digest(self) -> str:
+        """Of which images these are and what they show, wherever their folder lies."""
+        found = hashlib.blake2b(self._names, digest_size=16)
+        for values in (self._ends, self.labels):
+            found.update(np.ascontiguousarray(values).data)
+        return found.hexdigest()
+
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
         return read_image(self.where(index), channels), torch.as_tensor(self.labels[index])
 
@@ -99,7 +106,8 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
     notes = left.notes()
     if layout.beside:
         notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
-    return photos(recipe, train, val, list(classes), split, notes, made=layout.held_out is None)
+    names = [files.portable(name) for name in classes]
+    return photos(recipe, train, val, names, split, notes, made=layout.held_out is None)
 
 
 def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
@@ -210,10 +218,11 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str
     """
     data, model, sizes = recipe.data, recipe.model, {shape[1:] for shape in shapes}
     height, width = next(iter(sizes)) if len(sizes) == 1 else (PHOTO, PHOTO)
-    small = height == width < PHOTO and model.weights is None
+    torchvisions, own = model.name in torchvision_classifiers(), model.init_from is not None
+    small = height == width < PHOTO and model.weights is None and not (own and torchvisions)
     gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
-    coloured = model.weights or model.name in torchvision_classifiers()
-    channels = data.channels or (1 if gray and not coloured and _reads_gray(model.init_from) else 3)
+    coloured = torchvisions or own or model.weights is not None
+    channels = data.channels or (1 if gray and not coloured else 3)
     size = data.image_size or (height if small else PHOTO)
     if (data.image_size and data.channels) or not shapes:
         return channels, size, {}
@@ -222,15 +231,6 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str
     keys = [f"data.{key}=" for key in ("channels", "image_size") if getattr(data, key) is None]
     note = f"become {channels} x {size} x {size} ({found}); {' and '.join(keys)} choose otherwise"
     return channels, size, {"images": note}
-
-
-def _reads_gray(init_from: str | None) -> bool:
-    """Whether weights to start from, if any, are those of a model of gray images."""
-    if init_from is None:
-        return True
-    with suppress(CheckpointError):  # building the model says what is wrong with them
-        return read_weights(Path(init_from).expanduser())[1].get("channels") == "1"
-    return False
 
 
 def statistics(

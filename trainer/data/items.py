@@ -74,7 +74,7 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
         return whole[0][index], whole[1][index]
     pairs = isinstance(part, tuple | list) and len(part) == 2
     if pairs and all(isinstance(each, Tensor | np.ndarray) for each in part):
-        inputs, targets = (torch.as_tensor(each) for each in part)
+        inputs, targets = (torch.as_tensor(each).detach().cpu() for each in part)
         return channels_first(inputs, 4), targets
     return None
 

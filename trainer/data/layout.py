@@ -17,7 +17,8 @@ from trainer.data.scanning import LeftOut, class_images, few, listed
 from trainer.errors import SetupError
 
 TRAIN = ("train", "training")  # in any case, as are the next; the first that is there is taken
-HELD_OUT = ("val", "valid", "validation", "test", "testing")
+TEST = ("test", "testing")
+HELD_OUT = ("val", "valid", "validation", *TEST)
 
 
 class ClassFolders(NamedTuple):
@@ -41,6 +42,8 @@ def layout_of(root: Path, left: LeftOut) -> ClassFolders:
     """
     folders, images = listed(root, LeftOut())
     train, held_out = (_called(root, folders, names) for names in (TRAIN, HELD_OUT))
+    if train is not None and held_out is not None and _has_no_labels(root / held_out):
+        held_out = None
     others = tuple(name for name in folders if name not in (train, held_out))
     if train is not None:
         left.loose(len(listed(root, left)[1]))  # else what lies beside the classes is counted with them
@@ -71,7 +74,12 @@ def _beside(parent: Path) -> Path | None:
     with suppress(OSError):
         found = [name for name in os.listdir(parent) if name.lower() in HELD_OUT and (parent / name).is_dir()]
     name = _called(parent, found, HELD_OUT)
-    return parent / name if name is not None else None
+    return parent / name if name is not None and not _has_no_labels(parent / name) else None
+
+
+def _has_no_labels(held_out: Path) -> bool:
+    """Whether it is a test folder of images alone, as competitions give them out: nothing can be told from it."""
+    return held_out.name.lower() in TEST and not listed(held_out, LeftOut())[0]
 
 
 def _word(root: Path) -> str:

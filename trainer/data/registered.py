@@ -88,8 +88,9 @@ def open_registered(recipe: Recipe) -> Datasets:
     *parts, found = made
     tensors = [tensors_of(part) for part in parts]
     if all(pair is not None for pair in tensors):
-        names = _names(found, tensors[0], recipe)
-        return _from_tensors(data, [pair for pair in tensors if pair is not None], names)
+        pairs = [pair for pair in tensors if pair is not None]
+        _check_pairs(data, pairs)
+        return _from_tensors(data, pairs, _names(found, pairs[0], recipe))
     mixed = any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts)
     if mixed:
         raise RecipeError(f"data.name={data.name}: train and val must both be pairs of tensors, or neither")
@@ -118,13 +119,16 @@ def _names(found: Any, train: Any, recipe: Recipe) -> tuple[str, ...]:
 SPLIT = "the held-out part that its function returns"
 
 
-def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tuple[str, ...]) -> Datasets:
+def _check_pairs(data: DataRecipe, parts: Sequence[Sequence[Tensor]]) -> None:
     for inputs, targets in parts:
         if not len(inputs) or len(inputs) != (len(targets) if targets.dim() else -1):
             raise RecipeError(
                 f"data.name={data.name}: inputs and targets must be as many, and at least 1, found "
                 f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
             )
+
+
+def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tuple[str, ...]) -> Datasets:
     train, val = parts
     if train[0].dtype != torch.uint8:
         sets = [TensorSet(plain(inputs), targets) for inputs, targets in parts]
@@ -186,17 +190,17 @@ class UserItems:
 
     def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, size: int | None) -> None:
         self.items, self.name, self.targets, self.spec, self.size = items, name, targets, spec, size
+        self.by_value = False  # its classes travel too: no other process can import them
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(vars(self))
-        if carrying.nowhere_to_import():
-            state["items"] = carrying.packed(self.items, "the data set")
-        return state
+        if self.by_value or carrying.nowhere_to_import():
+            return {"packed": carrying.packed(vars(self), "the data set")}
+        return vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state["items"], bytes):
+        if "packed" in state:
             carrying.arrived = True
-            state["items"] = pickle.loads(state["items"])
+            state = pickle.loads(state["packed"])
         vars(self).update(state)
 
     def __len__(self) -> int:

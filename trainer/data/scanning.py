@@ -15,7 +15,10 @@ from PIL import Image
 from trainer.data.images import formats
 from trainer.errors import SetupError
 
-JUNK = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+JUNK = (  # in small letters
+    *("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "$recycle.bin"),
+    *("system volume information", "lost+found"),
+)
 NEEDS = {  # kinds of photos that are read with a package, or after a change
     **dict.fromkeys((".heic", ".heif", ".heics", ".heifs", ".hif"), "pip install pillow-heif"),
     **dict.fromkeys((".avif", ".webp"), "pip install --upgrade pillow"),
@@ -91,19 +94,23 @@ def is_image(name: str) -> bool:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether to look for images below it: not below a link that leads back to a folder above it, or to itself."""
+    """Whether to look for images below it: not below a link that leads back to a folder above it, or to itself.
+
+    Above it lie the folders that it really is in, and those on the way to it, which may be links themselves.
+    """
     try:
         if not entry.is_dir() or not entry.is_symlink():
             return entry.is_dir()
     except OSError:
         return False  # as a link to itself: whatever reads it will say so
     target, here = os.path.realpath(entry.path), os.path.realpath(os.path.dirname(entry.path))
-    return os.path.commonpath([target, here]) != target
+    way = {os.path.realpath(parent) for parent in Path(entry.path).absolute().parents}
+    return os.path.commonpath([target, here]) != target and target not in way
 
 
 def is_junk(name: str) -> bool:
     """Whether a file or folder is one that a system or program left among the user's: ._IMG.jpg, .DS_Store."""
-    return name.startswith(".") or name in JUNK
+    return name.startswith(".") or name.lower() in JUNK
 
 
 def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], list[str]]:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from trainer.errors import SetupError
 from trainer.recipe import Recipe
-from trainer.saving.files import opened
+from trainer.saving.files import opened, portable
+from trainer.saving.run_folder import continued_folder
 
 SPLIT_FILE = "split.csv"  # of a run folder: the split that was made for it, which data.labels= takes too
 HEADER = ("file", "label", "split")
@@ -81,15 +82,8 @@ def hold_out(
 
 def continued(recipe: Recipe) -> Before:
     """The split of the run that is to be continued, where there is one."""
-    if recipe.output is None or recipe.resume is None:
-        return NOTHING_BEFORE
-    folder = Path(recipe.output).expanduser()
-    return Before(held_out_of(folder)) if (folder / "checkpoints").is_dir() else NOTHING_BEFORE
-
-
-def portable(name: str) -> str:
-    """A file's name as a text file can hold it."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    folder = continued_folder(recipe)
+    return NOTHING_BEFORE if folder is None else Before(held_out_of(folder))
 
 
 def table(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import re
 import threading
 import time
@@ -167,7 +168,10 @@ class PhotoFeed:
                     persistent_workers=True,
                 )
                 self._batches = iter(self._loader)
-        except (TypeError, AttributeError, ImportError) as error:
+        except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
+            if not getattr(self.source, "by_value", True):  # a lambda, or a class within a function
+                self.source.by_value, self._loader = True, None  # type: ignore[attr-defined]
+                return self._start(keys)
             raise RecipeError(
                 f"the data set cannot be sent to loader workers ({error}); "
                 "define its class in a module, or set data.workers=0"

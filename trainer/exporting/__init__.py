@@ -19,6 +19,7 @@ from trainer.recipe.words import split_words
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2", "torchscript": ".torchscript", "safetensors": ".safetensors"}
 SYNONYMS = {"pt2": "exported_program", "export": "exported_program", "jit": "torchscript", "ts": "torchscript"}
 ONNX = ("onnx", "onnxscript", "onnxruntime")
+WEIGHTS = ("last.safetensors", "manifest.json")  # what a run folder, or a checkpoint, has
 EXAMPLE = "as in export runs/x format=onnx"
 
 
@@ -69,16 +70,17 @@ def _format(asked: str | None, output: str | None) -> str:
 
 
 def find(run: str) -> Path:
-    """What the user means: a path, or a name below runs/.
+    """What the user means: a path, or a name below runs/; of both the one that holds weights.
 
     Raises:
         CheckpointError: there is neither.
     """
     path = os.path.expanduser(run)
-    for found in (path, os.path.join("runs", path)):
-        if os.path.exists(found):
-            return Path(found)
-    raise CheckpointError(f"'{run[:120]}' is not there, nor runs/{run[:120]}: python -m trainer runs lists runs")
+    there = [Path(found) for found in (path, os.path.join("runs", path)) if os.path.exists(found)]
+    if not there:
+        raise CheckpointError(f"'{run[:120]}' is not there, nor runs/{run[:120]}: python -m trainer runs lists runs")
+    good = [found for found in there if found.is_file() or any((found / name).is_file() for name in WEIGHTS)]
+    return (good or there)[0]
 
 
 def default_target(path: Path, kind: str) -> Path:

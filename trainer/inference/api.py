@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.devices.assignment import prediction_devices
+from trainer.errors import RecipeError
 from trainer.inference.labelling import Forward
 from trainer.pool import DevicePool
 from trainer.processes import carrying
@@ -61,7 +63,15 @@ def predict(
 
 
 def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None) -> Iterator[Any]:
-    homeless = any(type(part).__module__ == "__main__" for part in model.modules())
-    sent = carrying.packed(model, "the model") if homeless and carrying.nowhere_to_import() else model
-    with DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size) as pool:
+    with _pool(model, devices, batch_size) as pool:
         yield from pool.map(inputs)
+
+
+def _pool(model: nn.Module, devices: Sequence[str], batch_size: int | None) -> DevicePool:
+    """Workers that have the model; one with a lambda, or of a class that no module holds, travels by value."""
+    homeless = any(type(part).__module__ == "__main__" for part in model.modules())
+    if not (homeless and carrying.nowhere_to_import()):
+        with suppress(RecipeError):
+            return DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size)
+    sent = carrying.packed(model, "the model", "let it hold only what can be pickled")
+    return DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size)

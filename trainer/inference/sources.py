@@ -17,6 +17,7 @@ from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
 from trainer.data.sampling import own_span
 from trainer.data.scanning import NEEDS, LeftOut, images_below, is_image
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
+from trainer.saving.files import portable
 
 LONGEST = 100_000  # characters of a path in a list; the system takes 4,096
 
@@ -175,4 +176,4 @@ def _lines(file: Any) -> Iterator[str]:
 
 def _labelled(paths: Any, classes: Sequence[str]) -> Iterator[Item]:
     known = {name: index for index, name in enumerate(classes)}
-    return (Item(path, path, known.get(os.path.basename(os.path.dirname(path)))) for path in paths)
+    return (Item(path, path, known.get(portable(os.path.basename(os.path.dirname(path))))) for path in paths)

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import PeerError
-from trainer.processes import family
+from trainer.errors import PeerError, TrainerError, sentence
+from trainer.processes import family, stacks
 from trainer.processes.rank import place
 
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
@@ -94,9 +94,24 @@ def leave_report(line: str, code: int, now: float) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "rank": place().rank}
+    line = line if has_speaker() else line.partition("\n")[0]  # torchrun's summary shows it for every rank
+    told = int(now) + (code == PeerError.code)  # torchrun takes the earliest for the cause, and a lost peer is none
+    extra = {"py_callstack": line, "timestamp": str(told), "time": now, "rank": place().rank}
+    draft = f"{path}.{os.getpid()}"  # torchrun may look at any moment, and cannot read half of it
     with suppress(OSError):  # the exit code still tells
-        Path(path).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+        Path(draft).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+        os.replace(draft, path)
+
+
+def with_stack(line: str, error: BaseException) -> str:
+    """A bug in one line, with the file that holds its stack; where there is no run folder yet, above its stack.
+
+    `line` is what `explain` makes of the error.
+    """
+    if isinstance(error, TrainerError):
+        return line
+    file = stacks.note(line)
+    return f"{sentence(error)}; the stack is in {file}" if file else f"{sentence(error)}\n{line}"
 
 
 def last_look(line: str, code: int, error: BaseException) -> str:
@@ -111,8 +126,8 @@ def last_look(line: str, code: int, error: BaseException) -> str:
 
 
 def say(line: str, code: int) -> None:
-    """Print a run's last word: one line on stderr (or a bug's traceback)."""
-    prefix = "" if line.startswith("Traceback") else "trainer: " if code in (130, 143) else "trainer: error: "
+    """Print a run's last word: one line on stderr (and the stack of a bug that has no file)."""
+    prefix = "trainer: " if code in (130, 143) else "trainer: error: "
     with suppress(OSError):  # the terminal may be gone
         print(f"{prefix}{line}", file=sys.stderr, flush=True)
 

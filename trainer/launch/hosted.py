@@ -50,18 +50,9 @@ def train_in_children(
     """
     folder = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
     with tempfile.TemporaryDirectory(prefix="trainer-") as temporary, ExitStack() as closing:
-        file = Path(temporary, recipe.name, "recipe.yaml")  # a folder's name is its recipe's
-        file.parent.mkdir()
-        file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
-        command = [sys.executable, "-m", "trainer", f"recipe={file}"]
+        command = [sys.executable, "-m", "trainer", f"recipe={_written(recipe, folder, Path(temporary))}"]
         command += [f"{key}={value}" for key, value in (("nproc", nproc), ("plugin", plugin)) if value]
-        modules = Path(temporary, "modules of the caller")
-        modules.mkdir()
-        for name, content in (given or {}).items():
-            Path(modules, name).write_bytes(content)
-        # The ranks find what this program finds, wherever it looks.
-        places = [str(modules), *(os.path.abspath(path) for path in sys.path)]
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        variables = _environment(given or {}, Path(temporary, "modules of the caller"))
         server = closing.enter_context(_Server(Path(temporary, ".caller"), answer)) if answer is not None else None
         if server is not None:
             variables |= {CALLER: server.address, WANTED: wanted}
@@ -98,8 +89,25 @@ def train_in_children(
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
     assert errors is not None
-    last = errors.end if code == TrainerError.code else errors.last
-    raise KINDS.get(code, TrainerError)(last or f"the training ended with exit code {code}")
+    last = errors.last or errors.end or f"the training ended with exit code {code}"
+    raise KINDS.get(code, TrainerError)(last)
+
+
+def _written(recipe: Recipe, output: Path, home: Path) -> Path:
+    """The recipe as a file below `home`, for a run in the folder `output`."""
+    file = home / recipe.name / "recipe.yaml"  # a folder's name is its recipe's
+    file.parent.mkdir()
+    file.write_text(recipe.replace(output=str(output.absolute())).to_yaml(), encoding="utf-8")
+    return file
+
+
+def _environment(given: Mapping[str, bytes], modules: Path) -> dict[str, str]:
+    """The child's: its ranks find what this program finds, wherever it looks, and what is given, in a new folder."""
+    modules.mkdir()
+    for name, content in given.items():
+        Path(modules, name).write_bytes(content)
+    places = [str(modules), *(os.path.abspath(path) for path in sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 class _Copy(threading.Thread):
@@ -107,7 +115,7 @@ class _Copy(threading.Thread):
 
     Attributes:
         last: the last line that the child itself says of its end.
-        end: the last line of all: of a bug the last line of its traceback.
+        end: the last line of all, for a child that said nothing of its end.
     """
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:

@@ -25,7 +25,8 @@ from trainer.launch import endings
 from trainer.launch.endings import Ending
 from trainer.launch.topology import Launch, choose_launch
 from trainer.processes import family, interrupts, world
-from trainer.processes.rank import place
+from trainer.processes.rank import check_meeting, place
+from trainer.processes.waiting import telling
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
 
@@ -41,7 +42,7 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
 
     Raises:
         RecipeError: it cannot run like this; the line says what can.
-        SetupError: a logger that it names is not installed.
+        SetupError: a logger that it names is not installed, or this is one of several ranks that cannot meet.
     """
     check_loggers(recipe)
     me = place()
@@ -51,6 +52,7 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
                 f"nproc={nproc} but torchrun started {me.local_size} here: leave nproc= out, "
                 f"or type torchrun --nproc_per_node={nproc}"
             )
+        check_meeting(me)
         launch, size = Launch(me.local_size), me.size
     else:
         launch = choose_launch(os.environ, nproc, recipe, world.cuda_count, world.cores())
@@ -121,7 +123,8 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
         arguments += [f"--log_dir={logs}", "--module", "trainer", *words]
         try:
-            ending = _ending(lambda: run.run(run.parse_args(arguments)), Path(logs), launch)  # type: ignore[no-untyped-call]
+            with telling(lambda: _missing_nodes(launch, recipe.timeout, Path(logs))):
+                ending = _ending(lambda: run.run(run.parse_args(arguments)), Path(logs), launch)  # type: ignore[no-untyped-call]
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -129,6 +132,19 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
         return 0
     endings.say(ending.line, ending.code)
     return ending.code
+
+
+def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
+    """What this node waits for; empty once its ranks are started, for then all nodes have met."""
+    if launch.nnodes == 1 or any(logs.glob("*/attempt_*")):
+        return ""
+    others = [str(node) for node in range(launch.nnodes) if node != launch.node_rank]
+    which = others[0] if len(others) == 1 else f"one of {others[0]} to {others[-1]}"
+    return (
+        f"node {launch.node_rank} waits for the other{'s' * (launch.nnodes > 2)} of {launch.nnodes} nodes at "
+        f"{launch.master_addr}:{launch.master_port}, {timeout:g} s at most: start them with NODE_RANK={which} and the "
+        "same MASTER_ADDR and MASTER_PORT"
+    )
 
 
 def _signals(run: Any, recipe: Recipe) -> list[str]:
@@ -155,7 +171,8 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        torchrun()
+        with interrupts.children_begin_deaf():
+            torchrun()
     except ChildFailedError as failed:
         found = endings.reports(logs)
         return endings.first_cause(

@@ -1,7 +1,7 @@
 """How many ranks on how many nodes, and where they meet: a pure function of the environment and the recipe.
 
-The first that says counts: the nproc= word, NPROC and torchrun's names for several nodes, SLURM's variables inside a
-step, the recipe's devices, the GPUs, the cores.
+The first that says counts: the nproc= word, NPROC and torchrun's names for several nodes, the same as torchrun reads
+them (PET_NPROC_PER_NODE), SLURM's variables inside a step, the recipe's devices, the GPUs, the cores.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 
 CPU_RANKS = 2  # at most, where nobody says otherwise
+TORCHRUNS = {name: f"PET_{name}" for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
+TORCHRUNS["NPROC"] = "PET_NPROC_PER_NODE"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,13 @@ class Launch:
 def choose_launch(
     environment: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int
 ) -> Launch:
-    """Ranks and nodes from the nproc= word, NPROC and companions, SLURM, the devices, the cores: the first that says.
+    """Ranks and nodes from the nproc= word, NPROC and companions, PET_*, SLURM, devices, cores: the first that says.
 
     Raises:
         RecipeError: what is given makes no sense, or several nodes do not say where they meet.
     """
-    variables = {**_slurm(environment), **{key: value for key, value in environment.items() if value}}
+    given = {key: value for key, value in environment.items() if value}
+    variables = {**_slurm(environment), **_torchruns(given), **given}
     nnodes = _whole(variables, "NNODES", 1, 1, 65536)
     ranks = _ranks(variables, nproc, recipe, cuda, cores)
     if nnodes == 1:
@@ -74,8 +77,26 @@ def _ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda
 def _whole(variables: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
     text = variables.get(name, str(default))
     if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
-        raise RecipeError(f"{name}={text[:40]} must be a whole number from {low} to {high}")
+        theirs = TORCHRUNS.get(name, "")
+        said = theirs if variables.get(theirs) == text else name
+        raise RecipeError(f"{said}={text[:40]} must be a whole number from {low} to {high}")
     return int(text)
+
+
+def _torchruns(environment: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's variables as torchrun reads them, PET_NPROC_PER_NODE and so on: what operators of clusters set."""
+    found = {name: environment[theirs] for name, theirs in TORCHRUNS.items() if theirs in environment}
+    host, _, port = environment.get("PET_RDZV_ENDPOINT", "").rpartition(":")
+    if host and port.isdigit():
+        found = {"MASTER_ADDR": host, "MASTER_PORT": port, **found}
+    if found.get("NPROC") in ("auto", "gpu", "cpu", "xpu"):
+        del found["NPROC"]  # as many as there are, which is what happens anyway
+    low, _, high = found.get("NNODES", "1").partition(":")
+    if high and high != low:
+        raise RecipeError(
+            f"PET_NNODES={low}:{high}: a run has one number of nodes: set NNODES={high}, or start torchrun yourself"
+        )
+    return {**found, "NNODES": low} if "NNODES" in found else found
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str]:

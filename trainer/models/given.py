@@ -35,6 +35,8 @@ class Given:
             source = bare(source)
             if any(map(is_lazy, [*source.parameters(), *source.buffers()])):
                 raise RecipeError("model= has layers that its first batch shapes: call model(batch) once before")
+            if not any(parameter.requires_grad for parameter in source.parameters()):
+                raise RecipeError("model= has nothing to train: set requires_grad=True on some of its parameters")
         elif not callable(source):
             raise RecipeError(
                 f"model= is a torch.nn.Module, a function that makes one, or a name as in model='cnn', "
@@ -62,12 +64,28 @@ class Given:
 
     def __call__(self, num_classes: int, channels: int, image_size: int) -> nn.Module:
         if isinstance(self.source, nn.Module):
-            return copy.deepcopy(self.source).cpu()
+            return self._copied(self.source)
         offered = dict(zip(OFFERED, (num_classes, channels, image_size), strict=True))
         model = self.source(**{name: offered[name] for name in _wanted(self.source)})
         if not isinstance(model, nn.Module):
             raise RecipeError(f"model={self.name} must make a torch.nn.Module, and made {type(model).__name__}")
         return bare(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """On its way to other processes, which have devices of their own, a module is on the CPU."""
+        source = self.source
+        if isinstance(source, nn.Module) and any(p.device.type != "cpu" for p in source.parameters()):
+            source = self._copied(source)
+        return {"source": source}
+
+    def _copied(self, source: nn.Module) -> nn.Module:
+        try:
+            return copy.deepcopy(source).cpu()
+        except Exception as error:  # a module may hold anything at all
+            reason = " ".join(str(error).split())[:160]
+            raise RecipeError(
+                f"model={self.name} cannot be copied ({type(error).__name__}: {reason}): give a function that makes it"
+            ) from None
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -49,7 +49,7 @@ def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:
 
 def with_own_input(recipe: Recipe) -> Recipe:
     """A recipe that trains a model of timm on photos, with the mean, the standard deviation and, where it starts from
-    timm's weights, the image size that these were trained with, as far as the recipe says nothing else.
+    weights, the image size that timm's were trained with, as far as the recipe says nothing else.
 
     Raises:
         RecipeError: timm is not installed.
@@ -66,7 +66,7 @@ def with_own_input(recipe: Recipe) -> Recipe:
     words: dict[str, Any] = {}
     if data.mean is None and data.std is None:
         words |= {"data__mean": list(told.mean), "data__std": list(told.std)}
-    if data.image_size is None and recipe.model.weights is not None:
+    if data.image_size is None and (recipe.model.weights, recipe.model.init_from) != (None, None):
         words["data__image_size"] = told.input_size[-1]
     return recipe.replace(**words) if words else recipe
 

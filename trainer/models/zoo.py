@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import torch
 import torchvision
@@ -23,6 +23,7 @@ from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
+UNTOLD = object()  # an output that shapes alone do not tell
 AUXILIARY = ("googlenet", "inception_v3")  # their auxiliary heads would make a tuple of the output
 _builders: dict[str, Builder] = dict(SMALL)  # all that are not torchvision's
 
@@ -109,16 +110,25 @@ def build(
         raise RecipeError(
             f"model.name={recipe.name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {hint}"
         ) from None
-    fits = isinstance(out, Tensor) and (out.shape == (2, num_classes) or (any_output and out.shape[:1] == (2,)))
-    if out is not None and not fits:
-        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        wanted = "this task wants a tensor (2, ...)" if any_output else f"a classifier gives (2, {num_classes})"
-        raise RecipeError(f"model.name={recipe.name} gives {found} for 2 images; {wanted}")
+    if out is not UNTOLD and (wrong := _unfit(out, num_classes, any_output)):
+        raise RecipeError(f"model.name={recipe.name} gives {wrong}")
     if starting and recipe.init_from is not None:
         initialise(model, read_weights_from(recipe.init_from), f"init_from={recipe.init_from}")
     if recipe.freeze is not None:
         freeze(model, recipe.freeze, recipe.name)
     return model
+
+
+def _unfit(out: Any, num_classes: int, any_output: bool) -> str:
+    """What is wrong with a model's outputs for two samples; empty where nothing is."""
+    if isinstance(out, Tensor) and (out.shape == (2, num_classes) or (any_output and out.shape[:1] == (2,))):
+        return ""
+    wanted = "this task wants a tensor (2, ...)" if any_output else f"a classifier gives (2, {num_classes})"
+    if not isinstance(out, Tensor):
+        return f"{type(out).__name__} for 2 images; {wanted}: let its forward return that alone"
+    more = not any_output and out.dim() == 2 and len(out) == 2 and out.shape[1] > num_classes
+    advice = f", or more with model.num_classes={out.shape[1]}" if more else ""
+    return f"{tuple(out.shape)} for 2 images; {wanted}{advice}"
 
 
 class _Unreadable(Exception):
@@ -139,7 +149,9 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
         names = [*_builders, *known]
         guess = recipes.nearest(recipe.name, names)
         hint = f"did you mean {guess}?" if guess else f"small ones: {', '.join(_builders)}; any torchvision classifier"
-        raise RecipeError(f"model.name={recipe.name} is not a model; {hint}")
+        raise RecipeError(
+            f"model.name={recipe.name} is not a model; {hint} (your own: register_model, or plugin=my_module)"
+        )
     if channels != 3:
         raise RecipeError(
             f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
@@ -155,7 +167,7 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
     weights = _published(recipe)
     try:
         model: nn.Module = builder(weights=weights, **options)
-    except (URLError, ConnectionError, TimeoutError) as error:
+    except (OSError, HTTPException) as error:  # no network, one that breaks off, no room for the file
         target = f"{torch.hub.get_dir()}/checkpoints/{weights.url.rpartition('/')[2]}"
         raise SetupError(
             f"model.weights={recipe.weights} cannot be downloaded ({error}); put {weights.url} at {target}, "
@@ -239,7 +251,11 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
     Raises:
         CheckpointError: naming what does not fit.
     """
-    own = model.state_dict()
+    state = model.state_dict(keep_vars=True)
+    own = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    # A tensor that a model has under several names is saved under one.
+    saved = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
+    weights = {name: saved[id(tensor)] for name, tensor in own.items() if id(tensor) in saved}
     absent = [name for name in own if name not in weights]
     if absent:
         raise CheckpointError(f"{source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model")
@@ -256,29 +272,37 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
             f"it knows {there[0]} classes and the data has {here[0]}" if unlike == heads else "weights of another model"
         )
         raise CheckpointError(f"{source}: {name} is {there} there and {here} here: {why}")
-    fitting = type(own)((name, weights[name]) for name in own if name not in unlike)
+    fitting = type(state)((name, weights[name]) for name in own if name not in unlike)
     # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
-    fitting._metadata = own._metadata  # type: ignore[attr-defined]
+    fitting._metadata = state._metadata  # type: ignore[attr-defined]
     model.load_state_dict(fitting, strict=False)
 
 
 def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | None = None) -> Any:
-    """What a model gives for two images, or other `inputs`, of shapes alone; None where shapes alone do not tell.
+    """What a model gives for two images, or other `inputs`, of shapes alone; `UNTOLD` where those do not tell.
 
     Raises:
         _Unreadable: it cannot read such images.
+        RecipeError: its weights are of another type than its inputs.
     """
+    kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
+    place = "meta" if kind is None else "cpu"  # on meta a linear layer takes inputs of any type
     try:
-        probe = copy.deepcopy(model).to("meta").eval()
+        probe = copy.deepcopy(model).to(place).eval()
         with torch.no_grad():
             if inputs is None:
-                inputs = torch.empty(2, channels, image_size, image_size)
-            return probe(inputs.to("meta"))
+                inputs = torch.zeros(2, channels, image_size, image_size)
+            return probe(inputs.to(place))
     except NotImplementedError:
-        return None  # an operator that cannot run on shapes alone; training will tell
+        return UNTOLD  # an operator that cannot run on shapes alone; training will tell
     except (RuntimeError, ValueError, AssertionError) as error:
         if "meta tensors" in str(error):  # it looks at values, which shapes do not have
-            return None
+            return UNTOLD
+        if kind is not None:
+            raise RecipeError(
+                f"the model's weights are {str(kind).removeprefix('torch.')}, and its inputs float32: give "
+                "model.float(); precision=bf16 or fp16 computes in less"
+            ) from None
         raise _Unreadable(str(error)) from None
 
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace every batch normalisation by one that sees the global batch; names of parameters and buffers stay."""
+    """Replace every batch normalisation by one that sees the global batch, with the same parameters and buffers."""
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
     for name, child in list(model.named_children()):
@@ -19,8 +19,9 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
             synchronised = SyncBatchNorm(
                 child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
             )
-            synchronised.load_state_dict(child.state_dict())
-            setattr(model, name, synchronised)
+            # The same objects: what is frozen stays so.
+            synchronised._parameters, synchronised._buffers = dict(child._parameters), dict(child._buffers)
+            setattr(model, name, synchronised.train(child.training))
         else:
             convert_sync_batchnorm(child, device)
     return model

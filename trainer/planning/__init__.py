@@ -59,7 +59,8 @@ def plan(
     Args:
         recipe: with the mode to plan.
         nproc: processes, as in training; without, as many as training would start here.
-        memory: of each device, in bytes or as in "24GiB"; without, that of this machine's.
+        memory: of each device, in bytes or as in "24GiB", which are GPUs where the recipe does not say `devices=[cpu]`
+            and nothing measured says what computes; without, that of this machine's.
         measured: a run folder whose speed to predict from, or "here".
         bandwidth: between devices, in bytes a second or as in "10GB/s"; without, as measured.
         plugin: the user's own module, which registers models and data sets.
@@ -75,7 +76,7 @@ def plan(
     """
     room = amounts.parse_memory(memory) if isinstance(memory, str) else memory
     speed = amounts.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
-    layout = lay_out(recipe, nproc)
+    layout = lay_out(recipe, nproc, gpus=room is not None and measured is None)
     launching.load_plugin(plugin)
     from trainer.planning.summary import summarise
 

@@ -62,6 +62,11 @@ def operations(count: float) -> str:
     return f"{count:.3g} TFLOP"
 
 
+def multiply_adds(count: float) -> str:
+    """The same as papers and torchvision count them, a multiplication and its addition as one: 4.09 GMACs."""
+    return operations(count / 2).replace("FLOP", "MACs")
+
+
 def duration(seconds: float) -> str:
     """Seconds for people."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

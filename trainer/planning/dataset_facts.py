@@ -12,6 +12,7 @@ from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
 from trainer.data.sets import CLASS
 from trainer.errors import RecipeError
+from trainer.models.inputs import with_own_input
 from trainer.recipe import Recipe
 from trainer.recipe.checks import DATASETS
 from trainer.tasks import Task
@@ -69,7 +70,7 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
     Raises:
         RecipeError, SetupError: as training would, where that does not depend on this machine.
     """
-    facts = _facts(recipe)
+    facts = _facts(with_own_input(recipe))
     if facts.plain is not None or facts.targets != CLASS:
         return facts
     kind, told = tasks.kind(recipe), torch.zeros(1, dtype=torch.int64)

@@ -66,8 +66,10 @@ class Layout:
         return checks.microbatch_counts(self.recipe, self.processes) if self.recipe.traits.micro_batches else [1]
 
 
-def lay_out(recipe: Recipe, nproc: str | int | None = None) -> Layout:
+def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) -> Layout:
     """The recipe on `nproc` processes, or on as many as training would start here.
+
+    `gpus`: where the recipe leaves devices open and none is here, on GPUs all the same.
 
     Raises:
         RecipeError: training would refuse it on a machine that has all devices.
@@ -75,15 +77,15 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None) -> Layout:
     word = None if nproc is None else str(nproc)
     processes = choose_launch(os.environ, word, recipe, world.cuda_count, world.cores()).size
     checks.check_processes(recipe, processes)
-    assigned = assign_devices(recipe, processes, _pretended(recipe, processes))
+    assigned = assign_devices(recipe, processes, _pretended(recipe, processes, gpus))
     names = assigned[0] if processes == 1 else [own[0] for own in assigned]
     return Layout(recipe, processes, tuple(numbered(names)))
 
 
-def _pretended(recipe: Recipe, processes: int) -> int:
-    """GPUs that the planned machine has: those the recipe names, or where this one has some, one a process or stage."""
+def _pretended(recipe: Recipe, processes: int, gpus: bool) -> int:
+    """GPUs that the planned machine has: those the recipe names, or where there are some, one a process or stage."""
     if recipe.devices == "auto":
-        here = world.cuda_count()
+        here = max(world.cuda_count(), int(gpus))
         staged = recipe.traits.staged and processes == 1
         return max(here, (recipe.pipeline.stages or 2) if staged else processes) if here else 0
     if set(recipe.devices) == {"cpu"}:
@@ -91,16 +93,18 @@ def _pretended(recipe: Recipe, processes: int) -> int:
     return 1 + max((int(name.partition(":")[2] or 0) for name in recipe.devices if name != "cpu"), default=0)
 
 
-def every_mode(recipe: Recipe, nproc: str | int | None = None) -> dict[str, Layout | RecipeError]:
+def every_mode(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) -> dict[str, Layout | RecipeError]:
     """Each mode on the same number of devices, or why it cannot run like that."""
     count = _devices_wanted(recipe, nproc)
-    kind = "cpu" if recipe.devices == "auto" and not world.cuda_count() else "cuda"
+    kind = "cpu" if recipe.devices == "auto" and not (gpus or world.cuda_count()) else "cuda"
     if recipe.devices != "auto":
         kind = recipe.devices[0].partition(":")[0]
     found: dict[str, Layout | RecipeError] = {}
     for mode, traits in TRAITS.items():
-        on_cpu = kind == "cpu" or traits.shared_memory
-        names = ["cpu"] * count if on_cpu else [f"cuda:{n}" for n in range(count)]
+        names = ["cpu"] * count if kind == "cpu" else [f"cuda:{n}" for n in range(count)]
+        if kind == "cuda" and traits.shared_memory:
+            found[mode] = RecipeError("computes in the CPU's memory only, and this plan is for GPUs")
+            continue
         try:
             chosen = recipe.replace(mode=mode, devices=names[:1] if traits.single_device else names)
             found[mode] = lay_out(chosen, 1 if chosen.processes == "one" else count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from trainer.planning.shadow import Shadow
 from trainer.telemetry.device_memory import free_memory
 
 USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
+# Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; NCCL's channels and buffers.
+CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
 STAGES_TRIED = (2, 4, 8)
 AVERAGING = 20  # bytes for each element that local SGD averages: itself, as float64, and its share
 
@@ -149,9 +152,17 @@ def fullest(devices: Sequence[Device]) -> int:
     return max(peaks.values())
 
 
+def usable(devices: Sequence[Device], memory: int) -> float:
+    """Bytes of a device's memory that a run can use: a tenth is spared, and on GPUs what CUDA and NCCL take."""
+    used = Counter(device.device.partition("#")[0] for device in devices)
+    if not any(name.startswith("cuda") for name in used):
+        return USABLE * memory
+    return max(0.0, min(USABLE * memory, memory - CONTEXT * max(used.values()) - BUFFERS * (len(used) > 1)))
+
+
 def fits(devices: Sequence[Device], memory: int) -> bool:
-    """Whether every device has room, with a tenth to spare."""
-    return fullest(devices) <= USABLE * memory
+    """Whether every device has room."""
+    return fullest(devices) <= usable(devices, memory)
 
 
 def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
@@ -164,7 +175,7 @@ def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
         tried.append(
             _tried(shadow, layout, memory, "the same maths, activations computed twice", pipeline__recompute=True)
         )
-    if not layout.staged and recipe.devices == "auto":
+    if not layout.staged and recipe.devices in ("auto", ["cpu"]):
         wider = (
             _tried(shadow, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
         )
@@ -183,13 +194,13 @@ def _tried(
 ) -> Advice | None:
     """The words for `changes` and what they lead to, where that fits."""
     try:
-        changed = lay_out(layout.recipe.replace(**changes), processes or layout.processes)
-        peak = fullest(footprint(Shadow(changed.recipe, shadow.images, layout.kind), changed))
+        changed = lay_out(layout.recipe.replace(**changes), processes or layout.processes, layout.kind == "cuda")
+        devices = footprint(Shadow(changed.recipe, shadow.images, layout.kind), changed)
     except RecipeError:
         return None
     words = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in changes.items()]
     words += [f"nproc={processes}"] if processes else []
-    return {"words": " ".join(words), "peak": peak, "note": note} if peak <= USABLE * memory else None
+    return {"words": " ".join(words), "peak": fullest(devices), "note": note} if fits(devices, memory) else None
 
 
 def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
@@ -199,7 +210,7 @@ def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
     possible: list[Layout] = []
     for pieces in range(recipe.accumulate + 1, rows + 1):
         try:
-            possible.append(lay_out(recipe.replace(accumulate=pieces), layout.processes))
+            possible.append(lay_out(recipe.replace(accumulate=pieces), layout.processes, layout.kind == "cuda"))
         except RecipeError:  # no equal pieces, or none that divide into the micro-batches or pairs that are wanted
             continue
     first = bisect_left(possible, True, key=lambda one: fits(footprint(shadow, one), memory))

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Literal, get_args
 
 import trainer
-from trainer.planning.amounts import as_size, duration, operations
+from trainer.planning.amounts import as_size, duration, multiply_adds, operations
 from trainer.planning.run_plan import (
     BatchFigures,
     DataFigures,
@@ -77,8 +77,9 @@ def _devices(names: Sequence[str]) -> str:
 
 
 def _model(model: ModelFigures) -> str:
-    flops = operations(model["forward_flops_per_image"])
-    return f"{model['name']}, {model['parameters']:,} parameters, {flops} forward an image, {model['precision']}"
+    count = model["forward_flops_per_image"]
+    work = f"{multiply_adds(count)} ({operations(count)}) forward an image"
+    return f"{model['name']}, {model['parameters']:,} parameters, {work}, {model['precision']}"
 
 
 def _data(data: DataFigures) -> str:
@@ -150,7 +151,9 @@ def _memory(found: RunPlan) -> list[str]:
         return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
     share = f"{as_size(found['peak'])} of {as_size(limit['bytes'])} ({limit['source']})"
     if found["fits"]:
-        return [*lines, f"  fits: {share}"]
+        cuda = found["devices"][0].startswith("cuda")
+        what = "CUDA's context, NCCL's buffers and holes between blocks" if cuda else "what a plan cannot count"
+        return [*lines, f"  fits: {share}", f"    {as_size(limit['bytes'] - limit['usable'])} are kept free for {what}"]
     lines.append(f"  DOES NOT FIT: {share}, of which {as_size(limit['usable'])} can be used")
     lines += [f"    {one['words']:<28} {as_size(one['peak']):>10}  {one['note']}" for one in found["advice"]]
     return lines if found["advice"] else [*lines, "    more devices or a smaller model: no words of ours help"]
@@ -206,7 +209,7 @@ def _prediction(made: PredictionFigures, scaling: Sequence[ScalingFigures]) -> l
 
 
 def _modes(modes: Sequence[ModeFigures]) -> list[str]:
-    rows = [["mode", "processes", "devices", "activations", "peak a device", "fits"]]
+    rows = [["mode", "processes", "devices", "activations", "peak a device", "fits", "sent a step", "bubble"]]
     errors = []
     for row in modes:
         if row["activations"] is None or row["peak"] is None:
@@ -214,7 +217,9 @@ def _modes(modes: Sequence[ModeFigures]) -> list[str]:
             continue
         fits = {True: "yes", False: "no", None: "?"}[row["fits"]]
         sizes = [as_size(row["activations"]), as_size(row["peak"])]
-        rows.append([row["mode"], str(row["world_size"]), str(row["devices"]), *sizes, fits])
+        sent = as_size(row["traffic"]) if row["traffic"] else "-"
+        bubble = f"{row['bubble']:.0%}" if row["bubble"] is not None else "-"
+        rows.append([row["mode"], str(row["world_size"]), str(row["devices"]), *sizes, fits, sent, bubble])
     return [*_table(rows), *errors]
 
 

@@ -163,7 +163,8 @@ class ScalingFigures(TypedDict):
 
 
 class ModeFigures(TypedDict):
-    """A mode on as many devices: bytes on the fullest one, or why it cannot be."""
+    """A mode on as many devices: bytes on the fullest one, bytes sent by a device in a step (all that cross, where the
+    model is in stages or copied), the ideal share of a step in which stages wait; or why it cannot be."""
 
     mode: str
     world_size: int | None
@@ -171,6 +172,8 @@ class ModeFigures(TypedDict):
     peak: int | None
     activations: int | None
     fits: bool | None
+    traffic: int | None
+    bubble: float | None
     error: str | None
 
 

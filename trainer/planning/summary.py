@@ -76,7 +76,7 @@ def summarise(
         "commands": commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
         "assumptions": [*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
-        "modes": _modes(shadow, recipe, nproc, room) if every else None,
+        "modes": _modes(shadow, layout, nproc, room) if every else None,
     }
 
 
@@ -147,7 +147,9 @@ def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -
     fits = None if own is None else memory.fits(devices, own[0])
     return {
         "memory_per_device": [device.to_dict() for device in devices],
-        "memory_limit": None if own is None else {"bytes": own[0], "usable": memory.USABLE * own[0], "source": own[1]},
+        "memory_limit": None
+        if own is None
+        else {"bytes": own[0], "usable": memory.usable(devices, own[0]), "source": own[1]},
         "peak": memory.fullest(devices),
         "fits": fits,
         "advice": memory.advice(shadow, layout, own[0]) if own is not None and fits is False else [],
@@ -255,9 +257,12 @@ def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
     return notes
 
 
-def _modes(shadow: Shadow, recipe: Recipe, nproc: int | str | None, room: int | None) -> list[ModeFigures]:
+def _modes(shadow: Shadow, layout: Layout, nproc: int | str | None, room: int | None) -> list[ModeFigures]:
     """Each mode on as many devices: the fullest device's bytes, and whether they fit; or why it cannot be."""
-    return [_mode(shadow, mode, layout, room) for mode, layout in every_mode(recipe, nproc).items()]
+    return [
+        _mode(shadow, mode, layout, room)
+        for mode, layout in every_mode(layout.recipe, nproc, layout.kind == "cuda").items()
+    ]
 
 
 def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | None) -> ModeFigures:
@@ -268,12 +273,15 @@ def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | N
         "peak": None,
         "activations": None,
         "fits": None,
+        "traffic": None,
+        "bubble": None,
         "error": None,
     }
     try:
         if isinstance(layout, RecipeError):
             raise layout
-        devices = memory.footprint(shadow, layout)
+        cut = schedules.cut(shadow, layout) if layout.staged else None
+        devices = memory.footprint(shadow, layout, cut)
     except RecipeError as error:
         return {**figures, "error": str(error)}
     own = room if room is not None else (memory.own_memory(layout, len(devices)) or (None,))[0]
@@ -284,4 +292,15 @@ def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | N
         "peak": memory.fullest(devices),
         "activations": max(device.activations for device in devices),
         "fits": None if own is None else memory.fits(devices, own),
+        "traffic": _a_step(_communication(shadow, layout, cut, None)),
+        "bubble": None if cut is None else _waiting(layout, cut),
     }
+
+
+def _a_step(traffic: TrafficFigures) -> int:
+    return traffic["all_reduce_bytes_per_device"] + traffic["crossing_bytes"]
+
+
+def _waiting(layout: Layout, cut: Cut) -> float:
+    """The share of a step in which a device waits for the others, of equal stages."""
+    return 1 - 1 / layout.workers if layout.recipe.traits.one_stage_at_a_time else cut.ideal

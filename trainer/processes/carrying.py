@@ -15,11 +15,14 @@ from trainer.errors import RecipeError
 arrived = False  # in a process that was sent such objects: its own children cannot import their classes either
 
 
-def packed(value: Any, what: str) -> bytes:
+STAY = "give a function that makes it, or stay in this process, mode=single data.workers=0"
+
+
+def packed(value: Any, what: str, instead: str = STAY) -> bytes:
     """Bytes that `pickle.loads` makes the object of, in a process that can import what this one can.
 
     Raises:
-        RecipeError: it cannot travel; `what` names it.
+        RecipeError: it cannot travel; `what` names it, and `instead` says what to do.
     """
     try:
         import cloudpickle  # type: ignore[import-untyped]
@@ -32,15 +35,15 @@ def packed(value: Any, what: str) -> bytes:
         reason = " ".join(str(error).split())[:160]
         hint = " (or pip install cloudpickle)" if cloudpickle is pickle else ""
         raise RecipeError(
-            f"{what} cannot be sent to another process ({type(error).__name__}: {reason}): give a function that makes "
-            f"it, or stay in this process, mode=single data.workers=0{hint}"
+            f"{what} cannot be sent to another process ({type(error).__name__}: {reason}): {instead}{hint}"
         ) from None
 
 
 def nowhere_to_import() -> bool:
     """Whether `__main__`'s classes cannot be imported by children of this process."""
     forget_stdin()
-    return arrived or getattr(sys.modules.get("__main__"), "__file__", None) is None
+    typed = hasattr(sys, "ps1")  # an interactive shell, which may have begun with a file
+    return arrived or typed or getattr(sys.modules.get("__main__"), "__file__", None) is None
 
 
 def forget_stdin() -> None:

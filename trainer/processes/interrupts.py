@@ -15,11 +15,12 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainer.processes import family
+from trainer.processes import family, stacks
 from trainer.processes.rank import place
 
 # Ctrl-C; and what asks to save and go: schedulers, a terminal that closes, SLURM's --signal=USR1.
@@ -28,6 +29,7 @@ IF_UNUSED = (signal.SIGHUP, signal.SIGUSR1)  # unless ignored (nohup), or a user
 GRACE = 60.0  # seconds, the default of the recipe's `grace`
 SHORTEST = 4.0  # seconds from a signal, or the last boundary, until the watcher leaves when a peer is gone
 LEAVING = 5.0  # seconds that are left for saving when the launcher will kill
+stuck = threading.Event()  # something was given up that Python's own end would wait for, perhaps for ever
 
 
 def exit_code(number: int) -> int:
@@ -143,8 +145,8 @@ class Interrupts:
     def _leave(self, number: signal.Signals, why: str) -> None:
         rank = place().rank
         if why:
-            print(f"trainer: rank {rank}: {why} after {number.name}; leaving without saving", file=sys.stderr)
-            faulthandler.dump_traceback(all_threads=True)
+            where = stacks.dump(f"{why} after {number.name}")
+            print(f"trainer: rank {rank}: {why} after {number.name}; leaving without saving{where}", file=sys.stderr)
         elif rank == 0:
             print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
         leave_now(exit_code(number))
@@ -184,6 +186,26 @@ def raise_at_ctrl_c() -> None:
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def children_begin_deaf() -> Iterator[None]:
+    """Within this block Ctrl-C does not reach a new process until that asks for it, as `trainer.__main__` does.
+
+    Before that, Python's own start would end in "Fatal Python error" and a traceback. This process hears it all along,
+    in a thread. The main thread's mask is what children inherit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    done = threading.Event()
+    threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True).start()  # with the mask as it was
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        done.set()
 
 
 def leave_now(code: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import PeerError, SetupError, TrainerError, is_out_of_memory
+from trainer.processes import stacks
 
 if TYPE_CHECKING:
     import torch
@@ -29,16 +29,16 @@ class lost_peers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, TrainerError) or is_out_of_memory(error):
             return
+        import torch.distributed as dist
+
         setting = wrong_setting(error)
         if setting is not None:
             raise SetupError(setting) from error
         if is_broken_collective(error):
-            if "time" in str(error).lower():
-                faulthandler.dump_traceback(all_threads=True)
-            raise PeerError(
-                f"rank {os.environ.get('RANK', '0')}: lost another rank (it died, or was silent for `timeout`): "
-                f"{telling_line(error)}"
-            ) from error
+            line = f"rank {os.environ.get('RANK', '0')}: lost another rank (it died, or was silent for `timeout`): "
+            line += telling_line(error)
+            silent = "time" in str(error).lower() and dist.is_initialized()  # a peer that never came left no trace here
+            raise PeerError(line + (stacks.dump(line) if silent else "")) from error
 
 
 def is_broken_collective(error: BaseException) -> bool:

@@ -50,6 +50,15 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         raise SetupError(f"the launcher's variables RANK, WORLD_SIZE, LOCAL_RANK make no sense: {error}") from None
 
 
+def check_meeting(me: Place) -> None:
+    """Raises SetupError where variables make this one of several ranks and do not say where they meet."""
+    if me.size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+        raise SetupError(
+            f"RANK={me.rank} WORLD_SIZE={me.size} make this one of {me.size} ranks; MASTER_ADDR and MASTER_PORT "
+            "do not say where they meet: unset RANK and WORLD_SIZE, or start the ranks with torchrun"
+        )
+
+
 def job_id() -> str:
     """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
     launcher = os.getppid() if place().launched else os.getpid()

@@ -18,7 +18,8 @@ from trainer.errors import SetupError, TrainerError
 from trainer.processes.family import PARENT
 from trainer.processes.peers import check_sums
 from trainer.processes.peers import lost_peers as lost_peers
-from trainer.processes.rank import Place, place
+from trainer.processes.rank import Place, check_meeting, place
+from trainer.processes.waiting import telling
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -114,11 +115,13 @@ class World:
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
+        check_meeting(self.place)
         limit = datetime.timedelta(seconds=timeout)
         with lost_peers():
-            store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
-            store.set_timeout(limit)
-            self.agree(store)
+            with telling(self._missing):
+                store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
+                store.set_timeout(limit)
+                self.agree(store)
             cuda = self.device.type == "cuda" and not self.shared  # NCCL wants a device for each rank
             if cuda and not dist.is_nccl_available():
                 raise SetupError(cards.NO_NCCL)
@@ -135,6 +138,16 @@ class World:
             if cuda:
                 check_sums(self.device, self.rank, self.size)
         self.devices = tuple(names)
+
+    def _missing(self) -> str:
+        """What this rank waits for, where no torchrun has started the others."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return ""
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return (
+            f"rank {self.rank} waits for the other{'s' * (self.size > 2)} of {self.size} at {where}, as RANK and "
+            "WORLD_SIZE say; to train alone unset them"
+        )
 
     def agree(self, store: Store) -> None:
         """Find out what all ranks are on, before there is a group: nodes may differ, and a backend is for all."""

@@ -205,7 +205,8 @@ def _why_not(schedule: str, microbatches: int, recipe: Recipe, processes: int) -
 def wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | None:
     """Words for a batch that gives each GPU enough to do, where it gets few images; None elsewhere.
 
-    SGD's learning rate grows with it (Goyal et al., arXiv:1706.02677); `images` of the training set are the most.
+    SGD's learning rate grows with it, after a warm-up (Goyal et al., arXiv:1706.02677); `images` of the training set
+    are the most.
     """
     each = recipe.batch_size / cards
     replicated = recipe.traits.exchanges in ("gradients", "copies", "weights")
@@ -216,6 +217,8 @@ def wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | 
         return None
     by_hand = recipe.optimizer.name == "sgd" and recipe.optimizer.lr_per is None
     lr = f" optimizer.lr={factor * recipe.optimizer.lr:g}" if by_hand else ""
+    warmup = min(5, recipe.epochs // 10)
+    lr += f" schedule.warmup_epochs={warmup}" if lr and warmup > recipe.schedule.warmup_epochs == 0 else ""
     return f"batch_size={factor * recipe.batch_size}{lr}"
 
 

@@ -10,6 +10,7 @@ from trainer.recipe.editor import schema_text
 from trainer.recipe.keys import shown_keys
 from trainer.recipe.loading import describe, shipped_recipes
 from trainer.recipe.pages import commented, differences, write_new
+from trainer.recipe.schema import EXTENDS
 from trainer.recipe.text import nearest
 
 VERBS = ("diff", "new", "keys", "schema")
@@ -22,9 +23,11 @@ def answer(words: Sequence[str]) -> str:
         RecipeError: the words are none of `recipes --help`.
         SetupError: a file cannot be written.
     """
-    if not words:
+    verb, rest = (words[0], words[1:]) if words else ("list", [])
+    if verb in ("list", "ls") and not rest:
         return listed() + "\n"
-    verb, rest = words[0], words[1:]
+    if verb in ("show", "print", "cat") and rest:
+        verb, rest = rest[0], rest[1:]
     if verb == "diff":
         names = [word.removeprefix("recipe=") for word in rest]
         if len(names) != 2:
@@ -34,6 +37,8 @@ def answer(words: Sequence[str]) -> str:
         names = [word for word in rest if "=" not in word]
         if not names:
             raise RecipeError("recipes new needs a file to write: type recipes new my.yaml extends=digits")
+        if len(names) > 1 and any(word.startswith(f"{EXTENDS}=") for word in rest):
+            raise RecipeError(f"recipes new {names[0]}: '{names[1]}' is not key=value, as in optimizer.lr=0.05")
         if len(names) > 1:
             raise RecipeError(f"recipes new {names[0]}: to start from {names[1]}, type extends={names[1]}")
         return write_new(names[0], [word for word in rest if "=" in word])
@@ -42,6 +47,8 @@ def answer(words: Sequence[str]) -> str:
             raise RecipeError(f"recipes keys takes one section or key, not {len(rest)}: type recipes keys {rest[0]}")
         return shown_keys(*rest)
     if verb == "schema":
+        if rest:
+            raise RecipeError(f"recipes schema takes no words, as {rest[0]}: type recipes schema > recipe.schema.json")
         return schema_text()
     guess = nearest(verb, VERBS)
     if guess and verb not in shipped_recipes() and not Path(verb).exists():

@@ -28,7 +28,9 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
-INHERITING = ("_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template")
+INHERITING = {"_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template"}
+INHERITING |= {"recipe"}  # as it is called on the command line
+TYPED = ("nproc", "plugin")  # words that belong to no recipe
 
 
 def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
@@ -46,6 +48,11 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
     if kind == "extra_forbidden":
         if key in INHERITING:
             return f"{key} is not a key; did you mean extends?"
+        if key in TYPED:
+            word = f"{key}={shown(first['input'])}"
+            return f"{key} is no key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
+        if (instead := _as_written(key, first["input"], defaults)) is not None:
+            return f"{key} is not a key; write {instead}"
         given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
         section = key.rpartition(".")[0]
         within = [name for name in defaults if section and name.startswith(f"{section}.")]
@@ -65,7 +72,8 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
         return f"{found} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         inner = next((name for name in defaults if name.startswith(f"{key}.")), "optimizer.lr")
-        return f"{found} must be a section, as in {inner}=..."
+        empty = "; leave an empty one out" if value is None else ""
+        return f"{found} must be a section, as in {inner}=...{empty}"
     if kind == "value_error":
         message = first["msg"].removeprefix("Value error, ")
         return f"{found} {message}" if message.startswith("must") else f"{key}: {message}"
@@ -73,6 +81,17 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
     message = KINDS[kind].format(**limits) if kind in KINDS else first["msg"]
     if key in defaults and defaults[key] is None:
         message += ", or null"
+    if kind in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(r"[\d.]+", value):
+        message += "; leave the quotes out"
     if kind == "string_type" and isinstance(value, int | float):
         message += f"; put it in quotes, as in \"{key}='{shown(value)}'\""
     return f"{found} must be {message}"
+
+
+def _as_written(name: str, value: Any, defaults: Mapping[str, Any]) -> str | None:
+    """The line of a file that a name with its value, or with its section, was to be; None where it is no such name."""
+    key, sign, rest = re.split(r"([=:])", name, maxsplit=1) if re.search("[=:]", name) else (name, "", shown(value))
+    if key not in defaults or not (sign or "." in key):
+        return None
+    section, dot, own = key.strip().rpartition(".")
+    return f"{section}: {{{own}: {rest.strip()}}}" if dot else f"{key}: {rest.strip()}"

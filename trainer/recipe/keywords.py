@@ -8,8 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError
+from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.schema import Recipe
-from trainer.recipe.text import flatten
+from trainer.recipe.text import flatten, nearest
+
+# What programs hand to other trainers, with where it goes here.
+OBJECTS = {
+    "data=(train_set, val_set)": "train train_set trainset train_data train_dataset train_loader trainloader "
+    "train_dataloader train_dataloaders dataset datasets loader loaders dataloader dataloaders val val_set valset "
+    "val_data val_dataset val_loader valid_set valid_loader validation_data eval_dataset test_set test_loader x y",
+    "model=net": "net network module backbone",
+    "on_epoch=function": "callback callbacks on_epoch_end hook hooks",
+    "on_step=function": "on_batch on_batch_end on_step_end on_train_batch_end",
+    "task.name=NAME of a trainer.register_task": "criterion loss_fn loss_function metrics compute_metrics",
+    "optimizer__name='adamw', optimizer__lr=0.001": "optim optimizers opt",
+}
+OWN = ("model", "data", "on_epoch", "on_step")
+INSTEAD = {name: instead for instead, names in OBJECTS.items() for name in names.split()}
 
 
 def nested(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -31,6 +46,14 @@ def nested(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return tree
 
 
+def as_keyword(line: str, keywords: Mapping[str, Any]) -> str:
+    """What is said of a misspelt keyword, with the right one as Python has it: optimizer__lr, not optimizer.lr."""
+    found = re.search(r"(\S+) is not a key; did you mean (\S+)\?$", line)
+    if found is None or found[1].replace(".", "__") not in keywords:
+        return line
+    return line[: found.start(2)] + found[2].replace(".", "__") + "?"
+
+
 def _plain(value: Any, key: str) -> Any:
     """A program's value as YAML has it: a path is text, a tuple a list, NumPy's and torch's numbers are numbers."""
     if value is None or isinstance(value, bool):
@@ -50,6 +73,10 @@ def _plain(value: Any, key: str) -> Any:
     if home in ("numpy", "torch") and not getattr(value, "shape", 1):
         return value.item()
     known = flatten(Recipe().to_dict())
-    section = next((inner for inner in known if inner.startswith(f"{key}.")), None)
+    section: str | None = next((inner for inner in known if inner.startswith(f"{key}.")), None)
+    if section is None and key not in known:
+        guess = INSTEAD.get(key.lower()) or nearest(key, OWN)
+        guess = guess or (OTHER_KEYS.get(key.lower()) or nearest(key, known) or "").replace(".", "__")
+        raise RecipeError(f"{key}={name} is not a key" + (f": type {guess}" if guess else ""))
     instead = f"set {section}= and the like, or {key}={{...}}" if section else "write numbers, text and lists"
     raise RecipeError(f"{key}={name} is no value of a recipe: {instead}")

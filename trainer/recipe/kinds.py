@@ -51,7 +51,7 @@ def _freeze(value: Any) -> Any:
     listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     names = [str(name) if type(name) is int else name for name in listed]
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("must be a number of blocks, as in 4, or a list of names, as in [conv1] or ['features.0']")
+        raise ValueError("must be a number of blocks, as in 4, a list of names, as in [conv1], or null")
     return names
 
 
@@ -82,4 +82,6 @@ Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
-Freeze = Annotated[int | list[str] | None, BeforeValidator(_freeze)]
+_Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
+_OneName = Annotated[str, Field(min_length=1)]
+Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

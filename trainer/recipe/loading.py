@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.keywords import nested
+from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.text import flatten, nearest, one_line, shown, typed
 
@@ -41,7 +41,11 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
         plain = _plain(OmegaConf.merge(*(tree for _, tree in layers)))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
-    return validated(plain, name, {key: label for key, label in _origins(layers).items() if label != YOURS})
+    said = _origins(layers)
+    try:
+        return validated(plain, name, {key: name if label == YOURS else label for key, label in said.items()})
+    except RecipeError as error:
+        raise RecipeError(as_keyword(str(error), keywords)) from None
 
 
 def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:
@@ -130,7 +134,7 @@ def _parent(name: str, label: str, child: Path | None) -> Path:
         ending = next((f"{name}{end}" for end in (".yaml", ".yml") if (folder / f"{name}{end}").is_file()), None)
     except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{label}: extends: {shown(name)} cannot be read: {one_line(error)}") from None
-    guess = ending or nearest(name, shipped)
+    guess = ending or _nearest_shipped(name)
     hint = f"did you mean extends: {guess}? " if guess else ""
     raise RecipeError(
         f"{label}: extends: {shown(name)} is no recipe and no file in {folder.absolute()}; "
@@ -149,17 +153,22 @@ def find(recipe: str) -> Path:
     shipped = shipped_recipes()
     if recipe in shipped:
         return shipped[recipe]
-    path = Path(recipe).expanduser()
     try:
+        path = Path(recipe).expanduser()
         if (path / "recipe.yaml").is_file():
             return path / "recipe.yaml"
         if path.is_file():
             return path
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(f"recipe={recipe[:80]!r} cannot be read: {one_line(error)}") from None
-    guess = nearest(recipe, shipped)
+    guess = _nearest_shipped(recipe)
     hint = f"did you mean recipe={guess}? " if guess else ""
     raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: {', '.join(shipped)}")
+
+
+def _nearest_shipped(name: str) -> str | None:
+    """The shipped recipe that is meant by a name, or by a path as recipes/digits.yaml."""
+    return nearest(name, shipped_recipes()) or nearest(Path(name).stem, shipped_recipes())
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -188,16 +197,17 @@ def words_of(recipe: Recipe) -> list[str]:
 
 
 def _read(path: Path) -> Any:
+    text = ""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RecipeError(f"{path}: {path.stat().st_size} bytes is no recipe (at most {MAX_BYTES})")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         _check_shape(text, str(path))
         tree = OmegaConf.load(path)
     except UnicodeDecodeError:
-        raise RecipeError(f"{path}: a binary file, not a YAML recipe") from None
+        raise RecipeError(f"{path}: a binary file, not a YAML recipe (text is to be saved as UTF-8)") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{path}: {one_line(error)}") from None
+        raise RecipeError(f"{path}: {_told(error, text)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror or 'holds no key: value pairs'}") from None
     except (ValueError, TypeError, RecursionError) as error:
@@ -207,6 +217,20 @@ def _read(path: Path) -> Any:
     if not tree:
         raise RecipeError(f"{path}: the file is empty; python -m trainer recipes digits prints one to start from")
     return tree
+
+
+def _told(error: Exception, text: str) -> str:
+    """What is wrong with a file's YAML: the line, and what it ought to look like."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return one_line(error)
+    lines = text.splitlines()
+    said = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
+    if any(re.match(r" *\t", line) for line in lines[: mark.line + 1]):
+        return f"{said}; a tab is no indent in YAML: write two blanks"
+    if "mapping values are not allowed" in said:
+        return f"{said}; keys of one section begin in one column, and a text with ': ' in it is put in quotes"
+    return said
 
 
 def _check_shape(text: str, name: str) -> None:

@@ -5,10 +5,12 @@ Names of torchvision's references, timm, Lightning, Ultralytics, Hugging Face, A
 
 from __future__ import annotations
 
+from trainer.recipe.traits import TRAITS
+
 # Each key of ours with what others call it: lower case, dashes as underscores.
 _KEYS = {
     "recipe": "config c cfg conf yaml config_name config_file hparams_file",
-    "nproc": "nproc_per_node num_gpus n_gpus n_gpu ngpus gpu_count num_processes n_procs num_procs world_size "
+    "nproc": "n np nproc_per_node num_gpus n_gpus n_gpu ngpus gpu_count num_processes n_procs num_procs world_size "
     "devices_per_node",
     "plugin": "user_module import_module custom_module",
     "checkpoint": "ckpt checkpoint_path",
@@ -19,9 +21,13 @@ _KEYS = {
     "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
     "load_weights weights_path model.checkpoint model.path",
     "model.num_classes": "nc n_classes nb_classes classes num_labels data.num_classes",
+    "model.freeze": "freeze_layers freeze_backbone freeze_encoder freeze_at frozen_layers frozen_stages "
+    "num_frozen_layers",
     "data.name": "dataset dataset_name data_name data.dataset dataset.name data_set",
     "data.root": "data_dir data_path data_root datadir dataset_dir dataset_path train_dir root path source src images "
-    "image_folder img_dir folder input_dir data.path data.dir data.folder data.source dataset.root",
+    "image_folder img_dir folder input_dir input inputs data.path data.dir data.folder data.source dataset.root",
+    "data.val_fraction": "val_split validation_split val_size test_size val_ratio validation_fraction",
+    "data.balance": "balanced weighted_sampler class_balance balance_classes oversample",
     "data.image_size": "imgsz img_size image_size input_size size resolution crop_size train_crop_size val_crop_size "
     "data.img_size data.size",
     "data.workers": "num_workers workers n_workers nw j dataloader_num_workers dataloader.num_workers data.num_workers "
@@ -44,6 +50,11 @@ _KEYS = {
     "optimizer.lr": "lr lr0 base_lr learning_rate learningrate init_lr initial_lr blr max_lr optim.lr "
     "optimizer.learning_rate model.lr train.lr",
     "optimizer.weight_decay": "wd l2 weightdecay optim.weight_decay",
+    "optimizer.momentum": "mom optim.momentum",
+    "optimizer.betas": "adam_betas opt_betas",
+    "optimizer.lr_per": "lr_base_size base_batch_size scale_lr auto_scale_lr lr_scaling",
+    "optimizer.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay lr_layer_decay",
+    "optimizer.trust": "trust_coefficient trust_coeff lars_coefficient",
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs",
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
@@ -67,6 +78,8 @@ _KEYS = {
     "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator "
     "trainer.devices trainer.gpus trainer.accelerator",
     "threads": "num_threads omp_num_threads torch_threads",
+    "stop.patience": "early_stopping early_stop earlystopping early_stopping_patience early_stopping_rounds "
+    "es_patience",
     "save.every_epochs": "save_period save_epochs checkpoint_interval save_freq",
     "save.every_steps": "save_steps checkpoint_steps",
     "save.keep": "save_total_limit save_top_k checkpoint_hist",
@@ -83,15 +96,7 @@ OTHER_KEYS = {name: key for key, names in _KEYS.items() for name in names.split(
 # For keys with a list of values: each value with what others call it; lower case, and no other sign than letters,
 # digits and the dots of "nn.DataParallel".
 _VALUES = {
-    "mode": {
-        "dp": "dataparallel nn.dataparallel torch.nn.dataparallel",
-        "ddp": "distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
-        "split": "modelparallel modelparallelism mp naive sequential devicemap",
-        "pipeline": "pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
-        "single": "none cpu onegpu singlegpu singledevice no",
-        "local_sgd": "localsgd local diloco postlocalsgd",
-        "hogwild": "async asgd asyncsgd hogwild",
-    },
+    "mode": {mode: traits.also_called for mode, traits in TRAITS.items()},
     "precision": {
         "fp32": "32 float32 float full 32true fp32true single no none false",
         "tf32": "tensorfloat32 high",
@@ -99,14 +104,15 @@ _VALUES = {
         "fp16": "16 float16 half 16mixed 16true fp16mixed",
     },
     "optimizer.name": {"sgd": "momentum sgdmomentum nesterov torch.optim.sgd", "adamw": "torch.optim.adamw adamwtorch",
-                       "adam": "torch.optim.adam"},
+                       "adam": "torch.optim.adam", "muon": "torch.optim.muon muonadamw", "lars": "larc"},
     "schedule.name": {
         "cosine": "cos cosineannealing cosineannealinglr cosinelr onecycle true",
         "step": "steplr multistep multisteplr",
         "constant": "none flat fixed const false",
     },
     "augment.auto": {"trivial": "ta trivialaugment ta_wide tawide true", "rand": "ra randaugment randaug",
-                     "autoaugment": "aa imagenet autoaug"},
+                     "autoaugment": "aa imagenet autoaug", "none": "false off no"},
+    "data.channels": {"1": "gray grey grayscale greyscale l", "3": "rgb color colour"},
     "augment.crop": {"resized": "randomresizedcrop rrc", "pad": "randomcrop padding"},
     "task.name": {
         "classification": "classify singlelabel multiclass imageclassification cls",

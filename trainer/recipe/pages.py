@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -71,7 +72,7 @@ def write_new(name: str, words: Sequence[str]) -> str:
         raise RecipeError(f"{name} is there already and stays as it is: choose another name, or remove it") from None
     except OSError as error:
         raise SetupError(f"{name} cannot be written: {error.strerror}") from None
-    return f"wrote {name}; edit it, and type: python -m trainer recipe={name}\n"
+    return f"wrote {name}; edit it, and type: python -m trainer {shlex.quote(f'recipe={name}')}\n"
 
 
 def _new_file(path: Path, parent: str, words: Sequence[str]) -> str:
@@ -81,8 +82,8 @@ def _new_file(path: Path, parent: str, words: Sequence[str]) -> str:
     lines = [
         shorten(f"# {path.stem}: {parent} with {' '.join(words) or 'nothing changed yet'}", 110),
         f"{MODELINE}{schema_file()}",
-        f"#   python -m trainer recipe={path.name}      trains it",
-        f"#   python -m trainer recipes {path.name}     shows every key, what it means and who set it",
+        f"#   python -m trainer {shlex.quote(f'recipe={path.name}')}      trains it",
+        f"#   python -m trainer recipes {shlex.quote(path.name)}     shows every key, what it means and who set it",
         f"{EXTENDS}: {typed(_from(path, parent))}",
     ]
     known = keys()

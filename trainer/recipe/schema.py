@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
@@ -48,11 +48,20 @@ def key(default: Any, comment: str, **limits: Any) -> Any:
 class ModelRecipe(_Section):
     """The network."""
 
-    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, or a torchvision classifier")
-    weights: str | None = key(None, "torchvision's published weights to start from, by name, or DEFAULT")
-    init_from: str | None = key(None, "a run folder, checkpoint or .safetensors file to start from")
+    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, a torchvision classifier, or timm:NAME")
+    weights: str | None = key(None, "weights that torchvision or timm publishes to start from, by name, or DEFAULT")
+    init_from: str | None = key(
+        None, "a run folder, checkpoint or .safetensors file to start from, in place of weights"
+    )
     num_classes: Positive | None = key(None, "outputs; null: as many as the data has classes")
     freeze: Freeze = key(None, "first blocks that are not trained (-1: all but the last), or names, as in [conv1]")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_weights_first(cls, plain: Any) -> Any:
+        """Weights of one's own take the place of published ones, which a shipped recipe may name."""
+        own = isinstance(plain, dict) and plain.get("init_from") is not None
+        return {**plain, "weights": None} if own else plain
 
 
 class DataRecipe(_Section):
@@ -299,7 +308,8 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
         recipe = Recipe.model_validate(plain)
     except ValidationError as error:
         key, line = explain_invalid(error, flatten(Recipe().to_dict()), [*Recipe.model_fields, EXTENDS])
-        source = next((file for said, file in (origins or {}).items() if f"{said}.".startswith(f"{key}.")), name)
+        said, key = origins or {}, key.partition("[")[0]
+        source = said.get(key) or next((said[inner] for inner in said if inner.startswith(f"{key}.")), name)
         raise RecipeError(f"{name}: {line}" + (f" (in {source})" if source != name else "")) from None
     _check_together(recipe, name)
     recipe._name = name
@@ -315,7 +325,7 @@ def _check_together(recipe: Recipe, name: str) -> None:
             f"try batch_size={sizes}"
         )
     optimizer = recipe.optimizer
-    if optimizer.name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
+    if optimizer.name in ("sgd", "muon") and optimizer.nesterov and optimizer.momentum == 0:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
     if recipe.schedule.min_lr > recipe.peak_lr:
         of = "" if optimizer.lr_per is None else f", which is {recipe.peak_lr:g} at batch_size={recipe.batch_size}"

@@ -19,7 +19,8 @@ class Traits:
     """One mode.
 
     Attributes:
-        when: to take it, for README's table; two lines, of one process and of several, where it can be either.
+        when: to take it, for the table of README and guide; two lines, of one process and of several, where it can be
+            either.
         processes: that train. `either` is the recipe's choice: see `Recipe.processes`.
         many_devices: one process may drive several devices.
         shares_devices: several processes may drive one device.
@@ -34,6 +35,7 @@ class Traits:
         every_sample: each process uses all samples of its own shard, rather than a share of every full global batch.
         private: what differs from process to process and is saved for each: model, optimizer, ema, scaler.
         refuses: options that it cannot have, and why. Everything else works: a test tries every pair.
+        also_called: by other programs, lower case, without dashes and underscores.
     """
 
     when: tuple[str, ...]
@@ -49,6 +51,7 @@ class Traits:
     every_sample: bool = False
     private: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
+    also_called: str = ""
 
     @property
     def single_device(self) -> bool:
@@ -63,39 +66,39 @@ class Traits:
 
 TRAITS: dict[str, Traits] = {
     "single": Traits(
-        when=("one device; the reference that every other mode is tested against",),
+        when=("one device. All other modes are tested against it",),
         reference=True,
+        also_called="none cpu onegpu singlegpu singledevice no",
     ),
     "dp": Traits(
-        when=(
-            "to see how much slower `nn.DataParallel` is; without CUDA torch passes it through to one device, "
-            "and it says so",
-        ),
+        when=("to see how much slower `nn.DataParallel` is than `ddp`. Without GPUs it uses one device, and says so",),
         many_devices=True,
         exchanges="copies",
         refuses={
             "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
             "compile": "nn.DataParallel copies the module anew for every pass; use mode=ddp",
         },
+        also_called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),
     "ddp": Traits(
-        when=("**the default**: the model fits on a device and there are several, on one machine or many",),
+        when=("**the default**: the model fits on one device, and there are several, on one machine or many",),
         processes="many",
         exchanges="gradients",
+        also_called="distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
     ),
     "split": Traits(
         when=(
-            "the model fits on no single device; one stage works at a time, so it is slower than one device "
-            "that it does fit on",
+            "the model fits on no single device. One stage works at a time, so it is slower than one device would be",
         ),
         many_devices=True,
         exchanges="activations",
         staged=True,
+        also_called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
         when=(
-            "as `split`, with micro-batches overlapping on GPUs by CUDA streams",
-            "the model fits on no single device, and speed matters; R replicas where there are more processes",
+            "as `split`, but on GPUs the stages work at the same time, on pieces of a batch (micro-batches)",
+            "the model fits on no single device, and speed matters. More processes than stages make replicas",
         ),
         processes="either",
         many_devices=True,
@@ -106,11 +109,12 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
         },
+        also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
     "local_sgd": Traits(
         when=(
-            "slow links between devices, or a model too small to fill a card: weights are averaged every epoch or "
-            "every H steps",
+            "slow links between devices, or a model too small to fill a card. Weights are averaged every epoch, or "
+            "every few steps",
         ),
         processes="many",
         shares_devices=True,
@@ -119,9 +123,10 @@ TRAITS: dict[str, Traits] = {
         every_sample=True,
         private=("model", "optimizer", "ema", "scaler"),
         refuses={"sync_bn": "its workers compute apart from each other between averagings; use mode=ddp"},
+        also_called="localsgd local diloco postlocalsgd",
     ),
     "hogwild": Traits(
-        when=("several CPU workers on one small model, without locks",),
+        when=("several CPU workers on one small model, who never wait for each other",),
         processes="many",
         shares_devices=True,
         shared_memory=True,
@@ -129,13 +134,14 @@ TRAITS: dict[str, Traits] = {
         every_sample=True,
         private=("optimizer", "scaler"),
         refuses={"sync_bn": "its workers never wait for each other; use mode=ddp"},
+        also_called="async asgd asyncsgd hogwild",
     ),
 }
 MODES = tuple(TRAITS)
 
 
 def readme_table() -> str:
-    """README's table of modes."""
+    """The table of modes in README and guide."""
     lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
     for mode, traits in TRAITS.items():
         same = "-" if traits.reference else "yes" if traits.same_maths else "no"

@@ -6,6 +6,7 @@ Imports: errors, recipe, saving, telemetry.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def _one(names: Sequence[str]) -> RunSummary:
 
 def _is_word(text: str) -> bool:
     """Whether it is an option or key=value, rather than a folder."""
-    return (text.startswith("-") or "=" in text) and not Path(text).exists()
+    return (text.startswith("-") or "=" in text) and not (os.path.exists(text) or os.path.exists(HOME / text))
 
 
 __all__ = ["command"]

@@ -15,10 +15,11 @@ from trainer.saving import locks
 from trainer.saving.files import remove, why
 
 WRITTEN = (  # by training and by commands that are given the run
-    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "timeline.*", "*events.out.tfevents.*", "checkpoints",
-    "*.safetensors", "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript",
-    "wandb", "wandb.json", "mlflow.json",
-    ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".events.*",
+    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "contact_sheet.png", "timeline.*",
+    "*events.out.tfevents.*", "checkpoints", "last.safetensors", "best.safetensors", "model*.safetensors",
+    "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript", "wandb", "wandb.json", "mlflow.json",
+    ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".split.csv.*",
+    ".contact_sheet.png.*", ".timeline.json.*", ".events.*", ".wandb.json.*", ".mlflow.json.*", ".export-*",
 )  # fmt: skip
 STOP = "stop it first (Ctrl-C, or kill its process)"
 
@@ -65,8 +66,10 @@ def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
     try:
         answer = input(f"delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}? y/N ")
     except EOFError:
+        print()
         return False
     except KeyboardInterrupt:
+        print()  # the line that was not ended
         raise Interrupted("stopped by Ctrl-C; nothing was deleted") from None
     return answer.strip().lower() in ("y", "yes")
 

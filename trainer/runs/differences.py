@@ -34,7 +34,7 @@ def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool
     names = _names(runs)
     changed = _changed(runs)
     figures = {title: [told(one) for one in runs] for title, told in _figures(runs).items()}
-    picture, untold = _picture(runs, names, output)
+    picture, lacking = _picture(runs, names, output)
     if as_json:
         found = {
             "runs": [one.to_dict() for one in runs],
@@ -42,13 +42,17 @@ def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool
             "picture": str(picture) if picture else None,
         }
         return json.dumps(found, indent=2, default=str) + "\n"
-    rows = [("", names), *((key, list(map(value_of, values))) for key, values in changed.items())]
-    same = [] if changed else ["the recipes are the same" if all(one.recipe for one in runs) else ""]
+    rows = [("", names)]
+    for key, values in changed.items():
+        cells = [value_of(value) if one.recipe else MISSING for one, value in zip(runs, values, strict=True)]
+        rows.append((key, cells))
+    lost = [f"{name}: {one.note or 'no recipe.yaml'}" for name, one in zip(names, runs, strict=True) if not one.recipe]
+    same = ["the recipes are the same"] if not changed and not lost else []
     shown = [(title, cells) for title, cells in figures.items() if any(cell != MISSING for cell in cells)]
-    lines = [*_aligned(rows), *same, "", *_aligned([("", names), *shown]), *untold]
+    lines = [*_aligned(rows), *same, "", *_aligned([("", names), *shown]), *lost, *lacking]
     if picture:
         lines += ["", f"curves: {picture}"]
-    return "\n".join(line for line in lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _names(runs: Sequence[RunSummary]) -> list[str]:
@@ -63,17 +67,21 @@ def _names(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def _changed(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
-    """The recipe's keys in which the runs differ, with each one's value. An old recipe gets today's defaults."""
+    """The recipe's keys in which the runs that have one differ, with each one's value; None where it has none.
+
+    An old recipe gets today's defaults.
+    """
     trees = [flatten(_resolved(one.recipe)) for one in runs]
-    keys = dict.fromkeys(key for tree in trees for key in tree)
-    found = {key: [tree.get(key) for tree in trees] for key in keys if key not in UNTOLD}
-    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+    known = [tree for tree in trees if tree]
+    keys = dict.fromkeys(key for tree in known for key in tree if key not in UNTOLD)
+    differ = [key for key in keys if any(tree.get(key) != known[0].get(key) for tree in known)]
+    return {key: [tree.get(key) for tree in trees] for key in differ}
 
 
 def _resolved(plain: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return recipes.load(dict(plain)).to_dict() if plain else {}
-    except (RecipeError, TypeError, ValueError):
+    except (RecipeError, TypeError, ValueError, RecursionError):
         return plain
 
 

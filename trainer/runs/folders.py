@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -21,7 +22,7 @@ Status = Literal["running", "completed", "stopped", "failed", "killed"]
 ENDED: dict[Any, Status] = {"completed": "completed", "preempted": "stopped", "failed": "failed"}
 OTHERS = {"compare.json": "a comparison", "predict.json": "predictions", "part-0000": "predictions"}
 FOREIGN = "no files of a run"
-MAX_RECIPE = 256 * 1024  # bytes
+MAX_RECIPE, MAX_ALIASES = 256 * 1024, 20  # bytes; more aliases of aliases would grow without limit
 MAX_FILES = 20_000  # of a folder, that are counted for its size
 LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # whose times tell when a run last did something
 
@@ -150,15 +151,26 @@ def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
     try:
         if file.suffix == ".json":
             return read_json(file)
-        found = yaml.load(read(file, MAX_RECIPE), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = _plain(read(file, MAX_RECIPE))
         if isinstance(found, dict):
             return found
         notes.append(f"{file.name}: it holds no recipe")
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError, TypeError):
         notes.append(f"{file.name}: it holds no YAML")
     except (OSError, ValueError) as error:
         notes.append(f"{file.name}: {why(error)}")
     return {}
+
+
+def _plain(text: bytes) -> Any:
+    """What YAML holds, in the types of JSON: no dates, nothing that holds itself.
+
+    Raises:
+        YAMLError, ValueError, TypeError, RecursionError: it cannot be told so.
+    """
+    if text.count(b"*") > MAX_ALIASES:
+        raise ValueError("it holds no recipe")
+    return json.loads(json.dumps(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), default=str))
 
 
 def _is_run(path: Path, names: set[str], result: Mapping[str, Any]) -> bool:

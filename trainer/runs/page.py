@@ -64,6 +64,8 @@ def _figures(one: RunSummary) -> Iterator[tuple[str, str]]:
     if epochs is not None and steps is not None:
         of = f" of {wanted:.0f}" if wanted else ""
         yield "trained", f"{epochs:.0f}{of} epochs, {steps:,.0f} steps, {words.duration(finite(result.get('seconds')))}"
+    ended_by = result.get("ended_by")
+    yield "ended by", ended_by if isinstance(ended_by, str) and ended_by != "epochs" else ""
     if one.best:
         metric, value = one.best
         at = finite(result.get("best_epoch"))

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,6 +57,13 @@ def open_streams() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):  # as stderr is: names of files may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def portable(name: str) -> str:
+    """A file's name, or a text with one, as UTF-8 can hold it: a byte that is none of it becomes four characters."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def opened(path: str | Path) -> BufferedReader:

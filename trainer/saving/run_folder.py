@@ -21,6 +21,7 @@ from trainer.saving import locks
 from trainer.saving.files import Growing, draft_of, opened, put, read, usable_json, why, writing
 
 PHOTOS = {"data.image_size": 224, "data.channels": 3}
+CHOSEN = ("image_size", "channels", "mean", "std")  # keys of data that a run settles before it writes its recipe
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
 MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
@@ -60,9 +61,9 @@ class RunFolder:
             owner = ""
         used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
         restarted = place().restarts > 0 and owner == job_id()
-        if used and owner and not restarted and not self._saved():  # without an owner the files are the user's own
+        if owner and not restarted and not self._saved():  # without an owner the files are the user's own
             self._clear()
-            used, self.replaced = False, True
+            used, self.replaced = False, used
         resuming = used and (recipe.resume == "auto" or restarted)
         if used and not resuming:
             raise FolderInUseError(
@@ -92,7 +93,7 @@ class RunFolder:
     def _clear(self) -> None:
         """Remove what a run that saved nothing wrote, so that nothing of it mixes with the next."""
         written = ["recipe.yaml", "result.json", "steps.csv", "split.csv", "contact_sheet.png", "tuning.json"]
-        written += ["timeline.*", "*events.out.tfevents.*", "wandb.json", "mlflow.json"]
+        written += ["timeline.*", "*events.out.tfevents.*", "stacks-rank*.txt", "wandb.json", "mlflow.json"]
         for path in (path for pattern in written for path in self.path.glob(pattern)):
             with suppress(OSError):
                 path.unlink()
@@ -113,7 +114,7 @@ class RunFolder:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
                 f"resume=auto: {self.path} was trained with another recipe ({listed}); "
-                "put it back or choose another output="
+                f"put it back, as recipe={self.path} does, or choose another output="
             )
 
     def write_recipe(self, recipe: Recipe) -> None:
@@ -145,19 +146,39 @@ class RunFolder:
             self._lock = -1
 
 
-def as_before(recipe: Recipe) -> Recipe:
-    """The recipe with images of the shape that the run to be continued chose, where it does not say one itself."""
-    if recipe.output is None or recipe.resume is None:
-        return recipe
+def continued_folder(recipe: Recipe) -> Path | None:
+    """The folder of the run that this one goes on with, if it does: by resume=auto or as a restart of its own job.
+
+    Every rank may ask, before rank 0 claims the folder; a machine that does not see it has none.
+    """
+    if recipe.output is None:
+        return _before_restart(recipe)
     folder = Path(recipe.output).expanduser()
-    if not (folder / "recipe.yaml").is_file() or not (folder / "checkpoints").is_dir():
+    saved = (folder / "recipe.yaml").is_file() and (folder / "checkpoints").is_dir()
+    return folder if place().restarts or (recipe.resume is not None and saved) else None
+
+
+def as_before(recipe: Recipe) -> Recipe:
+    """The recipe with images as the run to be continued has them, where it does not say so itself."""
+    folder = continued_folder(recipe)
+    if folder is None:
         return recipe
     try:
         before = recipes.load(str(folder / "recipe.yaml")).data
     except RecipeError:
         return recipe  # a folder that cannot be continued, as it says when it is opened
-    chosen = {key: getattr(before, key) for key in ("image_size", "channels") if getattr(recipe.data, key) is None}
+    chosen = {key: getattr(before, key) for key in CHOSEN if getattr(recipe.data, key) is None}
     return recipe.replace(**{f"data__{key}": value for key, value in chosen.items()})
+
+
+def _before_restart(recipe: Recipe) -> Path | None:
+    """The folder below runs/ that this job had before it was restarted."""
+    if place().restarts:
+        for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/.lock"):
+            with suppress(OSError):
+                if read(lock) == job_id().encode():
+                    return lock.parent
+    return None
 
 
 def fresh_folder(recipe: Recipe) -> Path:
@@ -166,11 +187,8 @@ def fresh_folder(recipe: Recipe) -> Path:
     Raises:
         SetupError: it cannot be made.
     """
-    if place().restarts:
-        for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/.lock"):
-            with suppress(OSError):
-                if read(lock) == job_id().encode():
-                    return lock.parent
+    if (before := _before_restart(recipe)) is not None:
+        return before
     stem = f"runs/{recipe.name}-{recipe.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         path = Path(stem if number == 1 else f"{stem}-{number}")

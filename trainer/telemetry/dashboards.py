@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 FIRST, LAST = "overview/", "z_"
 _MOVED = ("memory/", "pipeline/", "summary/")  # to the end
 # What a run that is continued within an epoch logs anew at its end.
 AT_END = re.compile(r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|part_communication)")
-AT_FINISH = re.compile(r"run/|_hparams_/session_end")  # what every part of a run logs anew as it finishes
+ANEW = re.compile(r"run/|_hparams_/|custom_scalars__config__")  # what every part of a run tells for itself
+PARTS = ("data", "compute", "bubble", "optimizer")  # of a step, as they are laid on each other, in each mode the same
+EDGES = ("z_step/0", *(f"z_step/{n}_{part}" for n, part in enumerate(PARTS, 1)))
 SUMMARY = {  # columns of results, by their tag below summary/
     "best": "best {metric}",
     "last": "last {metric}",
@@ -29,7 +32,7 @@ def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
     """Values by tag, under the tags that TensorBoard is given: some moved to the end, the most wanted also in front."""
     front = _front(metric)
     found = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
-    return found | {FIRST + front[tag]: value for tag, value in values.items() if tag in front}
+    return found | {FIRST + front[tag]: value for tag, value in values.items() if tag in front} | _stacked(values)
 
 
 def _front(metric: str) -> dict[str, str]:
@@ -38,8 +41,18 @@ def _front(metric: str) -> dict[str, str]:
     return {tag: f"{n}_{name}" for n, (tag, name) in enumerate(zip(dict.fromkeys(wanted), short, strict=True), 1)}
 
 
+def _stacked(values: Mapping[str, float]) -> dict[str, float]:
+    """Upper edges of the parts of a step laid on each other, the first on zero."""
+    if "speed/part_compute_ms" not in values:
+        return {}
+    heights = (values.get(f"speed/part_{part}_ms", 0.0) for part in PARTS)
+    return dict(zip(EDGES, accumulate(heights, initial=0.0), strict=True))
+
+
 def layout(metrics: Sequence[str], titles: Mapping[str, str], ranks: bool, pipeline: bool) -> Any:
     """Custom Scalars: three rows of charts that answer a question each.
+
+    TensorBoard puts the charts of all runs together, and takes two for one only where they are quite the same.
 
     Args:
         metrics: the task's, by their names.
@@ -47,36 +60,57 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], ranks: bool, pipel
         ranks: whether there are several, which communicate.
         pipeline: whether there are stages.
     """
-    from torch.utils.tensorboard.summary import custom_scalars
-
-    parts = ["data", "compute"] + ["communication"] * ranks + ["bubble"] * pipeline + ["optimizer"]
-    when = {"communication": ": measured at the end"} | ({"compute": ", and communication"} if ranks else {})
     others = [name for name in metrics if name != "loss"]
-    learning = {"loss: training, and validation": ["train/loss", "val/loss"]}
-    learning |= {f"{titles.get(name, name)} of validation": [f"val/{name}"] for name in others}
-    learning |= {"learning rate": ["train/lr"], "gradient norm": ["train/grad_norm"]}
-    speed = {
-        "images/s, all devices together": ["speed/samples_per_sec"],
-        "images/s, one device": ["speed/samples_per_sec_per_device"],
-        "images/s, validation": ["speed/val_samples_per_sec"],
-        "step, ms": ["speed/step_ms"],
-        **{f"{part}, ms of a step{when.get(part, '')}": [f"speed/part_{part}_ms"] for part in parts},
-    }
-    if pipeline:
-        speed["stages at work, %"] = [r"z_pipeline/stage\d+_busy_pct"]
-    full = {"peak memory, GiB": ["z_memory/peak_gib/.*"]}
-
-    rows = {"does it learn": learning, "how fast": speed, "how full": full}
-    # Tags are regular expressions, which need not match to the end.
-    charts: dict[str, dict[str, Any]] = {
-        question: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in found.items()}
-        for question, found in rows.items()
-    }
+    parts = ["data", "compute", *["communication"] * ranks, *["bubble"] * pipeline, "optimizer"]
+    when = {"communication": ": counted as compute until the end tells it"}
+    learning = [
+        _lines("loss: training, and validation", "train/loss", "val/loss"),
+        *(_lines(f"{titles.get(name, name)} of validation", f"val/{name}") for name in others),
+        _lines("learning rate", "train/lr"),
+        _lines("gradient norm", "train/grad_norm"),
+    ]
+    speed = [
+        _lines("images/s, all devices together", "speed/samples_per_sec"),
+        _lines("images/s, one device", "speed/samples_per_sec_per_device"),
+        _lines("images/s, validation", "speed/val_samples_per_sec"),
+        _lines("step, ms", "speed/step_ms"),
+        _areas("a step, ms: its parts laid on each other", pairwise(EDGES)),
+        *(_lines(f"{part}, ms of a step{when.get(part, '')}", f"speed/part_{part}_ms") for part in parts),
+    ]
     if pipeline:  # all lines of a run have its colour: what was predicted is the other edge of an area
         measured, predicted = "z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"
-        title = "bubble measured, %; the area reaches to the predicted one"
-        charts["how fast"][title] = ["Margin", [measured, predicted, measured]]
-    return custom_scalars(charts)  # type: ignore[no-untyped-call]
+        speed.append(_lines("stages at work, %", r"z_pipeline/stage\d+_busy_pct"))
+        speed.append(_areas("bubble measured, %; the area reaches to the predicted one", [(predicted, measured)]))
+    rows = {"does it learn": learning, "how fast": speed}
+    return _custom_scalars(rows | {"how full": [_lines("peak memory, GiB", "z_memory/peak_gib/.*")]})
+
+
+def _lines(title: str, *tags: str) -> Any:
+    """A chart of lines; tags are regular expressions, which would not need to match to the end."""
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    content = layout_pb2.MultilineChartContent(tag=[f"{tag}$" for tag in tags])
+    return layout_pb2.Chart(title=title, multiline=content)
+
+
+def _areas(title: str, edges: Iterable[tuple[str, str]]) -> Any:
+    """A chart of areas between tags, each (from, to), with a line at the latter."""
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Chart, MarginChartContent
+
+    series = [MarginChartContent.Series(value=end, lower=start, upper=end) for start, end in edges]
+    return Chart(title=title, margin=MarginChartContent(series=series))
+
+
+def _custom_scalars(rows: Mapping[str, Sequence[Any]]) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Layout
+    from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG, create_summary_metadata
+
+    charts = Layout(category=[Category(title=question, chart=found) for question, found in rows.items()])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[charts.SerializeToString()])
+    tensor.tensor_shape.SetInParent()  # a scalar
+    return Summary(value=[Summary.Value(tag=CONFIG_SUMMARY_TAG, metadata=create_summary_metadata(), tensor=tensor)])
 
 
 def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str) -> list[Any]:

@@ -12,11 +12,13 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.saving.checkpoint import Position
 from trainer.saving.files import Growing, draft_of, opened, put, why
-from trainer.telemetry.dashboards import AT_END, AT_FINISH
+from trainer.telemetry.dashboards import ANEW, AT_END
+
+if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
+    from trainer.saving.checkpoint import Position
 
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
@@ -50,8 +52,11 @@ class Events(Growing):
 
         self.add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
 
-    def restart(self, step: int) -> None:
-        """From this step on everything comes anew: a TensorBoard that has read older values forgets them."""
+    def begin(self, step: int) -> None:
+        """A part of a run begins, whose first step is this one: a TensorBoard that has read values of it forgets them.
+
+        It does so from the second beginning on that it sees, so that the first part has to tell its own.
+        """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         event = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
@@ -103,8 +108,9 @@ def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> 
 def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> int:
     """Rewrite a continued run's files into one that ends at `position`: one value a (tag, step). Returns the events.
 
-    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come. Wherever this
-    is killed, the files that are there hold everything, once a (tag, step) after the next time.
+    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come; what the run
+    is, it tells anew, as it may go on in another mode. Wherever this is killed, the files that are there hold all else,
+    once a (tag, step) after the next time.
     """
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -148,6 +154,8 @@ def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None
 
 
 def _stays(tag: str, step: int, position: Position) -> bool:
-    if step != position.step:
-        return step < position.step
-    return not AT_FINISH.match(tag) and (position.step_in_epoch == 0 or not AT_END.match(tag))
+    if ANEW.match(tag):
+        return False
+    if step == position.step:
+        return position.step_in_epoch == 0 or not AT_END.match(tag)
+    return step < position.step

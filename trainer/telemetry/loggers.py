@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import urlparse
+from urllib.request import getproxies
 
 from trainer.errors import text_of
+from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import usable_json
 from trainer.saving.run_folder import write_atomically
 
-PATIENCE = 30.0  # seconds that a run's end waits for what is still to be sent
+PATIENCE, HURRY = 30.0, 10.0  # seconds that a run's end waits for what is still to be sent; that of a stopped one
+ANSWER = 10.0  # seconds in which a server must take a connection
+WANDB = "https://api.wandb.ai"  # where W&B is, unless WANDB_BASE_URL says so
 PROJECT = "trainer"  # where logging.wandb=true goes
 MANY = 100  # parameters or metrics of one request to MLflow
 LONGEST = 500  # characters of a parameter's value in MLflow
@@ -34,8 +39,12 @@ FINAL = ("best_epoch", "train_loss", "epochs", "steps", "seconds", "data_wait_fr
 class Sink(Protocol):
     """Where values go; every method may block, and may raise anything."""
 
-    def open(self) -> None:
-        """Begin a run there, or go on with the one that an earlier part of this run began."""
+    def open(self) -> str:
+        """Begin a run there, or go on with the one that an earlier part of this run began.
+
+        Returns:
+            What people are to know of where the values go; empty where they go where they were asked to.
+        """
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Values of a step, by tag."""
@@ -50,20 +59,23 @@ class WandbSink:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder
 
-    def open(self) -> None:
+    def open(self) -> str:
         import wandb
 
-        project = self.recipe.logging.wandb
+        project = self.recipe.logging.wandb if isinstance(self.recipe.logging.wandb, str) else PROJECT
+        here = "" if "WANDB_MODE" in os.environ else why_offline()
         self._run = wandb.init(
-            project=project if isinstance(project, str) else PROJECT,
+            project=project,
             name=self.folder.name,
-            id=known_id(self.folder, "wandb", lambda: uuid.uuid4().hex[:12]),
+            id=known_id(self.folder, "wandb", project, lambda: uuid.uuid4().hex[:12]),
             resume="allow",
             dir=self.folder,
             config=self.recipe.to_dict(),
-            mode=None if "WANDB_MODE" in os.environ or has_account() else "offline",
+            mode="offline" if here else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        later = f"wandb sync {self.folder}/wandb/offline-run-*"
+        return here and f"{here}; values stay in the run folder: {later} sends them"
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -79,25 +91,28 @@ class MlflowSink:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder
 
-    def open(self) -> None:
+    def open(self) -> str:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
         where = self.recipe.logging.mlflow
         self._client = MlflowClient(tracking_uri=where if isinstance(where, str) else None)
+        address = str(self._client.tracking_uri)
+        reach(address)
         known = self._client.get_experiment_by_name(self.recipe.name)
         home = known.experiment_id if known else self._client.create_experiment(self.recipe.name)
 
         def begin() -> str:
             return str(self._client.create_run(home, run_name=self.folder.name).info.run_id)
 
-        self._id = known_id(self.folder, "mlflow", begin)
+        self._id = known_id(self.folder, "mlflow", address.rpartition("@")[2], begin)
         self._client.update_run(self._id, status="RUNNING")
         before = self._client.get_run(self._id).data.params  # of a run that goes on; MLflow refuses another value
         keys = flatten(self.recipe.to_dict())
         params = [Param(key, str(value)[:LONGEST]) for key, value in keys.items() if key not in before]
         for start in range(0, len(params), MANY):
             self._client.log_batch(self._id, params=params[start : start + MANY])
+        return ""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
@@ -138,14 +153,18 @@ class Loggers:
     def close(self) -> None:
         """Wait until all is sent, though not for ever."""
         for feed in self._feeds:
-            feed.close(self._result)
+            feed.end(self._result)
+        patience = HURRY if self._result.get("status") == "preempted" else PATIENCE
+        until = time.monotonic() + patience
+        for feed in self._feeds:
+            feed.wait(until, patience)
         self._tell()
         self._feeds = []
 
     def _tell(self) -> None:
         for feed in self._feeds:
-            if (line := feed.news()) is not None:
-                self._say(f"warning: {line}")
+            for line in feed.news():
+                self._say(line)
 
 
 class LoggerThread:
@@ -154,8 +173,8 @@ class LoggerThread:
     def __init__(self, name: str, sink: Sink) -> None:
         self._name, self._sink = name, sink
         self._values: SimpleQueue[tuple[Mapping[str, float], int] | None] = SimpleQueue()
+        self._news: SimpleQueue[str] = SimpleQueue()
         self._result: Mapping[str, Any] = {}
-        self._failure: str | None = None
         self._failed = False
         self._thread = threading.Thread(target=self._work, name=f"logging.{name}", daemon=True)
         self._thread.start()
@@ -164,37 +183,46 @@ class LoggerThread:
         if not self._failed:
             self._values.put((dict(values), step))
 
-    def close(self, result: Mapping[str, Any]) -> None:
-        """Send what is left and the end of the run; gives up after PATIENCE seconds."""
+    def end(self, result: Mapping[str, Any]) -> None:
+        """After what is left the end of the run is to be sent."""
         self._result = result
         self._values.put(None)
-        self._thread.join(PATIENCE)
-        if self._thread.is_alive():
-            self._failure = f"it has not taken all values within {PATIENCE:g} s"
 
-    def news(self) -> str | None:
-        """What went wrong, once."""
-        failure, self._failure = self._failure, None
-        return failure and f"logging.{self._name} is left out from here on, and the run goes on ({failure})"
+    def wait(self, until: float, patience: float) -> None:
+        """Wait for that, and give up at a time of the monotonic clock, which is after `patience` seconds."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._fail(f"it has not taken all values within {patience:g} s")
+
+    def news(self) -> Iterator[str]:
+        """What people are to know, once."""
+        while not self._news.empty():
+            yield self._news.get()
+
+    def _fail(self, reason: str) -> None:
+        self._failed = True
+        interrupts.stuck.set()  # its library would wait for it at the end of this process
+        self._news.put(f"warning: logging.{self._name} is left out from here on, and the run goes on ({reason})")
 
     def _work(self) -> None:
         try:
-            self._sink.open()
+            if note := self._sink.open():
+                self._news.put(f"logging.{self._name}: {note}")
             while (item := self._values.get()) is not None:
                 self._sink.scalars(*item)
             self._sink.finish(self._result)
         except BaseException as error:  # whatever a library and its server may raise, SystemExit too
-            self._failed = True
-            self._failure = f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}"
+            self._fail(f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}")
 
 
-def known_id(folder: Path, name: str, make: Callable[[], str]) -> str:
-    """The logger's own name of the run: that of its earlier parts, else a fresh one, which is kept in the folder."""
-    found = usable_json(folder / f"{name}.json").get("id")
-    if isinstance(found, str) and found:
+def known_id(folder: Path, name: str, where: str, make: Callable[[], str]) -> str:
+    """The logger's own name of the run: that of its earlier parts there, else a fresh one, kept in the folder."""
+    kept = usable_json(folder / f"{name}.json")
+    found = kept.get("id")
+    if isinstance(found, str) and found and kept.get("where", where) == where:
         return found
     fresh = make()
-    write_atomically(folder / f"{name}.json", json.dumps({"id": fresh}) + "\n")
+    write_atomically(folder / f"{name}.json", json.dumps({"id": fresh, "where": where}) + "\n")
     return fresh
 
 
@@ -207,11 +235,38 @@ def final_figures(result: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in flat.items() if isinstance(value, int | float)}
 
 
+def why_offline() -> str:
+    """Why nothing can be sent to Weights & Biases from here; empty where it can."""
+    if not has_account():
+        return "no account is known on this machine (wandb login makes one known)"
+    try:
+        reach(os.environ.get("WANDB_BASE_URL") or WANDB)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def reach(address: str) -> None:
+    """Knock at a server, for which the libraries themselves would wait for minutes.
+
+    Raises:
+        ConnectionError: it does not answer.
+    """
+    there = urlparse(address)
+    port = there.port or {"http": 80, "https": 443}.get(there.scheme)
+    if port is None or there.hostname is None or getproxies().keys() - {"no"}:  # a file; a way that only they know
+        return
+    try:
+        socket.create_connection((there.hostname, port), ANSWER).close()
+    except OSError as error:
+        raise ConnectionError(f"{there.hostname}:{port} does not answer: {error.strerror or error}") from None
+
+
 def has_account() -> bool:
     """Whether Weights & Biases knows who is here, by a variable or by what `wandb login` wrote, and need not ask."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or WANDB).hostname or ""
     for file in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
         with suppress(OSError, RuntimeError, NetrcParseError):
             if netrc(Path(file).expanduser()).authenticators(host):

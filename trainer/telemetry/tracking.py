@@ -29,7 +29,6 @@ class NullTracker:
 
     path: Path | None = None
     shows = False  # whether there is a page to make pictures and texts for
-    shown = False  # whether an earlier part of the run has told it what it is
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -119,11 +118,10 @@ class Tracker(NullTracker):
 
     def _open_events(self, position: Position, metric: str) -> None:
         self._metric = metric
-        self.shown = trim_events(self.path, position, self.say) > 0
+        trim_events(self.path, position, self.say)
         self._events = Events(self.path)
+        self._events.begin(position.step + 1)
         self.shows = True
-        if self.shown:
-            self._events.restart(position.step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._events is not None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -22,6 +21,7 @@ from trainer.saving.weights import read_weights
 from trainer.training import loop, objects
 from trainer.training.callbacks import Callbacks, OnEpoch, OnStep
 from trainer.training.objects import Model
+from trainer.training.randomness import as_before
 from trainer.training.results import Result
 
 _here = threading.Lock()  # devices, seeds and threads are a process's, so one run at a time trains in it
@@ -59,7 +59,8 @@ def train(
             `register_dataset`.
         on_epoch, on_step: called in this process with an `EpochReport` after every epoch, and with a `StepReport` at
             every logged step (`logging__every_steps=1`: at each). Returning False ends the run there, as a completed
-            one. What they raise ends it as a failed one, and is raised here. The ranks wait for them.
+            one. What they raise ends it as a failed one, and is raised here. The ranks wait for them; in a script that
+            torchrun runs, rank 0's are called.
         nproc: processes on this machine, for modes with many.
         plugin: a module that registers models, data sets or tasks.
         keywords: the recipe's keys: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
@@ -112,16 +113,15 @@ def _in_this_process(recipe: Recipe, callbacks: Callbacks) -> Result:
             "another train() is at work in this process, whose seeds, threads and devices it uses: wait for it, or use "
             "a process each"
         )
-    threads = torch.get_num_threads()
     try:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RecipeError(
                 "this process is in a process group of torch.distributed already, and train() makes its own: call it "
                 "before init_process_group() or after destroy_process_group(), under torchrun, or with nproc="
             )
-        return loop.run(recipe, callbacks=callbacks)
+        with as_before():
+            return loop.run(recipe, callbacks=callbacks)
     finally:
-        torch.set_num_threads(threads)
         _here.release()
 
 

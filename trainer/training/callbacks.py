@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from trainer.errors import TrainerError
 from trainer.launch import hosted
 from trainer.processes.world import World
@@ -65,14 +67,23 @@ class Callbacks:
 
     def __init__(self, on_epoch: OnEpoch | None = None, on_step: OnStep | None = None) -> None:
         self.on_epoch, self.on_step = on_epoch, on_step
+        self._told = self.wanted()
+
+    def connect(self, world: World) -> None:
+        """All ranks take part in what rank 0's program wants to hear, whatever theirs wants. Collective."""
+        self._told = world.share(self._told)
+
+    def tells(self, name: str) -> bool:
+        """Whether there is an "on_epoch" or "on_step" to tell."""
+        return name in self._told.split(",")
 
     def epoch(self, world: World, report: EpochReport) -> bool:
         """Whether training goes on after this epoch. Collective."""
-        return self.on_epoch is None or self._agreed(world, report)
+        return not self.tells("on_epoch") or self._agreed(world, report)
 
     def step(self, world: World, report: StepReport) -> bool:
         """Whether training goes on after this logged step. Collective."""
-        return self.on_step is None or self._agreed(world, report)
+        return not self.tells("on_step") or self._agreed(world, report)
 
     def close(self) -> None:
         """There is nothing more to tell."""
@@ -95,7 +106,8 @@ class Callbacks:
     def heard(self, report: EpochReport | StepReport) -> bool:
         """Call the function: any answer but False means to go on."""
         function: Any = self.on_epoch if isinstance(report, EpochReport) else self.on_step
-        return function(report) is not False
+        answer = function(report)
+        return not isinstance(answer, bool | np.bool_) or bool(answer)
 
     def wanted(self) -> str:
         """The kinds of reports that there are functions for."""

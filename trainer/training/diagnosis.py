@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from trainer.processes.world import cores
 from trainer.telemetry.verdict import Setting, StepParts, Verdict, judge
-from trainer.training.reporting import parts
+from trainer.training.reporting import idle_share, parts
 from trainer.training.run import Run
 
 BUDGET = 0.01  # of the run's seconds
@@ -40,7 +38,7 @@ def diagnose(run: Run) -> Verdict | None:
         logging=ledger.get("logging", 0.0) / timer.seen,
         communication=communication.seconds,
         at_most=communication.at_most,
-        bubble=_bubble(run, facts),
+        bubble=idle_share(run, float(facts.get("bubble_measured") or 0.0)),
         busy=facts.get("stage_seconds") or (),
     )
     share = max(1, cores() // run.loader.readers)
@@ -48,12 +46,3 @@ def diagnose(run: Run) -> Verdict | None:
     setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train))
     verdict: Verdict = world.share(judge(measured, seconds, run.recipe, setting, probe))
     return verdict
-
-
-def _bubble(run: Run, facts: Mapping[str, Any]) -> float:
-    """The share of a step in which devices idle for other stages. CPU stand-ins of one process work in turn: none."""
-    if run.world.size == 1 and run.world.device.type == "cpu":
-        return 0.0
-    if run.recipe.traits.one_stage_at_a_time:
-        return 1 - 1 / len(set(run.world.drives))
-    return float(facts.get("bubble_measured") or 0.0)

@@ -20,6 +20,9 @@ class LARS(torch.optim.Optimizer):
     A layer is a tensor. Biases and normalisation (one-dimensional), and layers of which a norm is zero, have the plain
     `lr`. A step whose gradients were not finite, as `found_inf` says on the device, changes nothing and waits for
     nothing: the same interface as that of torch's fused optimizers.
+
+    Other than SGD's momentum a velocity has the learning rate in it. Its state has a name of its own, so that no
+    checkpoint of the one is continued as the other.
     """
 
     found_inf: Tensor | None = None
@@ -28,7 +31,7 @@ class LARS(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "trust": trust, "weight_decay": 0.0})
         self._step_supports_amp_scaling = True
         for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            self.state[parameter]["velocity"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,7 +45,7 @@ class LARS(torch.optim.Optimizer):
         """Some of a group's parameters, on one device."""
         lr, decay, device = group["lr"], group["weight_decay"], weights[0].device
         gradients = [p.grad for p in weights if p.grad is not None]
-        velocities = [self.state[p]["momentum_buffer"] for p in weights]
+        velocities = [self.state[p]["velocity"] for p in weights]
         weight, gradient = (torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients))
         adapted = group["trust"] * weight / (gradient + decay * weight)
         rates = lr * torch.where((weight == 0) | (gradient == 0), 1.0, adapted)

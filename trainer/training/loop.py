@@ -8,13 +8,14 @@ from typing import cast
 
 import torch
 
-from trainer.errors import DiskFullError, Interrupted, Preempted, SetupError, explain
+from trainer.errors import DiskFullError, Interrupted, Preempted, SetupError, in_one_line
 from trainer.modes.pipeline import timeline
+from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
-from trainer.training import diagnosis, presenting, reporting, resuming, stopping
+from trainer.training import diagnosis, presenting, reporting, resuming, stopping, telling
 from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
@@ -33,8 +34,12 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
+        if not own_process:  # later errors of the program are not this run's
+            closing.callback(stacks.keep_in, None)
         try:
             this = prepare(recipe, interrupts, closing, callbacks or from_environment())
+            if not own_process:  # in a program that goes on no worker is left, however the run ends
+                closing.callback(this.loader.close)
             loop(this)
             return finish(this)
         except BaseException as error:
@@ -42,7 +47,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 with suppress(SetupError, DiskFullError):  # where the folder is what failed, the first error tells
-                    this.tracker.result(reporting.result(this, status, *explain(error)))
+                    this.tracker.result(reporting.result(this, status, *in_one_line(error)))
             raise
 
 
@@ -108,7 +113,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                     mean = agreed.loss / len(unlogged)
                     unlogged.clear()
                     reporting.log_step(run, mean, lr, norm, agreed.window)
-                    over |= not reporting.told_step(run, mean, lr, agreed.window)
+                    over |= not telling.told_step(run, mean, lr, agreed.window)
                 run.tracker.progress(step, epoch + 1)
             if agreed.stop is not None:
                 leave(run, agreed.stop)
@@ -153,12 +158,13 @@ def end_epoch(run: Run, epoch: int) -> None:
     run.position = Position(step, epoch + 1, 0)
     if stopping.lost_patience(run):
         tracker.say(stopping.patience_line(run))
-    if not reporting.told_epoch(run, epoch, improved):
+    if not telling.told_epoch(run, epoch, improved):
         run.total_steps = step
     finished = stopping.is_over(run) or epoch + 1 == run.recipe.epochs
     if finished and found is not None:
-        presenting.mistakes(run, found)
-        presenting.timeline(run)
+        with run.ledger.span("evaluation"):
+            presenting.mistakes(run, found)
+            presenting.timeline(run)
     save = run.recipe.save
     with run.ledger.span("saving"):
         if improved:

@@ -113,7 +113,7 @@ class Mistakes:
             if worst
             for loss, place, target, told, numbers in zip(*worst, strict=True)
         ]
-        return sorted(found, key=lambda one: -one.loss if math.isfinite(one.loss) else -math.inf)[:WORST]
+        return sorted(found, key=lambda one: -one.loss if math.isfinite(one.loss) else math.inf)[:WORST]
 
 
 def _possible(ask: Callable[[], Found]) -> Found | None:

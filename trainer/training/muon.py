@@ -15,7 +15,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon's is adjusted to each matrix's shape so that its steps are as long as AdamW's (torch's match_rms_adamw, of Liu
     et al., "Muon is Scalable for LLM Training", arXiv:2502.16982): a rate and a decay that suit AdamW suit both.
-    Muon itself knows no `found_inf`: each matrix is put back where the flag says so, which waits for nothing.
+    Muon itself knows no `found_inf`: each matrix is put back where the flag says so, which waits for nothing. It is
+    written in place, as torch's steps do: under Hogwild other workers' updates of it must not be lost.
     """
 
     found_inf: Tensor | None = None
@@ -62,7 +63,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if self.found_inf is not None:
                 bad = self.found_inf.to(parameter.device, non_blocking=True) > 0
                 for tensor, was in zip(tensors, before, strict=True):
-                    tensor.copy_(torch.where(bad, was, tensor))
+                    torch.where(bad, was, tensor, out=tensor)
         if self.adamw is not None:
             self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()

@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.data import register_dataset, registered
@@ -96,6 +97,11 @@ def _three(source: Any) -> tuple[Any, Any, Any]:
                 "one set is cut in two by set.train_test_split(0.2) or torch.utils.data.random_split(set, [0.8, 0.2])"
             )
         return found[0], found[1], source.get("classes")
+    if isinstance(source, tuple | list) and source and isinstance(source[0], Tensor | np.ndarray):
+        raise RecipeError(
+            "data= has tensors side by side: each set is a pair of its own, data=((inputs, targets), (inputs, "
+            "targets)); one set is cut in two by random_split(TensorDataset(inputs, targets), [0.8, 0.2])"
+        )
     if isinstance(source, tuple | list) and len(source) in (2, 3):
         return source[0], source[1], source[2] if len(source) == 3 else None
     raise RecipeError(

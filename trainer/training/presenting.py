@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,23 +17,24 @@ from torch import Tensor
 
 from trainer.data import Batch, as_pictures, held_out_pictures
 from trainer.devices import precision
+from trainer.errors import TrainerError, text_of
 from trainer.processes.world import cores
 from trainer.recipe.loading import words_of
 from trainer.telemetry import dashboards, gallery
 from trainer.telemetry.verdict import Verdict
-from trainer.training import reporting
+from trainer.training import banner, reporting
 from trainer.training.mistakes import Mistake, Mistakes
 from trainer.training.results import Result
 from trainer.training.run import Run
 
-SEEN = 32  # samples of the first batch
+SEEN, PIXELS = 32, 2**22  # samples of the first batch that are shown, and their pixels: of large images fewer
 PAGE = "run"
 
 
 def begin(run: Run) -> None:
     """What a run is, told once: the layout of its charts, its line among other runs, its page."""
     tracker, task = run.tracker, run.task
-    if not tracker.shows or tracker.shown:
+    if not tracker.shows:
         return
     ranks, pipeline = run.world.size > 1, run.recipe.traits.micro_batches
     tracker.show(dashboards.layout(task.metric_names(), task.titles, ranks, pipeline), 0)
@@ -43,24 +45,40 @@ def begin(run: Run) -> None:
 
 
 def first_batch(run: Run, batch: Batch) -> None:
-    """The first batch as the model sees it, augmented, with its labels where this rank has them."""
-    images = as_pictures(run.datasets, batch.inputs[:SEEN]) if run.tracker.shows else None
-    if images is not None and len(images):
-        targets = batch.targets[:SEEN].cpu()
-        captions = [[said] if (said := named(run, target)) else [] for target in targets]
-        _picture(run, "batch as the model sees it", gallery.grid(images.numpy(), captions), 0)
+    """The first batch as the model sees it, augmented, with its labels where this rank has them.
+
+    The first step alone waits for it, of which no speed is told.
+    """
+    if not run.tracker.shows:
+        return
+    with _dispensable(run):
+        some = min(SEEN, max(1, PIXELS // max(1, batch.inputs.shape[2:].numel())))
+        images = as_pictures(run.datasets, batch.inputs[:some])
+        if images is not None and len(images):
+            targets = batch.targets[:some].cpu()
+            captions = [[said] if (said := named(run, target)) else [] for target in targets]
+            _picture(run, "batch as the model sees it", gallery.grid(images.numpy(), captions), 0)
 
 
 def mistakes(run: Run, found: Mistakes) -> None:
     """The worst predictions of the last evaluation, and how well each class is told. Collective."""
-    worst, step = found.gathered(run.world), run.position.step
-    if not run.tracker.shows:
-        return
+    worst = found.gathered(run.world)
+    if run.tracker.shows:
+        with _dispensable(run):
+            _worst(run, worst)
+            _classes(run, found)
+
+
+def _worst(run: Run, worst: list[Mistake]) -> None:
     images = _read(run, worst)
     if images is not None:
         captions = [_caption(run, mistake) for mistake in worst]
-        _picture(run, "worst predictions", gallery.grid(images.numpy(), captions, columns=4), step)
+        _picture(run, "worst predictions", gallery.grid(images.numpy(), captions, columns=4), run.position.step)
+
+
+def _classes(run: Run, found: Mistakes) -> None:
     if found.hits is not None and found.counts is not None:
+        step = run.position.step
         held = found.counts.nonzero().flatten().tolist()  # classes of which there is a sample
         names = [name(run, place) for place in range(len(found.counts))]
         shares = [(found.hits[n] / found.counts[n]).item() for n in held]
@@ -100,7 +118,7 @@ def opening(run: Run, words: Sequence[str]) -> str:
     changed = _changed(words)
     return _markdown(
         {
-            f"# {run.recipe.name}, {run.recipe.mode}": _table(reporting.facts(run)),
+            f"# {run.recipe.name}, {run.recipe.mode}": _table(banner.facts(run)),
             "## What was changed": _table(changed) if changed else "Nothing: the recipe as it is.",
             "## Machine": _table(_machine(run)),
             "## If it is interrupted": _commands(_next(run, words)[:1]),
@@ -180,6 +198,18 @@ def _words(value: Any) -> str:
 def _table(rows: Mapping[str, Any]) -> str:
     lines = [f"| {key} | {' '.join(str(value).split()).replace('|', '/')} |" for key, value in rows.items()]
     return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+@contextmanager
+def _dispensable(run: Run) -> Iterator[None]:
+    """A picture that cannot be drawn ends no run."""
+    try:
+        yield
+    except TrainerError:  # of the folder that it is written to
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}"
+        run.tracker.say(f"  a picture for TensorBoard is left out: {reason}")
 
 
 def _picture(run: Run, tag: str, picture: gallery.Picture, step: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -27,6 +28,27 @@ def seed_ranks(seed: int, rank: int) -> None:
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed((seed + rank) % 2**63)
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Behind this block generators, threads and torch's switches are as they were: a run in a program sets its own."""
+    seen = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())] if seen else []
+    states, threads = random_states(devices), torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, tf32 = torch.backends.cudnn.benchmark, None
+    with suppress(RuntimeError):  # set by torch's newer names, which these cannot tell
+        tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        restore_random_states(states, devices)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
+        torch.backends.cudnn.benchmark = benchmark
+        if tf32 is not None:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
 def random_states(devices: Sequence[torch.device]) -> dict[str, Tensor]:

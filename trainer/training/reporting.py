@@ -1,4 +1,4 @@
-"""What a run says of itself: banner, logged values, lines for people, result.json. Reads a run, changes nothing."""
+"""What a run says of itself: logged values, lines for people, result.json. Reads a run, changes nothing."""
 
 from __future__ import annotations
 
@@ -12,100 +12,17 @@ import torchvision
 from torch import Tensor
 
 import trainer
-from trainer.data import contact_sheet
 from trainer.devices import precision
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.tracking import without_nan
 from trainer.telemetry.verdict import StepParts, shares
-from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result
 from trainer.training.run import Run
 from trainer.training.stopping import ended_by
 
 SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
-# Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
-# Normalization", arXiv:1803.08494, table 2).
-FEW = 16
 KEPT_KEYS = (*SPEED_KEYS, "seconds_in", "verdict")  # of a run that is continued with nothing left to train
-
-
-def banner(run: Run) -> str:
-    """What is about to run, in a few lines."""
-    return f"trainer {trainer.__version__}: {run.recipe.name}\n" + "\n".join(
-        f"  {key:<8} {value}" for key, value in facts(run).items()
-    )
-
-
-def facts(run: Run) -> dict[str, str]:
-    """What is about to run, by title."""
-    recipe, world, data = run.recipe, run.world, run.datasets
-    size = world.size
-    names = world.devices
-    devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
-    parts = run.strategy.shard.count
-    part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
-    options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
-    options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
-    options.insert(0, precision.told(recipe.precision, world.device))
-    local = recipe.batch_size // parts
-    batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
-    batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
-    lines = {
-        "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
-        "devices": devices,
-        **run.strategy.notes(),
-        "model": f"{recipe.model.name}, {run.model_size:,} parameters ({', '.join(options)})",
-        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
-        f"{_named(run)}, {' x '.join(map(str, data.inputs.shape))}",
-        **run.notes,
-        **data.notes,
-        "batch": batch,
-        "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
-        + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
-        "folder": str(run.tracker.path),
-    }
-    if run.tracker.path is not None and (run.tracker.path / contact_sheet.FILE).is_file():
-        lines["look at"] = f"{run.tracker.path / contact_sheet.FILE}: images of each class as the model sees them"
-    if (few := few_for_batch_norm(run)) is not None:
-        lines["batchnorm"] = few
-    if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
-        lines["warning"] = (
-            f"the warm-up is as long as the run: lr never reaches {recipe.peak_lr:g}; set schedule.warmup_epochs=0"
-        )
-    return lines
-
-
-def _named(run: Run) -> str:
-    names, kind = run.datasets.classes, "value" if run.task.reads == "values" else "class"
-    several = {"value": "values", "class": "classes"}[kind]
-    return f"{len(names)} {several if len(names) != 1 else kind}"
-
-
-def few_for_batch_norm(run: Run) -> str | None:
-    """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
-    recipe, strategy = run.recipe, run.strategy
-    parts = strategy.shard.count
-    rows = recipe.batch_size // (parts * recipe.accumulate)
-    instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.accumulate > 1)
-    if recipe.sync_bn:
-        rows *= parts
-    elif parts > 1 and "sync_bn" not in recipe.traits.refuses:
-        instead.insert(0, "sync_bn=true")
-    elif recipe.traits.exchanges == "copies" and run.world.device.type == "cuda":
-        rows = -(-rows // len(run.world.drives))
-        instead.insert(0, "mode=ddp sync_bn=true")
-    elif recipe.traits.micro_batches:
-        whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
-        if whole >= 2 * FEW:
-            instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")
-    if not run.batch_norm or rows >= FEW or rows == recipe.batch_size:
-        return None
-    return (
-        f"mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} they are too rough: "
-        f"accuracy suffers and losses differ from mode=single. Try {', '.join(instead)}, or a model without BatchNorm "
-        "(cnn_gn, vit_tiny, vit_b_16, convnext_tiny)"
-    )
 
 
 def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
@@ -114,11 +31,10 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
     Args:
         loss, window: see `step_values`.
     """
-    steps, seconds, _ = window
-    figures = run.strategy.figures()
+    figures, speed = run.strategy.figures(), pace(run, window)
     values = step_values(run, loss, lr, norm.item() if norm is not None else None, window)
-    if seconds:
-        values |= _step_parts(run, window, figures.get("pipeline/bubble_pct", 0.0) / 100)
+    if speed is not None:
+        values |= _step_parts(run, window, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100))
     run.tracker.scalars(values | figures, run.position.step)
     run.tracker.step(
         {
@@ -127,46 +43,15 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
             "seconds": round(run.seconds(), 3),
             "train_loss": loss,
             "lr": lr,
-            "samples_per_sec": float(f"{steps * run.loader.samples_per_step / seconds:.6g}") if seconds else "",
+            "samples_per_sec": float(f"{speed:.6g}") if speed is not None else "",
         }
     )
 
 
-def told_epoch(run: Run, epoch: int, best: bool) -> bool:
-    """Tell the calling program of an epoch; whether training goes on. Collective."""
-    history = run.history
-    report = EpochReport(
-        epoch=epoch + 1,
-        epochs=run.recipe.epochs,
-        step=run.position.step,
-        train_loss=history.losses[-1],
-        metrics=metrics_of(history.validation),
-        best=best,
-        seconds=run.seconds(),
-    )
-    return run.callbacks.epoch(run.world, report)
-
-
-def told_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]) -> bool:
-    """Tell the calling program of a logged step; whether training goes on. Collective.
-
-    Args:
-        loss, window: see `step_values`.
-    """
-    if run.callbacks.on_step is None:
-        return True
-    steps, seconds, _ = window
-    report = StepReport(
-        step=run.position.step,
-        total_steps=run.total_steps,
-        epoch=run.position.epoch + 1,
-        loss=loss,
-        lr=lr,
-        samples_per_sec=steps * run.loader.samples_per_step / seconds if seconds else None,
-    )
-    goes_on = run.callbacks.step(run.world, report)
-    run.timer.start()  # the program's time is no step's
-    return goes_on
+def pace(run: Run, timed: tuple[int, float, float]) -> float | None:
+    """Images a second of all devices in a window, which is as in `step_values`; None before warm-up is over."""
+    steps, seconds, _ = timed
+    return steps * run.loader.samples_per_step / seconds if seconds else None
 
 
 def step_values(
@@ -182,8 +67,7 @@ def step_values(
     values = {"train/loss": loss, "train/lr": lr}
     if norm is not None:
         values["train/grad_norm"] = norm
-    if seconds:
-        speed = steps * run.loader.samples_per_step / seconds
+    if (speed := pace(run, timed)) is not None:
         values |= {
             "speed/samples_per_sec": speed,
             "speed/samples_per_sec_per_device": speed / run.world.count(),
@@ -199,12 +83,19 @@ def step_values(
 def _step_parts(run: Run, timed: tuple[int, float, float], bubble: float) -> dict[str, float]:
     """Milliseconds of a step by what they go to. Communication counts as computing: what it adds, the end tells."""
     steps, seconds, waited = timed
-    if run.world.size == 1 and run.world.device.type == "cpu":
-        bubble = 0.0  # stand-ins of one process work in turn
     step = seconds / steps
     parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))
-    shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.micro_batches
+    shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.staged
     return {f"speed/part_{name}_ms": 1e3 * step * share for name, share in parts.items() if name in shown}
+
+
+def idle_share(run: Run, measured: float) -> float:
+    """The share of a step in which devices idle for other stages; `measured` is a pipeline's."""
+    if run.world.size == 1 and run.world.device.type == "cpu":
+        return 0.0  # stand-ins of one process work in turn
+    if run.recipe.traits.one_stage_at_a_time:
+        return 1 - 1 / len(set(run.world.drives))
+    return measured
 
 
 def summary(run: Run) -> dict[str, float]:

@@ -101,7 +101,7 @@ class Result(Metrics):
 
 
 def table() -> str:
-    """README's table of keys."""
+    """The guide's table of keys."""
     hints = get_type_hints(Result, include_extras=True)
     lines = ["| key | meaning |", "| --- | --- |"]
     lines += [f"| `{key}` | {hint.__metadata__[0]} |" for key, hint in hints.items() if key in Result.__required_keys__]

@@ -50,8 +50,9 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
     if found and "model" not in found.state.tensors:
         raise CheckpointError(_SENSELESS.format(step=found.state.position.step, found="no weights"))
     state = on_every_rank(found, world)
-    if state is None and recipe.output is not None and recipe.resume is not None:
-        here = bool(checkpoint.checkpoints_in(Path(recipe.output).expanduser() / "checkpoints"))
+    if state is None and recipe.output is not None:
+        continued = recipe.resume is not None or world.place.restarts > 0  # a rank's own: a node that joins has 0
+        here = continued and bool(checkpoint.checkpoints_in(Path(recipe.output).expanduser() / "checkpoints"))
         owner = int(world.max_(torch.tensor(world.rank if here else 0)).item())
         if owner:
             raise SetupError(_ELSEWHERE.format(folder=recipe.output, rank=owner))

@@ -56,7 +56,7 @@ class Run:
     steps_per_epoch: int
     num_classes: int
     model_size: int  # parameters of the whole model
-    batch_norm: bool  # whether the model has such layers
+    batch_norm: bool  # whether the model has such layers that train
     notes: dict[str, str]  # of the banner: what does not train, and how the rest does
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
     begun: float  # time.perf_counter() at the process's start of work

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import RecipeError
 from trainer.models.blocks import Block, blocks, frozen, frozen_norms
@@ -68,6 +69,12 @@ def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
             "and last layers are AdamW's. Use optimizer.name=sgd or adamw, or a model.name such as vit_b_16 or swin_t"
         )
     return frozenset(found)
+
+
+def normalises_batches(model: nn.Module, recipe: Recipe) -> bool:
+    """Whether some batch normalisation looks at the batch in training; a frozen one keeps the statistics it has."""
+    still = frozen_norms(model) if recipe.model.freeze is not None else []
+    return any(isinstance(layer, _BatchNorm) and layer not in still for layer in model.modules())
 
 
 def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:

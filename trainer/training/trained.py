@@ -19,6 +19,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.saving.weights import read_weights
 from trainer.training.evaluation import evaluate, metrics_of
+from trainer.training.same_images import check_same_images
 from trainer.training.wiring import model_of, start_process, task_of
 
 
@@ -56,6 +57,7 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
     model = model_of(recipe, task, data, starting=False)
     initialise(model, weights, str(path), whole=True)
     world.connect(recipe.timeout)
+    check_same_images(world, data)
     strategy = modes.create(Context(recipe, world, task, data.example(rows)))
     strategy.setup(model)
     loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)

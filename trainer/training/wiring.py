@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer import modes, tasks
 from trainer.caching import cached
@@ -19,25 +18,29 @@ from trainer.data.images import reason
 from trainer.data.splits import SPLIT_FILE, continued
 from trainer.devices.precision import set_precision
 from trainer.errors import RecipeError
-from trainer.models.timm_zoo import with_own_input
-from trainer.models.zoo import build, initialise
+from trainer.models.given import Given
+from trainer.models.inputs import with_own_input
+from trainer.models.zoo import build, initialise, registered_model
 from trainer.modes import Context, Strategy
+from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World, keep_freed_memory, locate
 from trainer.recipe import Recipe
+from trainer.saving.checkpoint import State
 from trainer.saving.run_folder import RunFolder, as_before
 from trainer.tasks import Task
 from trainer.telemetry.clocks import StepTimer
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import presenting, reporting, resuming
+from trainer.training import banner, presenting, resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.optimization import MovingAverage, Updater, loss_scaler, total_steps
 from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import Run
+from trainer.training.same_images import check_same_images
 from trainer.training.speed_test import speed_recipe
-from trainer.training.trainable import notes, roles_of
+from trainer.training.trainable import normalises_batches, notes, roles_of
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
@@ -59,16 +62,16 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         tracker.keep(SPLIT_FILE, data.split_table)
     data, recipe = cached(data, recipe, world.place.local_size, tracker.say, closing)
     world.connect(recipe.timeout)
+    stacks.keep_in(world.share(tracker.path))
+    callbacks.connect(world)
+    check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)
-    model = model_of(recipe, task, data, starting=state is None)
-    if state is not None:
-        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
-    check_task(task, model, data)
+    model = begun_model(recipe, task, data, state, world)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker.say)
     size = sum(parameter.numel() for parameter in model.parameters())
-    batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    batch_norm = normalises_batches(model, recipe)
     peak, flops = utilisation_base(model, data, world, recipe.precision)
     context = Context(
         recipe=recipe,
@@ -111,7 +114,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     seed_ranks(recipe.seed, world.rank)
     if tracker.path is not None and not speed_only:
         contact_sheet.write(tracker.path, data, recipe)
-    tracker.say(reporting.banner(run))
+    tracker.say(banner.banner(run))
     if state is not None:
         resuming.restore(run, state)
     tracker.start(run.position, run.total_steps, task.metric)
@@ -131,6 +134,17 @@ def task_of(recipe: Recipe, data: Datasets) -> Task:
     return tasks.create(recipe, data.classes, labels_at_hand(data.train, skip=False))
 
 
+def begun_model(recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World) -> nn.Module:
+    """The model as training begins with it, or goes on with it from a checkpoint's state. Collective."""
+    model = model_of(recipe, task, data, starting=state is None)
+    if state is not None:
+        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
+    elif isinstance(registered_model(recipe.model.name), Given):
+        make_alike(model, world)
+    check_task(task, model, data)
+    return model
+
+
 def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:
     """The recipe's model for a data set, on the CPU; `starting` gives it the weights that the recipe starts from."""
     return model_for(recipe, task, len(data.classes), data.channels, data.image_size, data.plain, starting)
@@ -148,6 +162,12 @@ def model_for(
     """The same for a data set of which only so much is known; `plain` are inputs that are no images."""
     few = Example(2, plain).zeros(torch.device("cpu")).inputs if plain else None
     return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None)
+
+
+def make_alike(model: nn.Module, world: World) -> None:
+    """Rank 0's weights on every rank: a program that torchrun runs may have drawn its own on each."""
+    for tensor in [*model.parameters(), *model.buffers()] if world.size > 1 else []:
+        tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 COMMANDS = (
-    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "doctor", "recipes", "completion", "version",
-    "help",
+    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "doctor", "recipes", "guide", "completion",
+    "version", "help",
 )  # fmt: skip
 
 # What people type first, and what to type: words of ours, or a sentence that stands for itself.
@@ -15,9 +15,12 @@ _TYPED = {
     "predict checkpoint=RUN data.root=FOLDER": "infer inference detect classify label prediction classification",
     "compare recipe=digits": "benchmark bench speed profile race comparison sweep tune search multirun",
     "plan recipe=digits": "estimate dry-run dryrun dry_run memory simulate planning",
-    "export RUN format=onnx": "convert onnx torchscript deploy",
+    "export RUN format=onnx": "convert onnx deploy",
+    "export RUN format=torchscript": "torchscript jit trace",
+    "export RUN format=safetensors": "safetensors",
     "runs": "logs history results experiments",
     "doctor": "info env collect_env check diagnose checks system status nvidia-smi gpus devices",
+    "guide": "docs doc documentation manual tutorial faq howto readme topics",
     "recipe=RUN output=RUN resume=auto": "resume continue restart",
     "help": "usage man commands ?",
     "completion bash": "bash zsh autocomplete complete shell",

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
 from trainer.words.commands import COMMANDS
-from trainer.words.keys import FOLDERS, OWN, choices, keys
+from trainer.words.guide import topics
+from trainer.words.keys import EXPORTS, FOLDERS, OWN, choices, keys
 from trainer.words.reading import program
 
 SHELLS = ("bash", "zsh")
@@ -33,7 +34,7 @@ _trainer() {
                 *" $key "*) while IFS= read -r value; do found+=" $key=$value"; done < <(compgen -f -- "${word#*=}") ;;
             esac
             ;;
-        *) found="$_trainer_keys $_trainer_words" ;;
+        *) case $typed in *" guide "*) found='@TOPICS@' ;; *) found="$_trainer_keys $_trainer_words" ;; esac ;;
     esac
     mapfile -t COMPREPLY < <(compgen -W "$found" -- "$word")
     case ${COMPREPLY[0]-} in *=) compopt -o nospace 2>/dev/null || : ;; esac
@@ -81,6 +82,8 @@ _trainer() {
         compset -P '*='
         compadd -- ${${(M)values:#$key=*}#*=}
         case " @FOLDERS@ " in *" $key "*) _files ;; esac
+    elif (( ${words[(I)guide]} )); then
+        compadd -- @TOPICS@
     else
         compadd -- $first
         compadd -S '' -- $keys
@@ -102,21 +105,25 @@ compdef _trainer_after_m python python3 torchrun
 def command(words: Sequence[str]) -> int:
     """Print the script for a shell."""
     if list(words) not in [[shell] for shell in SHELLS]:
-        given = (
-            f"'{' '.join(words)[:40]}' is not a shell that completion knows" if words else "completion for which shell?"
-        )
-        raise RecipeError(f"{given}: type {program()} completion bash, or zsh")
+        given = f"'{' '.join(words)[:40]}' is not a shell that completion knows:" if words else "for which shell?"
+        raise RecipeError(f"{given} type {program()} completion bash, or zsh")
     print(script(words[0]), end="")
     return 0
 
 
 def script(shell: str) -> str:
     """The script for bash or zsh, which completes what this version knows."""
-    own = dict.fromkeys(word for words in OWN.values() for word in words)
+    own = dict.fromkeys([*(word for words in OWN.values() for word in words), "format"])
     names = [f"{name}=" for name in (*own, *(key for key in keys() if key not in own))]
-    values = [f"recipe={name}" for name in shipped_recipes()]
+    values = [f"recipe={name}" for name in shipped_recipes()] + [f"format={name}" for name in EXPORTS]
     values += [f"{key}={value}" for key, allowed in choices().items() for value in allowed]
     text = _BASH if shell == "bash" else _ZSH
-    for mark, found in (("FIRST", COMMANDS), ("KEYS", names), ("VALUES", values), ("FOLDERS", FOLDERS)):
+    for mark, found in (
+        ("FIRST", COMMANDS),
+        ("KEYS", names),
+        ("VALUES", values),
+        ("FOLDERS", FOLDERS),
+        ("TOPICS", tuple(topics())),
+    ):
         text = text.replace(f"@{mark}@", " ".join(found))
     return text.replace("@QUOTED@", " ".join(f"'{value}'" for value in values))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -19,6 +20,14 @@ OWN = {
     "predict": ("checkpoint", "plugin"),
     "evaluate": ("checkpoint", "plugin"),
 }
+WANTS: dict[str, tuple[str, ...]] = {
+    "train": ("recipe=digits",),
+    "plan": ("recipe=digits",),
+    "compare": ("recipe=digits",),
+    "predict": ("checkpoint=RUN", "data.root=FOLDER"),
+    "evaluate": ("checkpoint=RUN",),
+}  # what each needs at least
+EXPORTS = ("onnx", "exported_program", "torchscript", "safetensors")  # what export's format= can be
 FOLDERS = ("recipe", "checkpoint", "data.root", "data.labels", "output", "model.init_from", "measured")  # hold paths
 
 
@@ -34,9 +43,21 @@ def sections() -> tuple[str, ...]:
 
 
 @functools.cache
+def kinds() -> dict[str, tuple[Any, ...]]:
+    """What each key takes: int, float, bool, str, list, type(None) and Literals."""
+    return dict(_kinds(Recipe, ""))
+
+
+@functools.cache
 def choices() -> dict[str, tuple[str, ...]]:
     """The values that can be typed for a key, where there is a list of them."""
-    return dict(_choices(Recipe, ""))
+    found = {}
+    for key, taken in kinds().items():
+        values = [str(value) for kind in taken if get_origin(kind) is Literal for value in get_args(kind)]
+        values += ["true", "false"] * (bool in taken)
+        if values:
+            found[key] = (*values, *["null"] * (type(None) in taken))
+    return found
 
 
 def our_name(name: str, own: Collection[str]) -> str:
@@ -52,17 +73,25 @@ def is_name(name: str) -> bool:
     return bool(our_name(name, {word for words in OWN.values() for word in words}))
 
 
-def _choices(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _kinds(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
         if _is_section(kind):
-            yield from _choices(kind, f"{prefix}{name}.")
-            continue
-        parts = (kind, *get_args(kind))
-        values = [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
-        values += ["true", "false"] * (bool in parts)
-        if values:
-            yield prefix + name, (*values, *(["null"] if type(None) in parts else []))
+            yield from _kinds(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, tuple(_parts(kind))
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    """What an annotation is made of, without its limits."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        yield from _parts(get_args(kind)[0])
+    elif origin in (Union, UnionType):
+        for part in get_args(kind):
+            yield from _parts(part)
+    else:
+        yield list if origin is list else kind
 
 
 def _is_section(kind: Any) -> bool:

@@ -15,6 +15,7 @@ RECIPE = {"recipe=NAME": "a shipped recipe (recipes lists them), a YAML file or 
 NPROC = {"nproc=N": "processes on this machine (default: one a GPU; without one, two)"}
 PLUGIN = {"plugin=MODULE": "your own module, which registers models, data sets and tasks"}
 KEY = {"key=value": "any key of the recipe, as in optimizer.lr=0.05; all: python -m trainer recipes keys"}
+KEYS = "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
 CHECKPOINT = {"checkpoint=RUN": "a run folder, one of its checkpoints or a .safetensors file"}
 
 
@@ -40,7 +41,7 @@ PAGES = {
             "mode=ddp": "how devices are used: ddp, single, dp, split, pipeline, local_sgd, hogwild",
             "epochs=5": "passes over the training images; max_steps=100 ends earlier",
             "batch_size=128": "images a step, over all devices",
-            "optimizer.lr=0.1": "learning rate; optimizer.name= is sgd, adam, adamw",
+            "optimizer.lr=0.1": "learning rate; optimizer.name= is sgd, adam, adamw, muon or lars",
             "model.name=resnet18": "a small model (cnn, vit_tiny, ...) or one of torchvision's classifiers",
             "data.root=FOLDER": "where the images lie: FOLDER/train/<class>/*.jpg and FOLDER/val/<class>/*.jpg",
             "precision=bf16": "fp32, tf32, bf16 or fp16",
@@ -82,7 +83,7 @@ PAGES = {
         {
             **RECIPE,
             **NPROC,
-            "memory=24GiB": "of each device (default: this machine's)",
+            "memory=24GiB": "of each GPU, here or not; of CPUs with devices=[cpu] (default: this machine's)",
             "measured=here": "predict the speed from a few seconds of computing here, or from a run: measured=runs/x",
             "bandwidth=10GB/s": "between devices (default: measured)",
             **PLUGIN,
@@ -183,6 +184,15 @@ PAGES = {
             "python -m trainer recipes keys optimizer",
         ),
     ),
+    "guide": Page(
+        "guide [TOPIC]",
+        "Answers by question: which mode, out of memory, several nodes, your photos, how to resume, and more.",
+        {"TOPIC": "one of those that guide lists; any other word finds the nearest ones"},
+        (
+            "python -m trainer guide",
+            "python -m trainer guide modes",
+        ),
+    ),
     "completion": Page(
         "completion bash|zsh",
         "Print what lets the Tab key complete commands, recipes, keys and values.",
@@ -193,7 +203,7 @@ PAGES = {
     ),
     "version": Page(
         "version",
-        "Print the versions of trainer, torch and Python.",
+        "Print the versions of trainer and torch and Python.",
         examples=("python -m trainer version",),
     ),
     "help": Page(
@@ -210,7 +220,7 @@ def first(recipes: str) -> str:
     width = max(map(len, shown))
     lines = ["usage: python -m trainer COMMAND [key=value ...]        COMMAND --help tells more", ""]
     lines += [f"  {usage:<{width}}  {about}" for usage, about in shown.items()]
-    lines += ["", "  --key=value, --key value and key = value are read as key=value", "", "recipes:", recipes, ""]
+    lines += ["", "  --key=value, --key value and key = value are read as key=value", KEYS, "", "recipes:", recipes, ""]
     lines += ["examples:", *(f"  {line}" for line in (*PAGES["train"].examples[:2], PAGES["train"].examples[-1]))]
     return _called("\n".join(lines)) + "\n"
 

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.words.keys import choices, is_name, keys
+from trainer.words.keys import OWN, choices, is_name, keys
 
 DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # pages and word processors make others of a hyphen
 QUOTES = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
 QUOTES += "\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}`"
+VALUED = {word for words in OWN.values() for word in words}
 FLAGS = ("--help", "-h", "--json", "--version", "-V")  # ours, as they are
 
 
@@ -35,6 +36,11 @@ class Word:
         return f"{self.key}={self.value}" if self.key else self.typed
 
 
+def tidied(words: Sequence[str]) -> list[str]:
+    """The words without what is not seen: blanks around them, and the line ends of a script that Windows wrote."""
+    return [word.strip() if word else word for word in words if not word or word.strip(" \t\r\n,;")]
+
+
 def spelled(words: Sequence[str]) -> list[Word]:
     """The words with dashes, blanks and quotes brought to key=value.
 
@@ -56,6 +62,16 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
     following = rest[0] if rest else ""
     if word in FLAGS or not word.strip(DASHES):
         return Word(word), 0
+    if word[0] in "\"'" and word[-1] == word[0] and "=" in word:
+        key, _, value = word[1:-1].partition("=")
+        return _set(word, key, value, fine=False), 0
+    opened = "=[" in word and "]" not in word
+    closes = next((count for count, later in enumerate(rest, 1) if later.endswith("]")), 0) if opened else 0
+    if closes and not any("=" in later for later in [*rest][:closes]):
+        typed = " ".join((word, *[*rest][:closes]))
+        listed = re.sub(r"\[,|,\]", lambda found: found[0].strip(","), re.sub(r"[\s,]+", ",", typed))
+        key, _, value = listed.partition("=")
+        return _set(typed, key, value, fine=False), closes
     if following == "=" and len(rest) > 1 and "=" not in word:
         return _set(f"{word} = {rest[1]}", word, rest[1]), 2
     if re.match("=[^=]", following) and "=" not in word:
@@ -80,12 +96,15 @@ def _option(word: str, following: str) -> tuple[Word, int]:
     key, equals, value = word.partition("=")
     if equals:
         return _set(word, key, value), 0
+    attached = re.fullmatch(r"-([A-Za-z])(\d[\w.]*)", word)  # -j4
+    if attached and is_name(attached[1]):
+        return _set(word, attached[1], attached[2], fine=False), 0
     name = _name(word)
     if _bare(following) and choices().get(name, ())[:2] != ("true", "false"):
         return _set(f"{word} {following}", word, following), 1
     if name.startswith("no_") and is_name(name[3:]):
         return Word(word, name[3:], "false", fine=False), 0
-    if name in keys() and choices().get(name, ())[:2] != ("true", "false"):
+    if (name in keys() and choices().get(name, ())[:2] != ("true", "false")) or name in VALUED:
         return Word(word), 0  # a value is missing
     return Word(word, name, "true", fine=False), 0
 
@@ -93,6 +112,9 @@ def _option(word: str, following: str) -> tuple[Word, int]:
 def _set(typed: str, key: str, value: str, fine: bool = True) -> Word:
     bare = key.lstrip(DASHES).replace("-", "_")
     name = _name(key)
+    dotted = re.sub(r"\]?[\[/:]|__", ".", name).rstrip("]")
+    if dotted != name and is_name(dotted):  # optimizer/lr, optimizer[lr], optimizer__lr
+        name = dotted
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name):
         return Word(typed)
     kept = value.strip(QUOTES).lstrip("=").rstrip(",;") if not value.startswith(("[", "{", "'", '"')) else value
@@ -101,7 +123,7 @@ def _set(typed: str, key: str, value: str, fine: bool = True) -> Word:
 
 def _name(key: str) -> str:
     """A key as we write it: no dashes, blanks, quotes, plus signs of hydra or capitals."""
-    name = key.strip(QUOTES).lstrip(DASHES + "+~").replace("-", "_").strip(QUOTES + "'\"")
+    name = key.strip(QUOTES).lstrip(DASHES + "+~/").replace("-", "_").strip(QUOTES + "'\"")
     return name.lower() if name not in keys() and is_name(name.lower()) else name
 
 

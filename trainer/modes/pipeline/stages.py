@@ -198,7 +198,8 @@ class Staged(Strategy):
             norm.commit()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        here = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+        parts = (stage.named_parameters(remove_duplicate=False) for stage in self.stages.values())  # as tied ones have
+        here = {name: p for part in parts for name, p in part}
         return {name: here[name] for name in self._names if name in here}
 
     def named_buffers(self) -> dict[str, Tensor]:

@@ -1,0 +1,108 @@
+"""README and the guide as tests read them: blocks of code, commands, links, headings."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.commands import PROJECT
+from tests.pages import GUIDE, README
+
+CONTRIBUTING = PROJECT / ".github" / "CONTRIBUTING.md"
+PAGES = [README, *sorted(GUIDE.glob("*.md"))]  # for users
+LANGUAGES = ("sh", "sh wrong", "text", "yaml", "python", "mermaid")
+_FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
+_SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
+_COMMAND = re.compile(r"(\./launch\.sh|torchrun|python -m (trainer|tests)|python tests/|pip install)\s*\S*")
+_PLACEHOLDERS = {"COMMAND", "TOPIC", "NAME"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced piece of code: its language, its text, and where it begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command line as a page shows it, lines that end in a backslash joined."""
+
+    text: str
+    page: Path
+    line: int
+    wrong: bool = False  # it is shown with the error that it gets
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}: {self.text}"
+
+
+def name(page: Path) -> str:
+    """As a test calls it."""
+    return page.stem if page.parent == GUIDE and page.stem != "README" else str(page.relative_to(PROJECT))
+
+
+@cache
+def blocks(page: Path) -> list[Block]:
+    """All fenced code, those within lists too."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        found.append(Block(match[2], textwrap.dedent(match[3]), text.count("\n", 0, match.start()) + 1))
+    return found
+
+
+@cache
+def prose(page: Path) -> str:
+    """The page without fenced code; its lines keep their numbers."""
+    return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
+
+
+def spans(page: Path) -> list[str]:
+    """What is marked as code within text and tables."""
+    return [" ".join(match[1].split()) for match in _SPAN.finditer(prose(page))]
+
+
+def settings(page: Path) -> list[str]:
+    """Each key=value within text and tables."""
+    return [span for span in spans(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*=[^ .]\S*", span)]
+
+
+@cache
+def commands(page: Path) -> list[Typed]:
+    """Each line of the blocks for a shell, and each command within text and tables, in the page's order."""
+    found = []
+    for block in blocks(page):
+        if block.language in ("sh", "sh wrong"):
+            text = block.text.replace("\\\n", "\0")
+            for number, line in enumerate(text.splitlines(), block.line + 1):
+                found.append(Typed(" ".join(line.replace("\0", " ").split()), page, number, block.language != "sh"))
+    text = prose(page)
+    for match in _SPAN.finditer(text):
+        span = " ".join(match[1].split())
+        if (
+            _COMMAND.match(span)
+            and " " in span
+            and span not in ("python -m trainer", "pip install")
+            and not {*span.split()} & _PLACEHOLDERS
+        ):
+            found.append(Typed(span, page, text.count("\n", 0, match.start()) + 1))
+    return sorted(found, key=lambda typed: typed.line)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a git host makes of the page's headings."""
+    titles = re.findall(r"^#+ +(.*)$", prose(page), re.M)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
+
+
+def links(page: Path) -> list[str]:
+    """The targets of links and pictures."""
+    text = _SPAN.sub("", prose(page))
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"<(https?:[^>]+)>", text)

@@ -1,0 +1,175 @@
+"""A shell's line -> commands, and a command held against what it takes, without training."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.commands import PROJECT
+from trainer.comparison import entries
+from trainer.errors import RecipeError
+from trainer.exporting import SUFFIXES
+from trainer.launch.topology import Launch, choose_launch
+from trainer.planning import OWN as PLAN
+from trainer.planning import amounts
+from trainer.recipe import Recipe, checks, load
+from trainer.recipe.words import split_words
+from trainer.runs import SYNONYMS
+from trainer.words.commands import COMMANDS
+from trainer.words.reading import read
+
+OTHERS = {  # what other programs' lines may look like
+    "git": r"clone URL trainer",
+    "cd": r"trainer",
+    "pip": r"install (\.|'?\.\[\w+\]'?|[a-z-]+)",
+    "source": r"\.venv/bin/activate|~/\.trainer-completion|",
+    "find": r"photos -name \*\.jpg",
+}
+CARDS = 8  # of the machine that a page may mean
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # among the variables of what a torchrun of the user starts
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n[0-1]"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command: the variables before it, its program's words, and, of ours, what launches it."""
+
+    words: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def split(text: str) -> list[Line]:
+    """The commands of a shell's line: between pipes, `&&`, `;` and redirections."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    found: list[list[str]] = [[]]
+    to_file = False
+    for token in lexer:
+        if set(token) <= set("();<>|&"):
+            to_file = token.startswith(">")
+            found += [] if to_file else [[]]
+        elif not to_file:
+            found[-1].append(token)
+    return [_line(words) for words in found if words]
+
+
+def _line(words: Sequence[str]) -> Line:
+    count = next((n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), len(words))
+    return Line(tuple(words[count:]), dict(word.split("=", 1) for word in words[:count]))
+
+
+def check(text: str) -> None:
+    """Hold a shell's line against what its commands take.
+
+    Raises:
+        RecipeError: as the command line would.
+        AssertionError: another program's words that nobody has looked at.
+    """
+    for line in split(text):
+        _check(line)
+
+
+def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
+    """The words of our command line and the launcher's variables; None where another program is meant."""
+    words = list(line.words)
+    variables = dict(line.variables)
+    if words[0] == "srun":
+        options = dict(word.lstrip("-").split("=") for word in words[1:] if word.startswith("--"))
+        variables |= {**SLURM, "SLURM_STEP_NUM_NODES": options["nodes"]}
+        words = words[words.index("./launch.sh") :]
+    if words[0] == "torchrun":
+        at = words.index("-m")
+        options = dict(word.lstrip("-").replace("-", "_").split("=") for word in words[1:at])
+        known = {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max_restarts"}
+        assert {*options} <= known, options.keys() - known
+        variables |= {"NPROC": options.get("nproc_per_node", "1"), "NNODES": options.get("nnodes", "1")}
+        variables |= {"NODE_RANK": "0", "MASTER_ADDR": "node0", TORCHRUN: "yes"}
+        words = ["python", *words[at:]]
+    if words[:3] == ["python", "-m", "trainer"]:
+        return words[3:], variables
+    if words[0] == "./launch.sh" and words[1:2] not in (["test"], ["tensorboard"]):
+        return words[1:], variables
+    return None
+
+
+def _check(line: Line) -> None:
+    found = ours(line)
+    if found is not None:
+        _check_ours(*found)
+        return
+    words = line.words
+    if words[0] == "./launch.sh":
+        allowed = words[1] == "tensorboard" or all(
+            word in ("--all", "--versions", "--versions=lowest") or (PROJECT / word).exists() for word in words[2:]
+        )
+        assert allowed, words
+    elif words[:2] == ("python", "-m"):
+        source = PROJECT / (words[2].replace(".", "/") + ".py")
+        assert words[2] == "tensorboard.main" or _knows(source, words[3:]), words
+    elif words[0] == "python":
+        assert _knows(PROJECT / words[1], words[2:]), words
+    else:
+        assert words[0] in OTHERS and re.fullmatch(OTHERS[words[0]], " ".join(words[1:])), words
+
+
+def _knows(source: object, words: Sequence[str]) -> bool:
+    """Whether a script takes these options; their values are its own matter."""
+    text = (PROJECT / str(source)).read_text()
+    options = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
+    loose = {
+        name for names in re.findall(r"for name, \w+ in \((.*?)\):", text) for name in re.findall(r'"(\w+)"', names)
+    }
+    return all(f'"{option}"' in text or option[2:] in loose for option in options)
+
+
+def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
+    if {"--help", "-h"} & {*words}:
+        assert words[0] in (*COMMANDS, "--help")
+        return
+    command, rest = read(words)
+    if command == "train":
+        own, rest = split_words(rest, ("recipe", "nproc", "plugin"))
+        recipe = load(own.get("recipe"), *rest)
+        _check_names(recipe, own)
+        launch = choose_launch(variables, own.get("nproc"), recipe, lambda: _cards(variables), 2)
+        if TORCHRUN in variables:  # it starts what it was told, whatever the mode
+            launch = Launch(int(variables["NPROC"]), int(variables["NNODES"]))
+        checks.check_processes(recipe, launch.size, launch.nnodes)
+    elif command == "compare":
+        own, rest = split_words(rest, entries.OWN_WORDS)
+        modes = entries.parse_modes(own["modes"]) if "modes" in own else None
+        sweep = entries.parse_sweep(own["sweep"]) if "sweep" in own else None
+        listed = entries.entries(own["recipe"], rest, modes, sweep, own.get("nproc"), own.get("plugin"))
+        assert [entry.problem for entry in listed if entry.problem] == []
+    elif command == "plan":
+        own, rest = split_words([word for word in rest if word != "--json"], ("recipe", "plugin", *PLAN))
+        recipe = load(own.get("recipe"), *rest)
+        _check_names(recipe, own)
+        assert amounts.parse_memory(own.get("memory", "1GiB")) and amounts.parse_bandwidth(
+            own.get("bandwidth", "1GB/s")
+        )
+        checks.check_processes(recipe, choose_launch({}, own.get("nproc"), recipe, lambda: 0, 2).size)
+    elif command in ("predict", "evaluate", "export"):
+        own, rest = split_words(rest, ("checkpoint", "plugin", "format"))
+        if own.get("format", "onnx") not in SUFFIXES:
+            raise RecipeError(f"format={own['format']} is none of {', '.join(SUFFIXES)}")
+        load(None, *("data.root='-'" if word == "data.root=-" else word for word in rest if "=" in word))
+        assert command == "export" or "checkpoint" in own or "model.weights=DEFAULT" in rest
+    elif command == "runs":
+        assert not rest or rest[0] in ("show", "compare", "delete", *SYNONYMS, "FOLDER"), rest
+    elif command == "doctor":
+        assert not rest
+    # What is left is quick: it is run.
+
+
+def _check_names(recipe: Recipe, own: dict[str, str]) -> None:
+    if "plugin" not in own:
+        checks.check_model_name(recipe.model.name)
+        checks.check_dataset_name(recipe.data.name)
+        checks.check_task_name(recipe.task.name)
+
+
+def _cards(variables: dict[str, str]) -> int:
+    return CARDS if "SLURM_STEP_ID" in variables or variables.get("NNODES", "1") != "1" else 0

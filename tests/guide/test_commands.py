@@ -1,0 +1,343 @@
+"""Every command of README and the guide: held against what it takes, and with --all typed into a shell.
+
+The first is quick and trains nothing. For the second each page is a story of its own in an empty folder, in which the
+commands follow one another as a reader types them. What cannot run here is in `NOT_RUN`, by reason; of these the runs
+are planned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.commands import environment, ok
+from tests.data.photo_folders import coloured
+from tests.guide import shell
+from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
+from trainer import __main__ as cli
+from trainer.errors import RecipeError
+from trainer.processes import family
+from trainer.recipe import load
+from trainer.words.commands import COMMANDS
+from trainer.words.keys import OWN, keys
+
+RUNS = ("first", "second")  # that pages speak of, below runs
+WORDS = ("key", "section.key", "format", "yes", "extends", "plugin")  # of commands, and what stands for any
+FILES = ("model.onnx", "model.safetensors", "model.torchscript")  # whose names look like keys
+QUICK = ("recipes", "guide", "completion", "version", "help")  # commands that are run at once
+
+# Lines that are not run, by reason. Those that train are planned instead.
+NOT_RUN = {
+    "installs software": (
+        "git clone URL trainer && cd trainer",
+        "pip install .",
+        "pip install '.[export]'",
+        "pip install pillow-heif",
+        "pip install timm",
+        "pip install wandb",
+        "pip install mlflow",
+        "pip install ipywidgets",
+        "source .venv/bin/activate",
+    ),
+    "is these tests, or hours of them": (
+        "./launch.sh test",
+        "./launch.sh test --all",
+        "./launch.sh test --versions",
+        "./launch.sh test tests/modes",
+        "python -m tests.storms --kills=400 --signals=600 --stops=200 --seed=7",
+    ),
+    "is a figure's, whose row tells how long it takes": (
+        "./launch.sh recipe=cifar10 data.name=imagefolder data.root=FOLDER",
+        "./launch.sh recipe=cifar10_local_sgd nproc=2 data.name=imagefolder data.root=FOLDER",
+        "./launch.sh recipe=cifar10_local_sgd nproc=2 data.name=imagefolder data.root=FOLDER local_sgd.every=null",
+        "python tests/benchmarks/loop_cost.py --steps 1500 --pairs 7",
+        "python tests/benchmarks/images_per_second.py --model resnet18 --size 64 --batch 64 --steps 15",
+        "python tests/benchmarks/images_per_second.py --model resnet18 --size 64 --batch 64 --steps 15 "
+        "--precision bf16",
+        "python tests/benchmarks/workers.py ddp --batch 384",
+        "python tests/benchmarks/workers.py ddp --batch 96",
+        "python tests/benchmarks/workers.py hogwild",
+        "python tests/benchmarks/workers.py local_sgd",
+        "python tests/benchmarks/pipeline_tuning.py --no-sweep",
+        "python tests/benchmarks/pipeline_tuning.py --no-sweep --batch 96",
+        "python tests/benchmarks/pipeline_tuning.py --batch 96",
+        "python tests/benchmarks/pool.py tiny",
+        "python tests/benchmarks/pool.py heavy",
+        "python tests/benchmarks/plan_accuracy.py",
+        "python tests/benchmarks/compare_verdicts.py --steps 200",
+    ),
+    "is a server, which test_dashboards.py starts": (
+        "./launch.sh tensorboard",
+        "python -m tensorboard.main --logdir runs",
+    ),
+    "needs ImageNet and its GPUs": (
+        "torchrun --nproc_per_node=4 -m trainer recipe=resnet50 data.root=/data/imagenet",
+        "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu data.root=/data/imagenet",
+        "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu data.root=/data/imagenet max_steps=300",
+        "torchrun --nproc_per_node=8 --max-restarts=3 -m trainer recipe=resnet50_8gpu data.root=/data/imagenet "
+        "output=runs/resnet50 resume=auto",
+        "torchrun --nproc_per_node=4 -m trainer recipe=resnet50_8gpu data.root=/data/imagenet batch_size=1024 "
+        "optimizer.lr=0.4",
+        "torchrun --nproc_per_node=8 -m trainer recipe=resnet50 data.root=/data/imagenet batch_size=1024 "
+        "optimizer.lr_per=256 schedule.warmup_epochs=5",
+        "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu data.root=/data/imagenet batch_size=8192 "
+        "optimizer.name=lars optimizer.lr=10 optimizer.nesterov=false",
+    ),
+    "needs several machines": (
+        "NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=29500 ./launch.sh recipe=resnet50 data.root=/data/imagenet",
+        "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29500 -m trainer "
+        "recipe=resnet50 data.root=/data/imagenet",
+        "srun --nodes=2 --gpus-per-node=8 ./launch.sh recipe=resnet50 data.root=/data/imagenet",
+    ),
+    "needs GPUs": (
+        "./launch.sh recipe=digits_local_sgd nproc=4 'devices=[cuda:0]'",
+        "./launch.sh recipe=resnet50 mode=pipeline 'devices=[cuda:0,cuda:1]'",
+        "./launch.sh recipe=resnet50 mode=split 'devices=[cuda:0,cuda:1]'",
+        "./launch.sh recipe=resnet50 mode=pipeline 'devices=[cuda:0,cuda:1]' pipeline.recompute=true",
+        "./launch.sh predict checkpoint=runs/first data.root=photos 'devices=[cuda:0,cuda:1,cpu]'",
+    ),
+    "takes days without a GPU": (
+        "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu max_steps=300",
+        "torchrun --nproc_per_node=4 -m trainer recipe=resnet50 mode=pipeline",
+        "torchrun --nproc_per_node=4 -m trainer recipe=resnet50",
+        "./launch.sh recipe=my.yaml",
+        "./launch.sh recipe=resnet50 precision=bf16",
+        "./launch.sh recipe=resnet50 batch_size=128 optimizer.lr_per=256",
+        "./launch.sh recipe=resnet50 data.image_size=160",
+    ),
+    "downloads weights": (
+        "./launch.sh recipe=finetune data.root=photos",
+        "python -m trainer recipe=finetune data.root=photos",
+        "./launch.sh recipe=finetune data.root=photos data.balance=true",
+        "./launch.sh recipe=finetune data.root=photos loss.class_weights=balanced",
+        "./launch.sh recipe=finetune data.root=photos model.freeze=3 stop.patience=3",
+        "./launch.sh recipe=finetune data.root=photos model.freeze=-1",
+        "./launch.sh recipe=finetune data.root=photos 'model.freeze=[conv1,bn1,\"layer[12]\"]' "
+        "optimizer.layer_decay=0.75",
+        "./launch.sh recipe=finetune data.root=photos model.name=convnext_tiny",
+        "./launch.sh recipe=finetune data.root=photos model.name=timm:resnet18",
+        "./launch.sh recipe=finetune task.name=multilabel data.root=photos data.labels=labels.csv",
+        "./launch.sh predict model.name=resnet50 model.weights=DEFAULT data.root=photos",
+        "python -m trainer predict model.name=resnet50 model.weights=DEFAULT data.root=photos",
+    ),
+    "takes half an hour, and tests/comparison has sweeps": (
+        "./launch.sh compare recipe=resnet50 'modes=[single,pipeline]' nproc=2 repeats=1 batch_size=120 "
+        "'sweep=pipeline.split_size:[1,3,5,8,10,12,20,40,60]' data.image_size=128 max_steps=4 logging.warmup_steps=1",
+    ),
+    "needs zsh": ("python -m trainer completion zsh > ~/.trainer-completion; source ~/.trainer-completion",),
+    "needs a server or an account": (
+        "./launch.sh recipe=digits logging.wandb=my-project",
+        "./launch.sh recipe=digits logging.mlflow=http://host:5000",
+    ),
+    "needs pip install '.[export]', and test_export.py has it": (
+        "./launch.sh export runs/first format=onnx",
+        "python -m trainer export runs/first format=onnx",
+    ),
+}
+PLANNED = ("needs ImageNet and its GPUs", "needs several machines", "needs GPUs", "takes days without a GPU")
+WHY = {line: reason for reason, lines in NOT_RUN.items() for line in lines}
+
+# Words that make a line shorter, where it only repeats itself.
+SHORTER = {
+    r"compare recipe=": "repeats=1 steps=3",
+    r"recipe=finetune": "epochs=1",
+}
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, as one types there."""
+    for variable in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", family.PARENT):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    monkeypatch.setattr(family, "die_with_parent", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def at_once(typed: Typed, capsys: pytest.CaptureFixture[str]) -> str | None:
+    """What is wrong with a line of a page; None where nothing is, and of a model of timm where that is not here."""
+    if "=timm:" in typed.text and find_spec("timm") is None:
+        return None
+    try:
+        if not typed.wrong:
+            shell.check(typed.text)
+        for line in shell.split(typed.text):
+            words, _ = shell.ours(line) or ([], {})
+            if words and (words[0] in QUICK or typed.wrong):
+                code = cli.answer(words)
+                told = capsys.readouterr()
+                if code != (2 if typed.wrong else 0):
+                    return f"{typed}: exit {code}: {told.err}"
+                if typed.wrong and told.err not in "".join(f"{block.text}" for block in blocks(typed.page)):
+                    return f"{typed}: the page does not show {told.err}"
+    except (RecipeError, AssertionError) as error:
+        return f"{typed}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_mean_something(page: Path, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty / "runs" / "first").mkdir(parents=True)
+    (empty / "runs" / "first" / "recipe.yaml").write_text(load("digits").to_yaml())
+    wrong = [problem for typed in commands(page) if (problem := at_once(typed, capsys))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("./launch.sh recipe=digits epoch=3", "epoch"),
+        ("./launch.sh recipe=digitz", "digits"),
+        ("./launch.sh recipe=digits mode=ddp nproc=5", "does not divide"),
+        ("./launch.sh recips", "recipes"),
+        ("./launch.sh plan recipe=digits memory=24", "memory"),
+        ("./launch.sh compare recipe=digits 'modes=[singel]'", "singel"),
+        ("./launch.sh predict checkpoint=runs/first predict.splitt=val", "splitt"),
+        ("./launch.sh export runs/first format=onxx", "onxx"),
+        ("cd trainer && ./launch.sh recipe=digits seed=x", "seed"),
+        ("torchrun --nproc_per_nod=2 -m trainer recipe=digits", "nproc_per_nod"),
+        ("torchrun --nproc_per_node=2 -m trainer recipe=digits mode=single", "1 process"),
+        ("python tests/benchmarks/workers.py ddp --bach 384", "workers.py"),
+        ("rm -rf /", "rm"),
+    ],
+)
+def test_what_is_wrong_is_noticed(text: str, why: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert why in (at_once(Typed(text, PAGES[0], 1), capsys) or "nothing")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
+    for word in settings(page):
+        key = word.partition("=")[0]
+        assert key in keys() or key in WORDS or key in {name for names in OWN.values() for name in names}, word
+        if key in keys():
+            load(None, word)
+    sections = {key.partition(".")[0] for key in keys() if "." in key}
+    for span in spans(page):
+        if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.partition(".")[0] in sections and span not in FILES:
+            assert span in keys(), span
+
+
+def test_examples_of_yaml_are_recipes(empty: Path) -> None:
+    found = [block.text for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert found
+    for number, text in enumerate(found):
+        Path(f"{number}.yaml").write_text(text)
+        load(f"{number}.yaml")
+
+
+def test_examples_of_python_can_be_read() -> None:
+    found = [block for page in PAGES for block in blocks(page) if block.language == "python"]
+    assert len(found) >= 4
+    for block in found:
+        compile(block.text, f"line {block.line}", "exec")
+
+
+def test_what_is_not_run_is_there() -> None:
+    shown = {typed.text for page in PAGES for typed in commands(page)}
+    assert {*WHY} <= shown, {*WHY} - shown
+    assert len(WHY) == sum(map(len, NOT_RUN.values()))
+
+
+# --- with --all: as typed ---------------------------------------------------------------------------------------------
+
+
+def prepare(page: Path, folder: Path) -> dict[str, str]:
+    """What a reader of the page has before its first line; returns the shell's environment."""
+    for colour, (label, pixels) in enumerate({"cat": (200, 60, 60), "dog": (60, 60, 200)}.items()):
+        for number in range(25):
+            coloured(folder / "photos" / label / f"{number}.jpg", pixels, seed=colour * 10 + number)
+    for block in blocks(page):
+        if block.language == "python" and (named := re.match(r"# (\w+\.py)\n", block.text)):
+            (folder / named[1]).write_text(block.text)
+    text = " ".join(typed.text for typed in commands(page) if typed.text not in WHY)
+    if "weights.safetensors" in text:
+        script = "import torchvision, safetensors.torch as s; m = torchvision.models.resnet18(num_classes=10); "
+        script += f"s.save_file(m.state_dict(), {str(folder / 'weights.safetensors')!r})"
+        subprocess.run([sys.executable, "-c", script], check=True, env=environment())
+    for run in RUNS:
+        begun = re.search(rf"output=runs/{run}\b", text)
+        used = re.search(rf"(runs/|show |compare .*){run}\b", text)
+        if used and (not begun or used.start() < begun.start()):
+            ok("recipe=digits", "mode=single", "epochs=1", f"output={folder / 'runs' / run}")
+    programs = folder / "bin"
+    programs.mkdir()
+    for program, command in {"python": "", "torchrun": " -m torch.distributed.run", "launch.sh": " -m trainer"}.items():
+        home = folder if program == "launch.sh" else programs
+        said = "export TRAINER_COMMAND=./launch.sh; " if program == "launch.sh" else ""
+        (home / program).write_text(f'#!/bin/bash\n{said}exec {shlex.quote(sys.executable)}{command} "$@"\n')
+        (home / program).chmod(0o755)
+    return environment(PATH=f"{programs}:{os.environ['PATH']}", HOME=str(folder))
+
+
+def lines_to_run(page: Path) -> Iterator[Typed]:
+    for typed in commands(page):
+        if typed.text not in WHY and not typed.wrong:
+            yield typed
+
+
+@pytest.mark.full("an hour: each command as it is typed")
+@pytest.mark.parametrize("page", [page for page in PAGES if any(lines_to_run(page))], ids=name)
+def test_commands_run_as_typed(page: Path, tmp_path: Path) -> None:
+    variables = prepare(page, tmp_path)
+    for typed in lines_to_run(page):
+        more = next((words for pattern, words in SHORTER.items() if re.search(pattern, typed.text)), "")
+        line = f"{typed.text} {more}".strip()
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line],
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
+        allowed = (0, 3) if line.endswith(" doctor") else (0,)  # it may find something wrong with the machine
+        assert done.returncode in allowed, f"{typed}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert "Traceback" not in done.stderr, f"{typed}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.full("minutes: a plan for each run that this machine cannot have")
+@pytest.mark.parametrize("text", [line for reason in PLANNED for line in NOT_RUN[reason] if "predict" not in line])
+def test_what_cannot_run_here_is_planned(text: str, tmp_path: Path) -> None:
+    words, variables = shell.ours(shell.split(text)[0]) or ([], {})
+    if "recipe=my.yaml" in words:
+        (tmp_path / "my.yaml").write_text("extends: resnet50\n")
+    count = int(variables.get("NPROC", 8 if "NNODES" in variables or "SLURM_STEP_ID" in variables else 1))
+    nodes = int(variables.get("NNODES", variables.get("SLURM_STEP_NUM_NODES", 1)))
+    more = [f"nproc={count * nodes}"] if count * nodes > 1 else []
+    mode = [] if any(word.startswith("mode=") for word in words) else [f"mode={load(_recipe(words, tmp_path)).mode}"]
+    told = ok("plan", *words, *more, *mode, "memory=80GiB", "--json", cwd=tmp_path).stdout
+    assert json.loads(told)
+
+
+def _recipe(words: list[str], folder: Path) -> str:
+    chosen = next(word.partition("=")[2] for word in words if word.startswith("recipe="))
+    return str(folder / chosen) if chosen.endswith(".yaml") else chosen
+
+
+@pytest.mark.full("trains")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in ("python", "predict")], ids=name)
+def test_python_runs(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
+        script = tmp_path / f"{number}.py"
+        script.write_text(block.text)
+        done = subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_command_is_shown_somewhere() -> None:
+    shown = {typed.text for page in PAGES for typed in commands(page)}
+    words = {word for text in shown for line in shell.split(text) for word in (shell.ours(line) or ([""],))[0][:1]}
+    assert {*COMMANDS} - {"train", "version", "help"} <= words

@@ -1,0 +1,115 @@
+"""README and the guide hang together: links lead somewhere, made parts are up to date, figures have their command."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.commands import PROJECT
+from tests.guide.documents import CONTRIBUTING, LANGUAGES, PAGES, anchors, blocks, commands, links, name, prose
+from tests.pages import GUIDE, PART, PARTS, README, filled
+from trainer.words.guide import INDEX, topics
+from trainer.words.terminal import cells
+
+UNCLEAR = (  # sentences that only their writer understood
+    "tie-breaker",
+    "that nothing hides",
+    "by this word on the command line",
+)
+
+
+@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING], ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.is_relative_to(PROJECT) and path.exists(), link
+        assert not anchor or anchor in anchors(path), f"{link}: there are {sorted(anchors(path))}"
+
+
+def test_what_pages_link_to_is_kept_by_git() -> None:
+    if not (PROJECT / ".git").exists():
+        pytest.skip("needs a clone")
+    kept = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout.split()
+    wanted = {
+        (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page) if link[0] != "h"
+    }
+    files = {str(path.relative_to(PROJECT)) for path in wanted if path.is_file()}
+    assert files <= {*kept}, files - {*kept}
+
+
+def test_every_page_is_a_topic_and_every_topic_a_page() -> None:
+    assert {*topics()} == {page.stem for page in GUIDE.glob("*.md")} - {INDEX}
+    assert all(question.endswith("?") and len(question) < 64 for question in topics().values())
+    linked = {link for link in links(GUIDE / f"{INDEX}.md")}
+    assert linked == {f"{topic}.md" for topic in topics()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_made_parts_are_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- made by") == len(PART.findall(text)) == text.count("<!-- end -->")
+    assert text == filled(page), "python -m tests.pages writes it"
+
+
+def test_every_made_part_is_somewhere() -> None:
+    assert {part[1] for page in PAGES for part in PART.findall(page.read_text())} == {*PARTS}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_has_a_language_and_fits(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{page.name}:{block.line}: {block.language}"
+        if block.language == "sh" and page.stem not in ("commands", "README"):
+            assert max(map(len, block.text.splitlines())) <= 100, f"{page.name}:{block.line}"
+    assert page.read_text().count("```") == 2 * len(blocks(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_figures_have_their_command(page: Path) -> None:
+    shown = {typed.text for typed in commands(page)}
+    head: list[str] = []
+    for line in prose(page).splitlines():
+        if not line.startswith("|"):
+            head = []
+        elif not head:
+            head = cells(line)
+            assert "figure" not in head or "command" in head
+        elif "figure" in head and not line.startswith("| ---"):
+            assert cells(line)[head.index("command")].strip("`") in shown, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_ratios_in_the_text_have_their_command(page: Path) -> None:
+    typed = [each.text for each in commands(page)]
+    for paragraph in prose(page).split("\n\n"):
+        plain = " ".join(re.sub("`[^`]*`", "", paragraph).split())
+        if not plain.startswith("|") and re.search(r"\b[012]\.\d{3}\b", plain):
+            assert any(text in " ".join(paragraph.split()) for text in typed), plain
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_begins_with_its_title_and_is_plain(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert lines[0].startswith("# ") and not lines[1]
+    text = " ".join(page.read_text().split())
+    assert [sentence for sentence in UNCLEAR if sentence in text] == []
+    assert len(re.findall("^# ", prose(page), re.M)) == 1
+
+
+def test_readme_is_two_screens() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+    pictures = re.findall(r"^!\[", README.read_text(), re.M)
+    assert len(pictures) == 2
+
+
+def test_the_guide_is_part_of_the_package() -> None:
+    data = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["trainer"]
+    shipped = {path for pattern in data for path in GUIDE.parent.glob(pattern)}
+    assert {*GUIDE.iterdir()} <= shipped

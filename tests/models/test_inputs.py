@@ -1,0 +1,57 @@
+"""Images are prepared as those that the starting weights were trained on, where the recipe says nothing else."""
+
+import json
+
+import pytest
+import torch
+
+from tests.commands import QUIET, ok
+from tests.data.photo_folders import photo_set
+from trainer.models.inputs import with_own_input
+from trainer.recipe import load
+from trainer.saving.weights import save_weights
+
+FACTS = {"image_size": 48, "channels": 3, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+
+
+def written(path, **facts):
+    told = {key: json.dumps(value) for key, value in {**FACTS, **facts}.items() if value is not None}
+    save_weights(path, {"x": torch.zeros(1)}, told)
+    return path
+
+
+def filled(path, *words):
+    plain = ("data.name=imagefolder", "data.root=x", f"model.init_from={path}")
+    data = with_own_input(load(None, *plain, *words)).data
+    return {key: getattr(data, key) for key in FACTS}
+
+
+def test_a_run_tells_size_channels_mean_and_deviation(tmp_path):
+    path = written(tmp_path / "w.safetensors")
+    assert filled(path) == FACTS
+    own = filled(path, "data.image_size=64", "data.mean=[0.5]")
+    assert own == {**FACTS, "image_size": 64, "mean": [0.5]}
+
+
+@pytest.mark.parametrize("facts", [{"mean": []}, {"std": None}, {"image_size": "?"}, {"image_size": -3}])
+def test_what_tells_nothing_of_images_changes_nothing(tmp_path, facts):
+    assert filled(written(tmp_path / "w.safetensors", **facts)) == dict.fromkeys(FACTS)
+    assert filled(tmp_path / "nowhere") == dict.fromkeys(FACTS)
+    assert with_own_input(load(None, f"model.init_from={written(tmp_path / 'v.safetensors')}")).data.mean is None
+
+
+def test_weights_of_ones_own_take_the_place_of_published_ones(tmp_path):
+    """The shipped recipe names published weights; nobody has to take them away."""
+    assert load("finetune").model.weights == "DEFAULT"
+    assert load("finetune", "model.init_from=x").model.weights is None
+    photos = photo_set(tmp_path / "photos", {"a": 8, "b": 8})
+    words = ["recipe=finetune", "model.name=cnn_gn", "mode=single", f"data.root={photos}", "data.workers=0", "epochs=1"]
+    words += ["batch_size=4", "schedule.warmup_epochs=0", "threads=1", "logging.verdict=false", *QUIET]
+    ok(*words, "model.weights=null", "data.image_size=16", "data.mean=[0.4,0.4,0.4]", f"output={tmp_path / 'one'}")
+    said = ok(*words, f"model.init_from={tmp_path / 'one'}", f"output={tmp_path / 'two'}").stdout
+    assert "3 x 16 x 16" in said
+    two = load(str(tmp_path / "two"))
+    assert (two.data.image_size, two.data.mean, two.model.weights) == (16, [0.4, 0.4, 0.4], None)
+    assert two.data.std == pytest.approx([0.229, 0.224, 0.225])
+    ok(*words, f"model.init_from={tmp_path / 'one'}", f"output={tmp_path / 'two'}", "resume=auto")
+    assert "held-out images" in ok("evaluate", f"checkpoint={tmp_path / 'two'}").stdout

@@ -1,0 +1,42 @@
+"""Stacks in the run folder, or on stderr where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.processes import stacks
+
+
+@pytest.fixture(autouse=True)
+def nowhere() -> None:
+    stacks.keep_in(None)
+    yield
+    stacks.keep_in(None)
+
+
+def test_a_traceback_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    stacks.keep_in(tmp_path)
+    assert stacks.note("Traceback\n  one\n") == stacks.note("Traceback\n  two\n") == tmp_path / "stacks-rank3.txt"
+    text = (tmp_path / "stacks-rank3.txt").read_text()
+    assert text.count(" rank 3\nTraceback\n  ") == 2 and text.index("one") < text.index("two")
+
+
+def test_all_threads_in_the_run_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stacks.keep_in(tmp_path)
+    assert stacks.dump("silent") == f"; what it was doing is in {tmp_path / 'stacks-rank0.txt'}"
+    text = (tmp_path / "stacks-rank0.txt").read_text()
+    assert " rank 0: silent\n" in text and "test_all_threads_in_the_run_folder" in text
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("folder", [None, "absent"])
+def test_without_a_folder(folder: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stacks.keep_in(tmp_path / folder if folder else None)
+    assert stacks.note("Traceback") is None
+    assert stacks.dump("silent") == ""
+    assert "test_without_a_folder" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,54 @@
+"""Whoever waits for others says so after some seconds."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from tests.commands import QUIET, trainer
+from trainer.processes.waiting import telling
+
+
+def test_a_word_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    with telling(lambda: "node 0 waits", after=0.01):
+        time.sleep(0.5)
+    with telling(lambda: "too soon", after=60):
+        pass
+    with telling(lambda: "", after=0.01):
+        time.sleep(0.5)
+    assert capsys.readouterr().err == "trainer: node 0 waits\n"
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "rank 0 waits for the other of 2 at 127.0.0.1:{port}, as RANK and WORLD_SIZE",
+        ),
+        (
+            {"NNODES": "2", "NODE_RANK": "0"},
+            "node 0 waits for the other of 2 nodes at 127.0.0.1:{port}, 7 s at most: start them with NODE_RANK=1",
+        ),
+    ],
+)
+def test_on_the_command_line(variables: dict[str, str], says: str) -> None:
+    port = free_port()
+    words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "timeout=7", "max_steps=1", *QUIET]
+    done = trainer(*words, env={**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    assert f"trainer: {says.format(port=port)}" in done.stderr
+    assert done.returncode in (3, 7) and "Traceback" not in done.stderr
+
+
+def test_ranks_that_know_no_place_to_meet() -> None:
+    done = trainer("recipe=digits", env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert done.returncode == 3
+    assert done.stderr.startswith("trainer: error: RANK=0 WORLD_SIZE=2 make this one of 2 ranks; MASTER_ADDR")

@@ -1,0 +1,34 @@
+"""A bug in the user's own code: a sentence on the screen, the stack in the run folder."""
+
+import pytest
+
+from tests.commands import result, trainer
+
+OWN = """
+from torch import nn
+from trainer import register_model
+
+class Net(nn.Linear):
+    def forward(self, inputs):
+        if self.training and (steps := getattr(self, "steps", 0)) == 2:
+            raise KeyError("no such head")
+        self.steps = getattr(self, "steps", 0) + self.training
+        return super().forward(inputs.flatten(1))
+
+@register_model("own_net")
+def own_net(num_classes, channels, image_size):
+    return Net(channels * image_size**2, num_classes)
+"""
+
+
+@pytest.mark.parametrize("words", [["mode=single"], ["nproc=2", "devices=[cpu]"]], ids=["single", "ddp"])
+def test_a_sentence_on_the_screen_and_the_stack_in_the_run_folder(words, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = ["recipe=digits", "plugin=own", "model.name=own_net", "epochs=1", "logging.progress=false"]
+    done = trainer(*own, *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    said = f"KeyError: 'no such head' ({tmp_path / 'own.py'}:8, in forward)"
+    assert done.stderr.startswith(f"trainer: error: {said}; the stack is in {tmp_path / 'run'}/stacks-rank")
+    file = tmp_path / "run" / done.stderr.strip().rpartition("/")[2]
+    assert file.read_text().count("Traceback") == 1 and file.read_text().rstrip().endswith("KeyError: 'no such head'")
+    assert result(tmp_path / "run")["error"].startswith("KeyError: 'no such head' (")

@@ -1,0 +1,42 @@
+"""Which checkpoint a job continues, on machines with disks of their own; whole runs are in test_training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.saving.states import make
+from tests.worlds import on_ranks
+from trainer import load_recipe
+from trainer.errors import SetupError
+from trainer.saving.checkpoint import commit
+from trainer.telemetry.tracking import NullTracker
+from trainer.training.resuming import newest
+
+
+def on_two(folder, *words, restarts=0):
+    """What both ranks say where only the second has a checkpoint; it has been restarted so many times."""
+    commit(folder, make(7), keep=2)
+    recipe = load_recipe("digits", f"output={folder}", *words)
+    elsewhere = recipe.replace(output=str(folder / "first"))
+
+    def work(world):
+        if world.rank:
+            world.place = dataclasses.replace(world.place, restarts=restarts)
+        try:
+            return newest(NullTracker(), world, recipe if world.rank else elsewhere)
+        except SetupError as error:
+            return str(error)
+
+    return on_ranks(2, work)
+
+
+@pytest.mark.parametrize(("words", "restarts"), [(["resume=auto"], 0), ([], 1)])
+def test_a_first_rank_without_what_another_saved_starts_nothing_over(words, restarts, tmp_path):
+    for said in on_two(tmp_path, *words, restarts=restarts):
+        assert "rank 1 finds checkpoints in" in said and "where rank 0 has none" in said
+
+
+def test_a_new_job_does_not_ask_for_the_checkpoints_of_another(tmp_path):
+    assert on_two(tmp_path) == [None, None]

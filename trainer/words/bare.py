@@ -1,0 +1,75 @@
+"""What a word that sets nothing was to set: a recipe's name, a run, a folder, a mode, an option without its value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.recipe import MODES, shipped_recipes
+from trainer.recipe.text import shown
+from trainer.words.keys import WANTS, choices, keys
+from trainer.words.meaning import WEIGHTS, Around, Fix, Meaning, put
+from trainer.words.meanings import meaning
+from trainer.words.spelling import DASHES
+from trainer.words.values import value_of
+
+# Values to show for words that want one.
+EXAMPLES = {
+    **dict(word.split("=") for words in WANTS.values() for word in words),
+    "nproc": "2", "plugin": "MODULE", "modes": "[single,ddp]", "sweep": "batch_size:[96,192]", "repeats": "5",
+    "steps": "100", "memory": "24GiB", "measured": "here", "bandwidth": "10GB/s", "output": "FOLDER", "resume": "auto",
+}  # fmt: skip
+
+
+def bare_fix(typed: str, around: Around, others: Sequence[str]) -> Fix | None:
+    """What to type for a word that sets nothing; None where nobody knows.
+
+    Args:
+        typed: the word.
+        around: what sets something.
+        others: all that was typed.
+    """
+    name = typed.lstrip(DASHES).replace("-", "_")
+    if name in around.own and (typed != name or name == "recipe"):
+        return Fix(typed, (f"{name}={EXAMPLES[name]}",), "with its value")
+    if not typed or typed[0] in DASHES:
+        found = meaning(name, "true", around)
+        if found is not None or name not in keys():
+            return Fix(typed, found.words, found.note) if found is not None else None
+        return Fix(typed, (f"{name}={shown(keys()[name])}",), "with its value")
+    path, own = Path(typed).expanduser(), around.own
+    switched = None if path.exists() else _switched(typed.lower(), around)
+    if switched is not None:
+        return Fix(typed, switched.words, switched.note)
+    if around.command == "compare" and _are_modes(typed):
+        named = [other for other in others if _are_modes(other)]
+        modes = around.values.get("modes", "").strip("[]").split(",") + ",".join(named).split(",")
+        return Fix(" ".join(named), (f"modes=[{','.join(filter(None, dict.fromkeys(modes)))}]",))
+    if around.command == "compare" and (_is_run(path) or typed.startswith("runs/")):
+        return Fix(typed, (), "runs compare RUN RUN looks at runs that are done")
+    if "checkpoint" in own:
+        images = "checkpoint" in around.values or (path.exists() and not _is_run(path) and not typed.endswith(WEIGHTS))
+        return Fix(typed, (f"{'data.root' if images else 'checkpoint'}={typed}",))
+    if typed in shipped_recipes() or path.suffix in (".yaml", ".yml") or _is_run(path):
+        return Fix(typed, (meaning("recipe", typed, around) or Meaning((f"recipe={typed}",))).words)
+    if typed in MODES:
+        return Fix(typed, (f"mode={typed}",))
+    return Fix(typed, ("recipe=finetune", f"data.root={typed}")) if path.is_dir() else None
+
+
+def _switched(name: str, around: Around) -> Meaning | None:
+    """A device, a precision or an option that is switched on by its mere name."""
+    if re.fullmatch(r"(cpu|mps|gpus?|cuda)(:?\d{1,3})?", name):
+        return value_of("devices", name, around)
+    if name in ("resume", "amp", "half", "pretrained", *choices()["precision"]):
+        return meaning(name, "true", around)
+    return put(name, "true") if choices().get(name, ())[:2] == ("true", "false") else None
+
+
+def _are_modes(word: str) -> bool:
+    return {*word.split(",")} <= {*MODES}
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "recipe.yaml").is_file()

@@ -88,7 +88,7 @@ def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
 
 
 def _by_pillow(data: Bytes, channels: int, factor: int = 1) -> Tensor:
-    with without_warnings(), Image.open(io.BytesIO(data.tobytes()), formats=formats()) as opened:
+    with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
         if factor > 1:
             opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
         return from_pillow(upright(opened), channels)

@@ -98,7 +98,8 @@ def torchrun(*words, arguments=(), env=None, cwd=None):
 
 def blocks():
     """Blocks of shared memory that have a name; semaphores are not counted, which any program may have for a moment."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name for entry in entries if not entry.name.startswith("sem.") and not entry.is_dir()}
 
 
 def orphaned_blocks(before):

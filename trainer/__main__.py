@@ -104,6 +104,11 @@ def run(words: Sequence[str]) -> int:
         interrupts.raise_at_ctrl_c()
         _show(runs.command(rest))
         return 0
+    if command == "cache":
+        from trainer.caching import command as caches
+
+        interrupts.raise_at_ctrl_c()
+        return caches.command(rest)
     if command == "doctor":
         from trainer import doctor
 

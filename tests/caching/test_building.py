@@ -88,7 +88,7 @@ def test_two_jobs_at_once_make_one_cache(photos, home):
 def test_killed_at_any_moment_it_goes_on(photos, home, full):
     """The moments are random; what was whole stays, and what was begun is no block."""
     drawn = random.Random(1)
-    for _ in range(200 if full else 3):
+    for _ in range(200 if full else 1):
         job = started(photos, home)
         limit = time.monotonic() + 60
         before = len(missing(packed(photos), home))

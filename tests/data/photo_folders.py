@@ -4,6 +4,7 @@ import numpy as np
 from PIL import Image
 
 from trainer.data import open_datasets
+from trainer.data.images import open_image
 from trainer.data.splits import NOTHING_BEFORE
 from trainer.recipe import load
 
@@ -29,6 +30,12 @@ def photo_set(root, classes, split=False, parts=("train", "val"), suffix="jpg"):
             for number in range(count):
                 photo(root / part / name / f"{number}.{suffix}", seed=label)
     return root
+
+
+def read_image(path, channels):
+    """A whole image file, upright, as (channels, height, width) uint8."""
+    picture = open_image(path, channels)
+    return picture.whole(max(picture.height, picture.width))
 
 
 def opened(root, *words, before=NOTHING_BEFORE):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
+from tests.data.photo_folders import read_image
 from trainer.data import images
-from trainer.data.images import formats, read_image
+from trainer.data.images import formats
 
 TURNS = {  # how the upright picture has to be turned, and mirrored, so that the tag turns it back
     1: lambda pixels: pixels,

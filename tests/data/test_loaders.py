@@ -20,8 +20,8 @@ from PIL import Image
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from tests.commands import environment
+from tests.data.photo_folders import read_image
 from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, sampling, steps_per_epoch, workers
-from trainer.data.images import read_image
 from trainer.data.registered import UserItems
 from trainer.data.sets import CLASS
 from trainer.data.targets import Targets

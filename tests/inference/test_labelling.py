@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.data.pictures import Picture
 from trainer.inference import labelling
 from trainer.inference.labelling import Labeller, Preparation
 from trainer.recipe import load
@@ -70,9 +71,9 @@ def test_files_are_decoded_at_the_same_time(own_threads, monkeypatch):
 
     def read(path, channels):
         together.wait()
-        return torch.full((3, 8, 8), int(path), dtype=torch.uint8)
+        return Picture.of(torch.full((3, 8, 8), int(path), dtype=torch.uint8))
 
-    monkeypatch.setattr(labelling, "read_image", read)
+    monkeypatch.setattr(labelling, "open_image", read)
     assert not any(row.error for row in labeller(threads=4).batch(list("01234567")))
 
 

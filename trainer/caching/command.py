@@ -17,6 +17,7 @@ from trainer.caching.building import size_of
 from trainer.caching.opening import cached
 from trainer.data import open_datasets
 from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
+from trainer.processes.world import locate
 from trainer.recipe import DataRecipe, load
 from trainer.recipe.words import split_words
 from trainer.saving import files, locks
@@ -75,13 +76,12 @@ def command(words: Sequence[str]) -> int:
 def build(words: Sequence[str]) -> int:
     """Make the cache of a recipe's photos, as training would."""
     recipe = load(None, *words) if not any(word.startswith("recipe=") for word in words) else _recipe(words)
-    if recipe.data.cache == "off":
-        recipe = recipe.replace(data__cache="disk")
     if recipe.data.cache == "ram":
         raise RecipeError("data.cache=ram lasts as long as a run: it is made when that begins; data.cache=disk stays")
+    recipe = recipe.replace(data__cache="disk")
     data = open_datasets(recipe)
     with ExitStack() as closing:
-        after, _ = cached(data, recipe, 1, print, closing)
+        after, _ = cached(data, recipe, locate(recipe), print, closing)
     if after is data:
         raise RecipeError(
             f"the images of data.name={recipe.data.name} lie in memory as they are: there is nothing to cache"

@@ -69,6 +69,8 @@ class Home:
     def close(self) -> None:
         if self.in_memory and locks.alone(self.lock):
             shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):  # others' caches lie there
+                self.path.parent.rmdir()
         os.close(self.lock)
 
 
@@ -81,16 +83,14 @@ def opened(data: DataRecipe, root: Path, how: Preparation) -> Home:
     above = parent(data)
     in_memory = data.cache == "ram"
     try:
-        above.mkdir(parents=True, exist_ok=True, mode=0o700 if in_memory else 0o777)
-        if in_memory:
-            if os.lstat(above).st_uid != os.getuid() or above.is_symlink():
-                raise PermissionError(errno.EPERM, "it is another user's")
-            sweep(above)
-        while True:
-            path = above / name_of(root, how)
+        path, lock = above / name_of(root, how), None
+        while lock is None:
+            above.mkdir(parents=True, exist_ok=True, mode=0o700 if in_memory else 0o777)
+            if in_memory:
+                if os.lstat(above).st_uid != os.getuid() or above.is_symlink():
+                    raise PermissionError(errno.EPERM, "it is another user's")
+                sweep(above)
             lock = _held(path)
-            if lock is not None:
-                break
         about = {"root": str(root), "format": how.layout, "size": how.size, "channels": how.channels}
         write_atomically(path / ABOUT, json.dumps(about, indent=1) + "\n")
     except OSError as error:
@@ -102,8 +102,8 @@ def opened(data: DataRecipe, root: Path, how: Preparation) -> Home:
 
 def _held(path: Path) -> int | None:
     """A folder's lock, shared; None where the folder was swept away between our making it and our holding it."""
-    path.mkdir(exist_ok=True)
     with suppress(FileNotFoundError):
+        path.mkdir(exist_ok=True)
         lock = locks.share(path / USED)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path / USED)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +17,24 @@ from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.folders import PhotoFolder
 from trainer.data.photos import shorter_side
 from trainer.errors import RecipeError, SetupError
-from trainer.processes.rank import place
-from trainer.processes.world import cores
+from trainer.processes.rank import Place
+from trainer.processes.world import World, cores
 from trainer.recipe import Recipe
 
 AUTO = ("raw", "jpeg")  # the ways of storing that data.cache=auto tries, in this order
 SHARE = 0.5  # of a disk's free room that data.cache=auto takes
 
+Folders = tuple[PhotoFolder, PhotoFolder]  # to train on, and held out
+
 
 def cached(
-    data: Datasets, recipe: Recipe, ranks: int, say: Callable[[str], None], closing: ExitStack
+    data: Datasets, recipe: Recipe, world: World, say: Callable[[str], None], closing: ExitStack
 ) -> tuple[Datasets, Recipe]:
     """The same set, its photos read from the cache until `closing` is closed. It is made where it is not there.
 
-    Sets that lie in memory stay as they are. The recipe says then what was chosen where it left that open.
+    Sets that lie in memory stay as they are. The recipe says then what was chosen where it left that open. Collective.
 
     Args:
-        ranks: of this machine, which build together.
         say: what is told to people, on one rank of all.
 
     Raises:
@@ -49,17 +50,17 @@ def cached(
         raise RecipeError(
             f"data.cache={wish.cache} is for folders of photos, and data.name={wish.name} is none: set data.cache=off"
         )
-    folders, root = (data.train, data.val), Path(wish.root or ".").expanduser()
-    for layout in AUTO if wish.cache == "auto" and wish.cache_format is None else (wish.cache_format or "raw",):
-        how = Preparation(layout, wish.cache_size or shorter_side(data.image_size), data.channels)
-        found = _filled(folders, root, how, recipe, ranks, say, closing)
-        if found is not None:
-            train, val = (CachedFolder(part, how, n, *found) for n, part in enumerate(folders))
-            chosen = {"data__cache_format": how.layout, "data__cache_size": how.size}
-            kind = "disk" if wish.cache == "auto" else wish.cache
-            return replace(data, train=train, val=val), recipe.replace(data__cache=kind, **chosen)
-    say("  cache: off, for the disk has no room for it")
-    return data, recipe.replace(data__cache="off")
+    folders = data.train, data.val
+    if wish.cache == "auto":
+        recipe = recipe.replace(**world.share(_choice(world.gather(_fitting(folders, recipe, data)))))
+        if recipe.data.cache == "off":
+            say("  cache: off, for the disk has no room for it")
+            return data, recipe
+    how = _how(recipe, data, recipe.data.cache_format or "raw")
+    home, packing = _filled(folders, how, recipe, world.place, say, closing)
+    train, val = (CachedFolder(part, how, number, home, packing) for number, part in enumerate(folders))
+    recipe = recipe.replace(data__cache_format=how.layout, data__cache_size=how.size)
+    return replace(data, train=train, val=val), recipe
 
 
 def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
@@ -67,42 +68,66 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
     wish, folders = recipe.data, (data.train, data.val)
     if wish.cache == "off" or wish.cache_size is None or wish.cache_format is None:
         return data
-    how = Preparation(wish.cache_format, wish.cache_size, data.channels)
+    how = _how(recipe, data, wish.cache_format)
     train, val = (CachedFolder(part, how) if isinstance(part, PhotoFolder) else part for part in folders)
     return replace(data, train=train, val=val)
 
 
-def _filled(
-    folders: tuple[PhotoFolder, PhotoFolder],
-    root: Path,
-    how: Preparation,
-    recipe: Recipe,
-    ranks: int,
-    say: Callable[[str], None],
-    closing: ExitStack,
-) -> tuple[Path, Packing] | None:
-    """A cache with nothing missing; None where data.cache=auto finds no room for it."""
+def _how(recipe: Recipe, data: Datasets, layout: str) -> Preparation:
+    return Preparation(layout, recipe.data.cache_size or shorter_side(data.image_size), data.channels)
+
+
+def _fitting(folders: Folders, recipe: Recipe, data: Datasets) -> int:
+    """Which of `AUTO` this machine's disk has room for, or a cache of already: the first; their number if none."""
+    for number, layout in enumerate(AUTO):
+        if recipe.data.cache_format in (None, layout):
+            how = _how(recipe, data, layout)
+            with ExitStack() as closing:
+                home, packing = _opened(folders, how, recipe, closing)
+                needed = estimate(_absent(home, packing), how)
+            if needed.bytes + SPARE <= SHARE * shutil.disk_usage(home).free or not needed.photos:
+                return number
+    return len(AUTO)
+
+
+def _choice(fitting: Sequence[int]) -> dict[str, str]:
+    """What to replace in a recipe: what fits on every machine."""
+    number = max(fitting, default=0)  # nobody asks any rank but the first
+    return {"data__cache": "disk", "data__cache_format": AUTO[number]} if number < len(AUTO) else {"data__cache": "off"}
+
+
+def _opened(folders: Folders, how: Preparation, recipe: Recipe, closing: ExitStack) -> tuple[Path, Packing]:
+    """The folder of a cache, in use until `closing` is closed, and what has to lie in it."""
     try:
         packing = pack(folders, how)
     except OSError as error:
         raise SetupError(f"{os.fsdecode(error.filename)} cannot be read ({error.strerror}); start again") from None
-    home = homes.opened(recipe.data, root, how)
+    home = homes.opened(recipe.data, Path(recipe.data.root or ".").expanduser(), how)
     closing.callback(home.close)
     home.prune(packing)
-    absent = building.missing(packing, home.path)
-    if not absent:
-        say(f"  cache: {home.path}, whole")
-        return home.path, packing
-    needed = estimate([path for block in absent for path in packing.paths[block]], how)
-    if recipe.data.cache == "auto" and needed.bytes + SPARE > SHARE * shutil.disk_usage(home.path).free:
-        return None
-    building.require_room(home.path, needed, how)
-    workers = recipe.data.workers or max(1, cores() // ranks)
-    say(
-        f"  cache: {needed.photos:,} photos to {home.path}, about {size_of(needed.bytes)} in "
-        f"{needed.seconds / (workers * ranks):.0f} s"
-    )
-    building.build(
-        packing, how, home.path, workers, recipe.logging.progress and place().local_rank == 0, recipe.timeout
-    )
     return home.path, packing
+
+
+def _absent(home: Path, packing: Packing) -> list[bytes]:
+    """The photos that the cache does not hold."""
+    return [path for block in building.missing(packing, home) for path in packing.paths[block]]
+
+
+def _filled(
+    folders: Folders, how: Preparation, recipe: Recipe, place: Place, say: Callable[[str], None], closing: ExitStack
+) -> tuple[Path, Packing]:
+    """A cache with nothing missing."""
+    home, packing = _opened(folders, how, recipe, closing)
+    needed = estimate(_absent(home, packing), how)
+    if not needed.photos:
+        say(f"  cache: {home}, whole")
+        return home, packing
+    building.require_room(home, needed, how)
+    workers = recipe.data.workers or max(1, cores() // place.local_size)
+    say(
+        f"  cache: {needed.photos:,} photos to {home}, about {size_of(needed.bytes)} in "
+        f"{needed.seconds / (workers * place.local_size):.0f} s"
+    )
+    show = recipe.logging.progress and place.local_rank == 0
+    building.build(packing, how, home, workers, show, recipe.timeout)
+    return home, packing

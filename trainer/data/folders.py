@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.data.images import formats, open_image, read_image, reason
+from trainer.data.images import formats, open_image, reason
 from trainer.data.layout import check_several, classes_of, layout_of
 from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
 from trainer.data.pictures import Picture
@@ -73,7 +73,8 @@ class PhotoFolder:
         return found.hexdigest()
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
-        return read_image(self.where(index), channels), torch.as_tensor(self.labels[index])
+        picture, label = self.open(index, channels)
+        return picture.whole(max(picture.height, picture.width)), label
 
 
 def open_folder(recipe: Recipe, before: Before) -> Datasets:

@@ -62,12 +62,6 @@ def open_image(path: str, channels: int) -> Picture:
     return Picture.of(_by_pillow(data, channels))
 
 
-def read_image(path: str, channels: int) -> Tensor:
-    """Decode a file to (channels, height, width) uint8, as `open_image`."""
-    picture = open_image(path, channels)
-    return picture.whole(max(picture.height, picture.width))
-
-
 def _jpeg(data: Bytes, channels: int, factor: int) -> Tensor:
     if factor == 1:
         with contextlib.suppress(RuntimeError):

@@ -9,7 +9,15 @@ from trainer.recipe.text import flatten
 
 # What a continued run may change: where it runs, what it writes and how patient it is, never what a step computes.
 FREE_ON_RESUME = {"mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "predict"}
-FREE_ON_RESUME |= {"stop", "grace", "resume_weights_only", "data.root", "data.workers", "data.download"}
+FREE_ON_RESUME |= {
+    "stop",
+    "grace",
+    "resume_weights_only",
+    "data.root",
+    "data.workers",
+    "data.download",
+    "data.cache_dir",
+}
 
 
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

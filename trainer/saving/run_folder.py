@@ -21,7 +21,8 @@ from trainer.saving import locks
 from trainer.saving.files import Growing, draft_of, opened, put, read, usable_json, why, writing
 
 PHOTOS = {"data.image_size": 224, "data.channels": 3}
-CHOSEN = ("image_size", "channels", "mean", "std")  # keys of data that a run settles before it writes its recipe
+# Keys of data that a run settles before it writes its recipe.
+CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
 MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
@@ -168,6 +169,8 @@ def as_before(recipe: Recipe) -> Recipe:
     except RecipeError:
         return recipe  # a folder that cannot be continued, as it says when it is opened
     chosen = {key: getattr(before, key) for key in CHOSEN if getattr(recipe.data, key) is None}
+    if recipe.data.cache == "auto":
+        chosen["cache"] = before.cache
     return recipe.replace(**{f"data__{key}": value for key, value in chosen.items()})
 
 

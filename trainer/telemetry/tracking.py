@@ -33,6 +33,9 @@ class NullTracker:
     def say(self, text: str) -> None:
         """Print a line."""
 
+    def settle(self, recipe: Recipe) -> None:
+        """The recipe, with what this run chose where it left something open."""
+
     def start(self, position: Position, total_steps: int, metric: str) -> None:
         """Training begins here, and goes on to so many steps; `metric` tells which epoch is best."""
 
@@ -100,6 +103,9 @@ class Tracker(NullTracker):
             return
         with suppress(BrokenPipeError):  # `| head` has read enough; the run goes on
             print(text, flush=True)
+
+    def settle(self, recipe: Recipe) -> None:
+        self.recipe = recipe
 
     def start(self, position: Position, total_steps: int, metric: str) -> None:
         self._total = total_steps

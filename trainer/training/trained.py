@@ -42,8 +42,9 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
     start_process(recipe)
     world = locate(recipe)
     rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
+    augment = {"crop": recipe.augment.crop}  # tells whether photos are read as they are needed
     recipe = recipe.replace(
-        mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment={}
+        mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment=augment
     )
     check_processes(recipe, world.size)
     data = opened_again(path, recipe, metadata)

@@ -60,11 +60,12 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     closing.callback(callbacks.close)
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)
-    data, recipe = cached(data, recipe, world.place.local_size, tracker.say, closing)
     world.connect(recipe.timeout)
     stacks.keep_in(world.share(tracker.path))
     callbacks.connect(world)
     check_same_images(world, data)
+    data, recipe = cached(data, recipe, world, tracker.say, closing)
+    tracker.settle(recipe)
     state = resuming.newest(tracker, world, recipe)
     model = begun_model(recipe, task, data, state, world)
     speed_only = data.synthetic and recipe.data.name != "synthetic"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 COMMANDS = (
-    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "doctor", "recipes", "guide", "completion",
-    "version", "help",
+    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "recipes", "guide",
+    "completion", "version", "help",
 )  # fmt: skip
 
 # What people type first, and what to type: words of ours, or a sentence that stands for itself.

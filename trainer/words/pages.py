@@ -160,6 +160,21 @@ PAGES = {
             "python -m trainer runs compare runs/first runs/second",
         ),
     ),
+    "cache": Page(
+        "cache [build recipe=NAME data.root=FOLDER | verify [CACHE] | delete CACHE]",
+        "List the caches of photos that data.cache=disk makes; make one beforehand, look for damage, remove them.",
+        {
+            "build recipe=NAME": "make what a run with these words would make at its start",
+            "verify CACHE": "read all of it (default: of every cache); damage is removed, and made anew when used",
+            "delete CACHE": "remove caches, by name or the beginning of one; yes=true does not ask",
+            "data.cache_dir=FOLDER": "where they are (default: ~/.cache/trainer/cache)",
+        },
+        (
+            "python -m trainer cache",
+            "python -m trainer cache build recipe=finetune data.root=photos",
+            "python -m trainer cache verify",
+        ),
+    ),
     "doctor": Page(
         "doctor",
         "What this machine offers to training, and what is wrong with it, ready to paste. It repairs nothing.",

@@ -53,7 +53,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
             raise _to_type(fixes, command, rest)
         if command == "recipes":  # has keys among its words
             rest = [word.text if word.fine else word.typed for word in spelled(rest)]
-        if command == "export":
+        if command in ("export", "cache"):
             rest = [word.text for word in spelled(rest)]
         return command, rest
     if not rest:

@@ -17,13 +17,13 @@ from tests.commands import PROJECT, environment
 from trainer.caching import building, packing
 from trainer.caching.blocks import read
 from trainer.caching.building import Estimate, build, estimate, missing, require_room
-from trainer.caching.packing import Preparation, pack
+from trainer.caching.packing import Format, pack
 from trainer.caching.stored import block_path, prepared
 from trainer.data.folders import PhotoFolder
 from trainer.errors import DiskFullError, PeerError
 from trainer.saving import locks
 
-HOW = Preparation("raw", 24, 3)
+HOW = Format("raw", 24, 3)
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -8,7 +8,7 @@ from tests.caching.test_opening import blocks_of, folder_of, words_for
 from tests.commands import ok, trainer
 from trainer.caching import blocks, homes
 from trainer.caching.command import command
-from trainer.caching.packing import Preparation
+from trainer.caching.packing import Format
 from trainer.errors import FolderInUseError, RecipeError
 from trainer.recipe import DataRecipe
 
@@ -80,7 +80,7 @@ def test_deleted_once_one_agrees(built, where, capsys):
 
 def test_what_is_in_use_is_not_deleted(built, where):
     data = DataRecipe(cache="disk", cache_dir=where.partition("=")[2])
-    home = homes.opened(data, built.parent.parent / "photos", Preparation("raw", 44, 3))
+    home = homes.opened(data, built.parent.parent / "photos", Format("raw", 44, 3))
     assert home.path == built
     with pytest.raises(FolderInUseError, match="is in use by a run"):
         command(["delete", built.name, where, "yes=true"])
@@ -118,7 +118,7 @@ def test_a_cache_on_memory_of_a_run_that_was_killed_goes(photos, tmp_path):
     env = {"TRAINER_FAULT": "kill@0:1"}
     words = words_for(photos, "data.cache=ram", f"output={tmp_path / 'run'}")
     assert trainer(*words, env=env).returncode != 0
-    home = homes.name_of(photos, Preparation("raw", 44, 3))
+    home = homes.name_of(photos, Format("raw", 44, 3))
     above = homes.parent(DataRecipe(cache="ram"))
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and (above / home).exists():

@@ -198,3 +198,14 @@ def test_any_damage_at_all(photos, full):
         block.write_bytes(broken)
         index = drawn.randrange(len(right))
         assert all((after.train.read(place, 3)[0] == right[place]).all() for place in {index, 0, len(right) - 1}), kind
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "auto"), ("ram", "ram")]
+)
+def test_off_is_a_word_and_no_false(typed, meant, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"data:\n  cache: {typed}\n")
+    found = load(str(tmp_path / "a.yaml"))
+    assert found.data.cache == load(None, f"data.cache={typed}").data.cache == meant
+    (tmp_path / "b.yaml").write_text(found.to_yaml())
+    assert load(str(tmp_path / "b.yaml")).data == found.data

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.caching.packing import MOST, Preparation, pack
+from trainer.caching.packing import MOST, Format, pack
 from trainer.data.folders import PhotoFolder
 
-HOW = Preparation("raw", 256, 3)
+HOW = Format("raw", 256, 3)
 
 
 def folder(root, names):
@@ -67,7 +67,7 @@ def test_what_changes_one_photo_changes_one_block(photos, tmp_path):
     assert keys(pack([folder(root, names)], HOW)) == before
 
 
-@pytest.mark.parametrize("how", [Preparation("jpeg", 256, 3), Preparation("raw", 255, 3), Preparation("raw", 256, 1)])
+@pytest.mark.parametrize("how", [Format("jpeg", 256, 3), Format("raw", 255, 3), Format("raw", 256, 1)])
 def test_another_preparation_is_another_block(photos, how):
     root, names = photos
     assert not keys(pack([folder(root, names)], HOW)) & keys(pack([folder(root, names)], how))

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.data.test_pictures import saved, scene
 from trainer.caching.blocks import read
 from trainer.caching.building import build, make, missing
-from trainer.caching.packing import Preparation, pack
+from trainer.caching.packing import Format, pack
 from trainer.caching.stored import CachedFolder, block_path, picture_of, prepared
 from trainer.data.folders import PhotoFolder
 from trainer.data.images import open_image
@@ -23,21 +23,21 @@ def pixels(picture):
 
 def test_a_small_photo_is_stored_as_it_is(tmp_path):
     path = saved(tmp_path / "a.png")
-    how = Preparation("raw", 700, 3)
+    how = Format("raw", 700, 3)
     picture = picture_of(prepared(path, how), how)
     assert torch.equal(pixels(picture), pixels(open_image(path, 3)))
 
 
 def test_what_is_held_out_has_the_same_pixels_with_the_cache(tmp_path):
     """Of the size for evaluation: that is what is stored, and it is stored as it is."""
-    path, how = saved(tmp_path / "a.jpg"), Preparation("raw", 128, 3)
+    path, how = saved(tmp_path / "a.jpg"), Format("raw", 128, 3)
     assert torch.equal(held_out(picture_of(prepared(path, how), how), 112), held_out(open_image(path, 3), 112))
 
 
 @pytest.mark.parametrize("layout", ["raw", "jpeg"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_part_lies_where_it_lay(tmp_path, layout, channels):
-    path, how = saved(tmp_path / "a.jpg", orientation=6), Preparation(layout, 200, channels)
+    path, how = saved(tmp_path / "a.jpg", orientation=6), Format(layout, 200, channels)
     stored = prepared(path, how)
     assert min(stored.rows, stored.columns) == 200
     picture, whole = picture_of(stored, how), open_image(path, channels)
@@ -54,7 +54,7 @@ def cache(tmp_path):
     for number, name in enumerate(names):
         Image.fromarray(scene(60 + number, 90)).save(tmp_path / name)
     (tmp_path / names[2]).write_bytes(b"no image")
-    folder, how = PhotoFolder(tmp_path, names, np.arange(4)), Preparation("raw", 30, 3)
+    folder, how = PhotoFolder(tmp_path, names, np.arange(4)), Format("raw", 30, 3)
     packing = pack([folder], how)
     home = tmp_path / "cache"
     home.mkdir()

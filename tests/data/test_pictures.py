@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.photo_folders import read_image
 from tests.data.test_images import TURNS, exif
-from trainer.data.images import open_image, read_image
+from trainer.data.images import open_image
 from trainer.data.photos import held_out, resized
 from trainer.data.pictures import FACTORS, Picture
 

@@ -10,7 +10,7 @@ from tests.pages import GUIDE
 from tests.typed import odd
 from trainer.recipe import load
 from trainer.telemetry import verdict
-from trainer.telemetry.verdict import PARTS, Setting, StepParts, VerdictFigures, judge, shares
+from trainer.telemetry.verdict import PARTS, Reading, Setting, StepParts, VerdictFigures, judge, shares
 
 RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
 
@@ -138,3 +138,25 @@ def test_written_forms():
     assert odd(found.to_dict(), VerdictFigures) == [] and (*found.step,) == PARTS
     assert found.to_dict()["run"] == pytest.approx({"steps": 0.9, "start-up": 0.04, "evaluation": 0.06})
     assert "| part of a step (250 ms) | share |" in found.to_markdown() and "| data | 40.0% |" in found.to_markdown()
+
+
+@pytest.mark.parametrize(
+    ("cached", "words", "told"),
+    [
+        (1.0, (), "try data.cache=disk (2.0 times the images/s) or data.workers=4"),  # no more than without waiting
+        (7.0, (), "try data.cache=disk (1.4 times the images/s) or data.workers=4"),
+        (9.0, (), "try data.workers=4"),
+        (1.0, ("data.cache=disk",), "try data.workers=4"),
+    ],
+)
+def test_a_step_that_waits_for_photos_tells_what_readers_do(cached, words, told):
+    setting = Setting(cores=2, workers=2, reading=Reading(1.0, 6.0, 3.0, cached))
+    found = judge(StepParts(1.0, data=0.5), RUN, load(None, "mode=single", *words), setting)
+    spent = "a reader spends 10% on reading files, 60% on decoding, 30% on transforming"
+    assert found.sentence == f"50% of the step waits for images: {spent}. T{told[1:]}"
+    assert found.to_dict()["reading"] == {"read": 1.0, "decode": 6.0, "transform": 3.0, "cached": cached}
+
+
+def test_of_readers_nothing_is_told_where_nothing_waits():
+    found = judge(StepParts(1.0, data=0.1), RUN, load(None, "mode=single"), Setting(reading=Reading(1, 1, 1, 1)))
+    assert "reader" not in found.sentence and found.to_dict()["reading"] is None

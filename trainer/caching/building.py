@@ -21,7 +21,7 @@ import torch
 
 from trainer.caching import blocks
 from trainer.caching.blocks import Prepared
-from trainer.caching.packing import Packing, Preparation
+from trainer.caching.packing import Format, Packing
 from trainer.caching.stored import block_path, prepared
 from trainer.errors import FULL, DiskFullError, PeerError, SetupError
 from trainer.processes import fork_server
@@ -55,7 +55,7 @@ def missing(packing: Packing, home: Path) -> list[int]:
     return [block for block, name in enumerate(names) if name not in there]
 
 
-def estimate(paths: Sequence[bytes], how: Preparation) -> Estimate:
+def estimate(paths: Sequence[bytes], how: Format) -> Estimate:
     """From some of the photos, prepared."""
     begun, sizes = time.perf_counter(), []
     for path in random.Random(0).sample(paths, min(LOOKED_AT, len(paths))):
@@ -67,7 +67,7 @@ def estimate(paths: Sequence[bytes], how: Preparation) -> Estimate:
     return Estimate(len(paths), int(len(paths) * sum(sizes) / max(1, len(sizes))), len(paths) * one)
 
 
-def build(packing: Packing, how: Preparation, home: Path, workers: int, show: bool, patience: float) -> None:
+def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, patience: float) -> None:
     """Make what is missing, with `workers` processes; returns when all of it is there, whoever made it.
 
     Args:
@@ -81,7 +81,7 @@ def build(packing: Packing, how: Preparation, home: Path, workers: int, show: bo
     absent = missing(packing, home)
     if not absent:
         return
-    progress, moved = Progress(len(absent), show), time.monotonic()
+    progress, moved = BuildProgress(len(absent), show), time.monotonic()
     context = fork_server.context("torchvision", "trainer.caching.building")
     pool = ProcessPoolExecutor(workers, context, fork_server.begin_worker)
     try:
@@ -114,7 +114,7 @@ def build(packing: Packing, how: Preparation, home: Path, workers: int, show: bo
         progress.close()
 
 
-def make(home: str, key: bytes, paths: Sequence[bytes], how: Preparation) -> bool:
+def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> bool:
     """Make one block, if nobody else is at it. Returns whether it was made here."""
     torch.set_num_threads(1)
     path = Path(block_path(home, key))
@@ -133,14 +133,14 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Preparation) -> boo
     return False
 
 
-def _or_none(path: str, how: Preparation) -> Prepared | None:
+def _or_none(path: str, how: Format) -> Prepared | None:
     try:
         return prepared(path, how)
     except Exception:  # decoders raise anything at all; training says what is wrong with it
         return None
 
 
-def require_room(home: Path, needed: Estimate, how: Preparation) -> None:
+def require_room(home: Path, needed: Estimate, how: Format) -> None:
     """Refuse to begin what does not fit.
 
     Raises:
@@ -170,7 +170,7 @@ def _refused(home: Path, error: OSError) -> SetupError | DiskFullError:
     return SetupError(f"{home} cannot be written ({reason}); data.cache_dir=FOLDER chooses another folder")
 
 
-class Progress:
+class BuildProgress:
     """How far a build is, for people."""
 
     def __init__(self, total: int, show: bool) -> None:

@@ -27,7 +27,7 @@ HEAD = ("cache", "photos", "size", "kept as", "last used", "of")
 
 
 @dataclass(frozen=True)
-class Found:
+class CacheFacts:
     """A cache on this machine.
 
     Attributes:
@@ -94,7 +94,7 @@ def _recipe(words: Sequence[str]) -> Any:
     return load(own["recipe"], *rest)
 
 
-def caches(wanted: str | None) -> Iterator[Found]:
+def caches(wanted: str | None) -> Iterator[CacheFacts]:
     """All caches on the disk and in memory, in the folder that is `wanted`, the usual one where that is None."""
     above = {homes.parent(DataRecipe(cache_dir=wanted))}
     if wanted is None and os.path.isdir(homes.MEMORY):
@@ -106,7 +106,7 @@ def caches(wanted: str | None) -> Iterator[Found]:
                     yield looked_at(path)
 
 
-def looked_at(path: Path) -> Found:
+def looked_at(path: Path) -> CacheFacts:
     size = photos = 0
     with os.scandir(path) as entries:
         for entry in entries:
@@ -114,10 +114,10 @@ def looked_at(path: Path) -> Found:
                 size += entry.stat().st_size
                 photos += blocks.count(entry.path)
     about = files.usable_json(path / homes.ABOUT)
-    return Found(path, size, photos, (path / homes.ABOUT).stat().st_mtime, about)
+    return CacheFacts(path, size, photos, (path / homes.ABOUT).stat().st_mtime, about)
 
 
-def table(found: Sequence[Found]) -> str:
+def table(found: Sequence[CacheFacts]) -> str:
     """One line a cache."""
     if not found:
         return "no caches: with data.cache=disk a run makes one, as cache build data.root=FOLDER does beforehand\n"
@@ -133,7 +133,7 @@ def table(found: Sequence[Found]) -> str:
     return "\n".join(lines) + f"\n\n{len(found)} cache{'s' * (len(found) != 1)}, {size_of(total)}\n"
 
 
-def chosen(there: Sequence[Found], names: Sequence[str]) -> list[Found]:
+def chosen(there: Sequence[CacheFacts], names: Sequence[str]) -> list[CacheFacts]:
     """Those of the names, each the whole or the beginning of one."""
     found = []
     for name in names:
@@ -146,7 +146,7 @@ def chosen(there: Sequence[Found], names: Sequence[str]) -> list[Found]:
     return found
 
 
-def verify(found: Sequence[Found]) -> int:
+def verify(found: Sequence[CacheFacts]) -> int:
     """Read every photo; damaged blocks are removed, to be made anew when the cache is next used.
 
     Returns 3 where there were any, as the exit code.
@@ -168,7 +168,7 @@ def verify(found: Sequence[Found]) -> int:
     return worst
 
 
-def delete(found: Sequence[Found], yes: str | None) -> None:
+def delete(found: Sequence[CacheFacts], yes: str | None) -> None:
     """Remove caches once the user agrees; none where one of them is in use."""
     for one in found:
         if locks.is_shared(one.path / homes.USED):

@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.caching import blocks
-from trainer.caching.packing import Packing, Preparation
+from trainer.caching.packing import Format, Packing
 from trainer.data.downloads import data_folder
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
@@ -74,7 +74,7 @@ class Home:
         os.close(self.lock)
 
 
-def opened(data: DataRecipe, root: Path, how: Preparation) -> Home:
+def opened(data: DataRecipe, root: Path, how: Format) -> Home:
     """The cache of the photos under `root`, made where there is none.
 
     Raises:
@@ -89,7 +89,8 @@ def opened(data: DataRecipe, root: Path, how: Preparation) -> Home:
             if in_memory:
                 if os.lstat(above).st_uid != os.getuid() or above.is_symlink():
                     raise PermissionError(errno.EPERM, "it is another user's")
-                sweep(above)
+                with suppress(FileNotFoundError):  # the last of its readers removes it
+                    sweep(above)
             lock = _held(path)
         about = {"root": str(root), "format": how.layout, "size": how.size, "channels": how.channels}
         write_atomically(path / ABOUT, json.dumps(about, indent=1) + "\n")
@@ -112,7 +113,7 @@ def _held(path: Path) -> int | None:
     return None
 
 
-def name_of(root: Path, how: Preparation) -> str:
+def name_of(root: Path, how: Format) -> str:
     whole = os.path.realpath(root)
     return f"{Path(whole).name}-{xxhash.xxh3_64_hexdigest(os.fsencode(whole) + str(how).encode())}"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.caching import building, homes
 from trainer.caching.building import SPARE, estimate, size_of
-from trainer.caching.packing import Packing, Preparation, pack
+from trainer.caching.packing import Format, Packing, pack
 from trainer.caching.stored import CachedFolder
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.folders import PhotoFolder
@@ -73,8 +73,8 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
     return replace(data, train=train, val=val)
 
 
-def _how(recipe: Recipe, data: Datasets, layout: str) -> Preparation:
-    return Preparation(layout, recipe.data.cache_size or shorter_side(data.image_size), data.channels)
+def _how(recipe: Recipe, data: Datasets, layout: str) -> Format:
+    return Format(layout, recipe.data.cache_size or shorter_side(data.image_size), data.channels)
 
 
 def _fitting(folders: Folders, recipe: Recipe, data: Datasets) -> int:
@@ -96,7 +96,7 @@ def _choice(fitting: Sequence[int]) -> dict[str, str]:
     return {"data__cache": "disk", "data__cache_format": AUTO[number]} if number < len(AUTO) else {"data__cache": "off"}
 
 
-def _opened(folders: Folders, how: Preparation, recipe: Recipe, closing: ExitStack) -> tuple[Path, Packing]:
+def _opened(folders: Folders, how: Format, recipe: Recipe, closing: ExitStack) -> tuple[Path, Packing]:
     """The folder of a cache, in use until `closing` is closed, and what has to lie in it."""
     try:
         packing = pack(folders, how)
@@ -114,7 +114,7 @@ def _absent(home: Path, packing: Packing) -> list[bytes]:
 
 
 def _filled(
-    folders: Folders, how: Preparation, recipe: Recipe, place: Place, say: Callable[[str], None], closing: ExitStack
+    folders: Folders, how: Format, recipe: Recipe, place: Place, say: Callable[[str], None], closing: ExitStack
 ) -> tuple[Path, Packing]:
     """A cache with nothing missing."""
     home, packing = _opened(folders, how, recipe, closing)

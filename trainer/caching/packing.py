@@ -22,7 +22,7 @@ KEY = 16  # bytes
 
 
 @dataclass(frozen=True)
-class Preparation:
+class Format:
     """How photos are stored.
 
     Attributes:
@@ -56,7 +56,7 @@ class Packing:
     places: Sequence[npt.NDArray[np.int32]]
 
 
-def pack(folders: Sequence[PhotoFolder], how: Preparation) -> Packing:
+def pack(folders: Sequence[PhotoFolder], how: Format) -> Packing:
     """Divide the photos of all folders together into blocks, whichever folder has which of them.
 
     A block ends behind a photo whose path says so by its hash (content-defined chunking: Muthitacharoen, Chen and
@@ -79,7 +79,7 @@ def pack(folders: Sequence[PhotoFolder], how: Preparation) -> Packing:
     return Packing(keys, blocks, places)
 
 
-def _key(paths: Sequence[bytes], how: Preparation) -> bytes:
+def _key(paths: Sequence[bytes], how: Format) -> bytes:
     whole = xxhash.xxh3_128(str(how).encode())
     for part in _identities(paths):
         whole.update(part)

@@ -13,7 +13,7 @@ from torchvision.io import encode_jpeg
 
 from trainer.caching import blocks
 from trainer.caching.blocks import DamagedError, Prepared
-from trainer.caching.packing import Packing, Preparation
+from trainer.caching.packing import Format, Packing
 from trainer.data.folders import PhotoFolder
 from trainer.data.images import jpeg_pixels, open_image, without_warnings
 from trainer.data.photos import resized
@@ -22,7 +22,7 @@ from trainer.data.pictures import Picture
 QUALITY = 90  # of the JPEGs
 
 
-def prepared(path: str, how: Preparation) -> Prepared:
+def prepared(path: str, how: Format) -> Prepared:
     """A photo as it is stored: its shorter side of `how.size` pixels or, where it has fewer, as it is.
 
     Raises whatever reading it raises.
@@ -40,12 +40,12 @@ def prepared(path: str, how: Preparation) -> Prepared:
     return Prepared(picture.height, picture.width, rows, columns, data.numpy())
 
 
-def picture_of(stored: Prepared, how: Preparation) -> Picture:
+def picture_of(stored: Prepared, how: Format) -> Picture:
     """A photo to be read, as large as it was, from what is stored of it."""
     return Picture(stored.height, stored.width, partial(_decoded, stored, how))
 
 
-def _decoded(stored: Prepared, how: Preparation, factor: int) -> Tensor:
+def _decoded(stored: Prepared, how: Format, factor: int) -> Tensor:
     data = torch.from_numpy(stored.data)
     if how.layout == "jpeg":
         return jpeg_pixels(data, how.channels)
@@ -61,7 +61,7 @@ class CachedFolder(PhotoFolder):
     def __init__(
         self,
         folder: PhotoFolder,
-        how: Preparation,
+        how: Format,
         part: int = 0,
         home: Path | None = None,
         packing: Packing | None = None,

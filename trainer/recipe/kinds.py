@@ -30,6 +30,12 @@ def _count(value: Any) -> Any:
     return value
 
 
+def _cache(value: Any) -> Any:
+    if value in ("none", None):
+        return "off"
+    return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value  # YAML's off and on
+
+
 def _cuts(value: Any) -> Any:
     if value == "auto":
         return value
@@ -78,6 +84,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
+Cache = Annotated[Literal["off", "ram", "disk", "auto"], BeforeValidator(_cache)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]

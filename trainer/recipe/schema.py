@@ -12,6 +12,7 @@ from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
 from trainer.recipe.kinds import (
     Amount,
+    Cache,
     Cuts,
     Decay,
     Devices,
@@ -79,9 +80,7 @@ class DataRecipe(_Section):
     workers: int | None = key(None, "processes that read photos, a rank; null: from cores and ranks", ge=0, le=256)
     download: bool = key(True, "fetch a published set that is not there yet")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
-    cache: Literal["off", "ram", "disk", "auto"] = key(
-        "off", "photos kept decoded and small; auto: where there is room"
-    )
+    cache: Cache = key("off", "photos kept decoded and small; auto: where there is room")
     cache_format: Literal["raw", "jpeg"] | None = key(None, "raw is fastest, jpeg a tenth of the bytes; null: raw")
     cache_size: Positive | None = key(None, "shorter side of what is kept; null: as for evaluation, 256 for 224")
     cache_dir: str | None = key(None, "folder of the caches; null: ~/.cache/trainer/cache")

@@ -46,6 +46,8 @@ def shown(value: Any) -> str:
 
 def typed(value: Any) -> str:
     """A value as YAML of one line, as it is typed on the command line or written into a file."""
+    if value == "off":  # YAML's false without quotes; a key that has this word takes either
+        return "off"
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
     text = text.removesuffix("...\n").strip()
     return json.dumps(value) if "\n" in text else text

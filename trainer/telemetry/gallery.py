@@ -22,14 +22,14 @@ Numbers = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Picture:
+class EncodedImage:
     """An encoded picture: PNG, or JPEG where it is made of photos."""
 
     encoded: bytes
     size: tuple[int, int]  # width, height
 
 
-def grid(images: Numbers, captions: Sequence[Sequence[str]], columns: int = 8) -> Picture:
+def grid(images: Numbers, captions: Sequence[Sequence[str]], columns: int = 8) -> EncodedImage:
     """Images (n, H, W, C) uint8, of 1 or 3 channels, in rows, each over its lines of words."""
     height, width = images.shape[1:3]
     scale = min(LARGEST / max(height, width), max(1, round(TILE / max(height, width))))
@@ -49,7 +49,7 @@ def grid(images: Numbers, captions: Sequence[Sequence[str]], columns: int = 8) -
     return _encoded(sheet, photos=scale < 1)
 
 
-def confusion(matrix: Numbers, names: Sequence[str]) -> Picture:
+def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
     """Counts (actual, predicted): a row shows what the samples of a class are taken for, as shares of the row."""
     count = len(matrix)
     written = count <= WRITTEN
@@ -80,7 +80,7 @@ def confusion(matrix: Numbers, names: Sequence[str]) -> Picture:
     return _encoded(sheet)
 
 
-def class_bars(shares: Sequence[float], counts: Sequence[int], names: Sequence[str], title: str) -> Picture:
+def class_bars(shares: Sequence[float], counts: Sequence[int], names: Sequence[str], title: str) -> EncodedImage:
     """A bar a class, the worst first, with its percentage and number of samples; at most WRITTEN of them."""
     order = sorted(range(len(shares)), key=lambda n: shares[n])[:WRITTEN]
     left = min(180, max(map(_width, (names[n] for n in order)), default=0) + 2 * GAP)
@@ -128,10 +128,10 @@ def _fit(words: str, width: float) -> str:
     return words + "…"
 
 
-def _encoded(sheet: Image.Image, photos: bool = False) -> Picture:
+def _encoded(sheet: Image.Image, photos: bool = False) -> EncodedImage:
     buffer = io.BytesIO()
     if photos:
         sheet.save(buffer, "JPEG", quality=80)
     else:
         sheet.save(buffer, "PNG")
-    return Picture(buffer.getvalue(), sheet.size)
+    return EncodedImage(buffer.getvalue(), sheet.size)

@@ -6,7 +6,7 @@ The parts follow the step's critical path: what computing hides costs nothing, s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, TypedDict, get_args
 
 from trainer.errors import RecipeError
@@ -14,6 +14,8 @@ from trainer.recipe import Recipe, load
 from trainer.recipe.checks import check_processes, wider_batch
 
 NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
+WORTH = 1.2  # times as fast that the cache has to make reading to be named
+CACHE = "data.cache=disk"
 UNEVEN = 1.15  # stages whose slowest takes so many times the mean are not balanced
 Part = Literal["data", "compute", "communication", "bubble", "optimizer", "logging"]  # of a step
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -53,6 +55,27 @@ class StepParts:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Seconds that one process takes for a photo.
+
+    Attributes:
+        read: its file.
+        decode: to pixels, no more of them than are needed.
+        transform: cropping, resizing and augmenting.
+        cached: all of it, from data.cache=disk.
+    """
+
+    read: float
+    decode: float
+    transform: float
+    cached: float
+
+    @property
+    def whole(self) -> float:
+        return self.read + self.decode + self.transform
+
+
+@dataclass(frozen=True)
 class Setting:
     """What the run ran on.
 
@@ -62,6 +85,7 @@ class Setting:
         workers: that read images for a rank; None where images lie in memory.
         gpu: whether it computes on GPUs.
         images: of the training set; None where their number is not known.
+        reading: of its photos, where the step waits for them.
     """
 
     processes: int = 1
@@ -69,6 +93,7 @@ class Setting:
     workers: int | None = None
     gpu: bool = False
     images: int | None = None
+    reading: Reading | None = None
 
 
 VerdictFigures = TypedDict(
@@ -80,6 +105,7 @@ VerdictFigures = TypedDict(
         "step": dict[Part, float],
         "run": dict[str, float],
         "step_seconds": float,
+        "reading": dict[str, float] | None,
         "unmeasured": str | None,
         "probe_seconds": float,
     },
@@ -97,6 +123,7 @@ class Verdict:
         step: share of each part of a step; they add up to 1.
         run: share of each part of the run; they add up to 1.
         step_seconds: of the mean step.
+        reading: of photos, where the step waits for them.
         unmeasured: what the shares do not tell, in words; empty where they tell all.
         probe_seconds: what finding out took.
     """
@@ -109,6 +136,7 @@ class Verdict:
     step_seconds: float
     unmeasured: str
     probe_seconds: float
+    reading: Reading | None = None
 
     def to_dict(self) -> VerdictFigures:
         """result.json's `verdict`."""
@@ -119,6 +147,7 @@ class Verdict:
             "step": self.step,
             "run": self.run,
             "step_seconds": self.step_seconds,
+            "reading": None if self.reading is None else asdict(self.reading),
             "unmeasured": self.unmeasured or None,
             "probe_seconds": self.probe_seconds,
         }
@@ -166,6 +195,8 @@ def judge(
     sentence = PHRASES[bound].format(share=parts[bound])
     if bound == "data" and setting.workers is None:
         sentence += ", which are prepared in the training process"
+    if bound == "data" and setting.reading is not None:
+        sentence += f": {_of_reading(setting.reading)}"
     if bound == "bubble" and _uneven(measured.busy):
         slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
         sentence += (
@@ -177,13 +208,28 @@ def judge(
     if unmeasured and bound == "compute":
         sentence += f"; {unmeasured}"
     if overrides:
-        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {' or '.join(overrides)}"
+        told = " or ".join(overrides)
+        if setting.reading is not None and CACHE in overrides:
+            told = told.replace(CACHE, f"{CACHE} ({_gain(setting.reading, parts['data']):.1f} times the images/s)")
+        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {told}"
     total = sum(seconds.values())
     run = {name: spent / total for name, spent in seconds.items()}
     apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
     if run.get("steps", 1.0) < 0.5:
         sentence += f". Steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"
-    return Verdict(bound, sentence, overrides, parts, run, measured.step, unmeasured, probe_seconds)
+    reading = setting.reading if bound == "data" else None
+    return Verdict(bound, sentence, overrides, parts, run, measured.step, unmeasured, probe_seconds, reading)
+
+
+def _of_reading(reading: Reading) -> str:
+    """What a reader does with its time."""
+    parts = {"reading files": reading.read, "decoding": reading.decode, "transforming": reading.transform}
+    return f"a reader spends {', '.join(f'{part / reading.whole:.0%} on {name}' for name, part in parts.items())}"
+
+
+def _gain(reading: Reading, waiting: float) -> float:
+    """How many times as fast steps become with the cache: as readers do, but no more than without any waiting."""
+    return min(reading.whole / reading.cached, 1 / max(1 - waiting, 0.01))
 
 
 def _unmeasured(measured: StepParts) -> str:
@@ -209,7 +255,9 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
         if workers is None:
             return automatic or [larger]
         wanted = max(setting.cores, 2 * workers)
-        return ([f"data.workers={wanted}"] if wanted <= 2 * setting.cores else []) + automatic
+        reading, cached = setting.reading, recipe.data.cache != "off"
+        cache = [CACHE] if reading and not cached and reading.whole > WORTH * reading.cached else []
+        return cache + ([f"data.workers={wanted}"] if wanted <= 2 * setting.cores else []) + automatic
     if bound == "communication":
         if recipe.traits.exchanges == "weights":
             return [f"local_sgd.every={2 * (recipe.local_sgd.every or 1)}"]

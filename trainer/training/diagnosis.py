@@ -6,8 +6,10 @@ import time
 
 import torch
 
+from trainer.caching.pace import SECONDS, pace
+from trainer.data.folders import PhotoFolder
 from trainer.processes.world import cores
-from trainer.telemetry.verdict import Setting, StepParts, Verdict, judge
+from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares
 from trainer.training.reporting import idle_share, parts
 from trainer.training.run import Run
 
@@ -43,6 +45,17 @@ def diagnose(run: Run) -> Verdict | None:
     )
     share = max(1, cores() // run.loader.readers)
     gpu = world.device.type == "cuda"
-    setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train))
+    begun = time.perf_counter()
+    reading = _reading(run, BUDGET * spent) if shares(measured)["data"] >= NAMED else None
+    probe += time.perf_counter() - begun
+    setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train), reading)
     verdict: Verdict = world.share(judge(measured, seconds, run.recipe, setting, probe))
     return verdict
+
+
+def _reading(run: Run, seconds: float) -> Reading | None:
+    """What rank 0 takes for a photo; None where there are none, or on another rank, whose verdict nobody hears."""
+    photos, data = run.datasets.train, run.datasets
+    if not run.world.is_main or not isinstance(photos, PhotoFolder):
+        return None
+    return pace(photos, run.recipe, data.image_size, data.channels, min(seconds, SECONDS))

@@ -95,7 +95,7 @@ def timeline(run: Run) -> None:
     if run.tracker.shows and run.recipe.pipeline.timeline and path is not None and (path / "timeline.png").is_file():
         encoded = (path / "timeline.png").read_bytes()
         size = int.from_bytes(encoded[16:20]), int.from_bytes(encoded[20:24])  # of a PNG's first chunk
-        _picture(run, "timeline", gallery.Picture(encoded, size), run.position.step)
+        _picture(run, "timeline", gallery.EncodedImage(encoded, size), run.position.step)
 
 
 def end(run: Run, result: Result, verdict: Verdict | None) -> None:
@@ -212,7 +212,7 @@ def _dispensable(run: Run) -> Iterator[None]:
         run.tracker.say(f"  a picture for TensorBoard is left out: {reason}")
 
 
-def _picture(run: Run, tag: str, picture: gallery.Picture, step: int) -> None:
+def _picture(run: Run, tag: str, picture: gallery.EncodedImage, step: int) -> None:
     run.tracker.show(dashboards.image(tag, picture.encoded, picture.size), step)
 
 

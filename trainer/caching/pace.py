@@ -1,0 +1,95 @@
+"""How long one process takes for a photo, in parts, and how long it would take from the cache; measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from trainer.caching.packing import Format
+from trainer.caching.stored import picture_of, prepared
+from trainer.data.folders import PhotoFolder
+from trainer.data.photos import PhotoDraws, own_draws, shorter_side
+from trainer.data.sampling import Array
+from trainer.recipe import Recipe
+from trainer.saving import files
+from trainer.telemetry.verdict import Reading
+
+PHOTOS, SECONDS = 32, 1.0  # that are looked at, and when to be content with fewer
+
+
+def pace(folder: PhotoFolder, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS) -> Reading | None:
+    """From some photos, read as loader workers do, in this process; None where none of them can be read.
+
+    A photo that was read lately comes from memory, as far as the system keeps files there: so it does in training.
+
+    Args:
+        size, channels: of the images that the model gets.
+        seconds: to spend, about.
+    """
+    index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
+    with _one_thread(), own_draws():
+        draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
+        rows = [_of(folder, place, row, draws, size, channels) for row, place in _within(index, seconds)]
+    known = [row for row in rows[1 if len(rows) > 1 else 0 :] if row is not None]  # the first one warms up
+    return Reading(*(sum(part) / len(known) for part in zip(*known, strict=True))) if known else None
+
+
+def _within(index: Array, seconds: float) -> Iterator[tuple[int, int]]:
+    ends = time.perf_counter() + seconds
+    for row, place in enumerate(index.tolist()):
+        if row > 1 and time.perf_counter() > ends:
+            return
+        yield row, place
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As a loader worker has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _of(
+    folder: PhotoFolder, place: int, row: int, draws: PhotoDraws, size: int, channels: int
+) -> tuple[float, float, float, float] | None:
+    """Seconds of reading, decoding and transforming a photo, and of all of it from the cache."""
+    spent: list[float] = []
+
+    def timed(decode: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+        def decoded(factor: int) -> Tensor:
+            began = time.perf_counter()
+            image = decode(factor)
+            spent.append(time.perf_counter() - began)
+            return image
+
+        return decoded
+
+    with suppress(Exception):  # decoders raise anything at all; training says what is wrong with it
+        began = time.perf_counter()
+        with files.opened(folder.where(place)) as file:
+            file.read()
+        read = time.perf_counter() - began
+        began = time.perf_counter()
+        picture, _ = folder.open(place, channels)
+        opened = time.perf_counter() - began  # some kinds are decoded by then
+        began = time.perf_counter()
+        draws.apply(row, replace(picture, decode=timed(picture.decode)), size)
+        whole = time.perf_counter() - began
+        how = Format("raw", shorter_side(size), channels)
+        stored = prepared(folder.where(place), how)
+        began = time.perf_counter()
+        xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as it comes from the cache
+        draws.apply(row, picture_of(stored, how), size)
+        return read, opened + spent[0], whole - spent[0], time.perf_counter() - began
+    return None

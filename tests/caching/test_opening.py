@@ -201,7 +201,8 @@ def test_any_damage_at_all(photos, full):
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "auto"), ("ram", "ram")]
+    ("typed", "meant"),
+    [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "auto"), ("ram", "ram")],
 )
 def test_off_is_a_word_and_no_false(typed, meant, tmp_path):
     (tmp_path / "a.yaml").write_text(f"data:\n  cache: {typed}\n")

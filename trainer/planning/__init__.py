@@ -2,7 +2,7 @@
 
 The model is built of shapes alone, so a plan for eight GPUs takes seconds on a laptop. Nothing is launched, save by
 `measured=here`, which computes for a few seconds. What is wrong with the words is said before torch is imported.
-Imports: errors, recipe, devices, processes, saving, tasks, data, launch, models, telemetry, modes, training.
+Imports: errors, recipe, devices, processes, saving, tasks, data, launch, models, telemetry, caching, modes, training.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from torch import nn
 
 from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
+from trainer.data.folders import PhotoFolder
+from trainer.data.photos import TINY
 from trainer.data.sets import CLASS
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_own_input
@@ -38,6 +40,7 @@ class DatasetFacts:
         note: how it is known.
         targets: of a sample.
         plain: of a sample's inputs where they are no images.
+        photos: to train on, where they are files of this machine that are read as they are needed.
     """
 
     train: int | None
@@ -48,6 +51,7 @@ class DatasetFacts:
     note: str
     targets: TensorSpec = CLASS
     plain: TensorSpec | None = None
+    photos: PhotoFolder | None = None
 
     def example(self, rows: int) -> Example:
         """What a micro-batch of so many samples looks like."""
@@ -106,6 +110,7 @@ def _facts(recipe: Recipe) -> DatasetFacts:
             classes = 1
         shape = (data.channels or channels, data.image_size or size)
         return DatasetFacts(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
+    cropped = recipe.augment.crop == "resized"
     if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
         recipe = recipe.replace(augment__crop="resized")
     found = open_datasets(recipe)
@@ -118,4 +123,10 @@ def _facts(recipe: Recipe) -> DatasetFacts:
         "counted here",
         found.targets,
         found.plain,
+        found.train if isinstance(found.train, PhotoFolder) and not _tiny(found.image_size, cropped) else None,
     )
+
+
+def _tiny(size: int, cropped: bool) -> bool:
+    """Whether photos are decoded once and for all, as training does with small ones."""
+    return size <= TINY and not cropped

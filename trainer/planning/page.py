@@ -17,6 +17,7 @@ from trainer.planning.run_plan import (
     PipelineFigures,
     PredictionFigures,
     RateFigures,
+    ReadingFigures,
     RunPlan,
     ScalingFigures,
     StepFigures,
@@ -42,6 +43,7 @@ def page_of(found: RunPlan) -> str:
         **_wider(found["batch"], len(devices)),
         "disk": _disk(found["disk"]),
         "traffic": _traffic(found),
+        **_reading(found["reading"]),
     }
     for key, value in facts.items():
         lines += _field(key, value)
@@ -119,6 +121,21 @@ def _steps(steps: StepFigures, rate: RateFigures) -> str:
 
 def _disk(disk: DiskFigures) -> str:
     return f"{as_size(disk['checkpoint'])} a checkpoint, {as_size(disk['folder'])} for the run folder at its fullest"
+
+
+def _reading(reading: ReadingFigures | None) -> dict[str, str]:
+    if reading is None:
+        return {}
+    spent = {"reading": "read_seconds", "decoding": "decode_seconds", "transforming": "transform_seconds"}
+    told = ", ".join(f"{name} {duration(reading[key])}" for name, key in spent.items())  # type: ignore[literal-required]
+    many = reading["processes"] > 1
+    line = f"{reading['samples_per_sec']:,.4g} images/s by {reading['processes']} process{'es' * many} of this machine"
+    line += f" ({told} a photo)"
+    if reading["bound"] is not None:
+        line += f": the {reading['bound']} bounds the run"
+    cache = f"data.cache=disk: {reading['cached_samples_per_sec']:,.4g} images/s, {as_size(reading['cache_bytes'])} "
+    cache += f"({as_size(reading['jpeg_cache_bytes'])} with data.cache_format=jpeg), made in "
+    return {"reading": line, "cache": cache + duration(reading["cache_seconds"])}
 
 
 def _traffic(found: RunPlan) -> str:

@@ -5,7 +5,7 @@ Sizes are bytes, times seconds; None is what is not known.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 
 class ModelFigures(TypedDict):
@@ -153,6 +153,22 @@ class PredictionFigures(TypedDict):
     samples_per_sec: float
 
 
+class ReadingFigures(TypedDict):
+    """Photos, as this machine reads them: a process's seconds for one, and images/s of all; with the cache, which takes
+    so many bytes and seconds to make. Which of loader and model bounds a run, where the model's speed is predicted."""
+
+    processes: int
+    read_seconds: float
+    decode_seconds: float
+    transform_seconds: float
+    samples_per_sec: float
+    cached_samples_per_sec: float
+    cache_bytes: int
+    jpeg_cache_bytes: int
+    cache_seconds: float
+    bound: Literal["loader", "model"] | None
+
+
 class ScalingFigures(TypedDict):
     """The same global batch over so many devices."""
 
@@ -192,6 +208,7 @@ class RunPlan(MemoryFigures):
     pipeline: PipelineFigures | None
     communication: TrafficFigures
     disk: DiskFigures
+    reading: ReadingFigures | None
     prediction: PredictionFigures | None
     scaling: list[ScalingFigures]
     predicted_samples_per_sec: float | None

@@ -14,6 +14,7 @@ from trainer.planning.dataset_facts import DatasetFacts, dataset_facts
 from trainer.planning.forecast import Forecast
 from trainer.planning.layout import Layout, every_mode
 from trainer.planning.measured import from_run, ring
+from trainer.planning.reading import reading
 from trainer.planning.run_plan import (
     BatchFigures,
     DataFigures,
@@ -54,6 +55,7 @@ def summarise(
         source = probe.here(layout, images, plugin) if measured == "here" else from_run(measured, recipe, images)
         predicted = forecast.forecast(shadow, layout, source, bandwidth)
         cut = predicted.cut
+    speed = None if predicted is None else recipe.batch_size / predicted.step
     if layout.staged and cut is None:
         cut = schedules.cut(shadow, layout)
     return {
@@ -70,9 +72,10 @@ def summarise(
         "pipeline": None if cut is None else _stages(shadow, layout, cut),
         "communication": _communication(shadow, layout, cut, bandwidth),
         "disk": memory.disk(shadow, layout),
+        "reading": reading(recipe, images, layout.shards, speed),
         "prediction": None if predicted is None else _prediction(recipe, predicted),
         "scaling": [] if source is None else forecast.over_device_counts(shadow, layout, source, bandwidth),
-        "predicted_samples_per_sec": None if predicted is None else recipe.batch_size / predicted.step,
+        "predicted_samples_per_sec": speed,
         "commands": commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
         "assumptions": [*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],

@@ -129,10 +129,9 @@ def theirs(dataset: Dataset) -> Callable[[int], float]:
 
 def ours(root: Path, closing: ExitStack, *words: str) -> Callable[[int], float]:
     """Images a second of an epoch of our loader."""
-    recipe = load(
-        None, "mode=single", "data.name=imagefolder", f"data.root={root}", "data.val_fraction=0.001",
-        f"batch_size={BATCH}", f"data.image_size={SIZE}", "augment.crop=resized", "augment.hflip=0.5", f"data.workers={WORKERS}", *words,
-    )  # fmt: skip
+    plain = ["mode=single", "data.name=imagefolder", f"data.root={root}", "data.val_fraction=0.001"]
+    plain += [f"batch_size={BATCH}", f"data.image_size={SIZE}", "augment.crop=resized", "augment.hflip=0.5"]
+    recipe = load(None, *plain, f"data.workers={WORKERS}", *words)
     data, recipe = cached(open_datasets(recipe), recipe, locate(recipe), print, closing)
     loader = Loader(data, recipe, task_of(recipe, data), Shard(), torch.device("cpu"))
     closing.callback(loader.close)

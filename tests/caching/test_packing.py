@@ -79,9 +79,11 @@ def test_names_that_are_no_utf_8(tmp_path):
     assert pack([folder(tmp_path, [name])], HOW).paths == [[os.fsencode(tmp_path / name)]]
 
 
-def test_a_photo_that_is_gone_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        pack([folder(tmp_path, ["gone.jpg"])], HOW)
+def test_a_photo_that_is_gone_has_a_place_and_another_key_once_it_is_back(tmp_path):
+    gone = pack([folder(tmp_path, ["gone.jpg"])], HOW)
+    (tmp_path / "gone.jpg").touch()
+    back = pack([folder(tmp_path, ["gone.jpg"])], HOW)
+    assert gone.places[0].tolist() == back.places[0].tolist() == [[0, 0]] and (gone.keys != back.keys).any()
 
 
 def test_nothing_to_pack(tmp_path):

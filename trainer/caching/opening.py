@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from trainer.caching.stored import CachedFolder
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.folders import PhotoFolder
 from trainer.data.photos import shorter_side
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import RecipeError
 from trainer.processes.rank import Place
 from trainer.processes.world import World, cores
 from trainer.recipe import Recipe
@@ -98,10 +97,7 @@ def _choice(fitting: Sequence[int]) -> dict[str, str]:
 
 def _opened(folders: Folders, how: Format, recipe: Recipe, closing: ExitStack) -> tuple[Path, Packing]:
     """The folder of a cache, in use until `closing` is closed, and what has to lie in it."""
-    try:
-        packing = pack(folders, how)
-    except OSError as error:
-        raise SetupError(f"{os.fsdecode(error.filename)} cannot be read ({error.strerror}); start again") from None
+    packing = pack(folders, how)
     home = homes.opened(recipe.data, Path(recipe.data.root or ".").expanduser(), how)
     closing.callback(home.close)
     home.prune(packing)

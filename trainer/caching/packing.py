@@ -61,9 +61,6 @@ def pack(folders: Sequence[PhotoFolder], how: Format) -> Packing:
 
     A block ends behind a photo whose path says so by its hash (content-defined chunking: Muthitacharoen, Chen and
     Mazieres 2001, page 4): one photo more or less changes its own block and leaves the others.
-
-    Raises:
-        OSError: a photo that was listed is not there any more.
     """
     paths = [[os.fsencode(folder.where(index)) for index in range(len(folder))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
@@ -88,5 +85,9 @@ def _key(paths: Sequence[bytes], how: Format) -> bytes:
 
 def _identities(paths: Sequence[bytes]) -> Iterator[bytes]:
     for path in paths:
-        facts = os.stat(path)
-        yield b"%b\0%d\0%d\0" % (path, facts.st_size, facts.st_mtime_ns)
+        try:
+            facts = os.stat(path)
+            size, changed = facts.st_size, facts.st_mtime_ns
+        except OSError:  # a link to nothing, say: training says what is wrong with it
+            size = changed = -1
+        yield b"%b\0%d\0%d\0" % (path, size, changed)

@@ -104,8 +104,9 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
             progress.left(len(absent))
     except BrokenProcessPool:
         raise PeerError(
-            "a process that built the cache died (killed, or out of memory): type the same again, it goes "
-            "on; data.workers=1 takes less memory"
+            "a process that built the cache died (killed, or out of memory): type the same again, it goes on; "
+            "data.workers=1 takes less memory. Where its error is above, it imports the script that trains, which "
+            'needs if __name__ == "__main__": around train(...)'
         ) from None
     except OSError as error:
         raise _refused(home, error) from error

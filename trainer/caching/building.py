@@ -60,7 +60,7 @@ def estimate(paths: Sequence[bytes], how: Preparation) -> Estimate:
     begun, sizes = time.perf_counter(), []
     for path in random.Random(0).sample(paths, min(LOOKED_AT, len(paths))):
         with suppress(Exception):  # decoders raise anything at all; what cannot be read takes no room
-            sizes.append(prepared(os.fsdecode(path), how).data.nbytes)
+            sizes.append(prepared(path, how).data.nbytes)
         if time.perf_counter() - begun > SECONDS and sizes:
             break
     one = (time.perf_counter() - begun) / max(1, len(sizes))
@@ -124,7 +124,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Preparation) -> boo
             return False
         try:
             if not path.exists():
-                blocks.write(file, key, (_or_none(os.fsdecode(name), how) for name in paths), len(paths))
+                blocks.write(file, key, (_or_none(name, how) for name in paths), len(paths))
                 os.replace(draft, path)
                 return True
         finally:
@@ -133,7 +133,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Preparation) -> boo
     return False
 
 
-def _or_none(path: str, how: Preparation) -> Prepared | None:
+def _or_none(path: bytes, how: Preparation) -> Prepared | None:
     try:
         return prepared(path, how)
     except Exception:  # decoders raise anything at all; training says what is wrong with it

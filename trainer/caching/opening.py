@@ -14,7 +14,7 @@ from trainer.caching.building import SPARE, estimate, size_of
 from trainer.caching.packing import Packing, Preparation, pack
 from trainer.caching.stored import CachedFolder
 from trainer.data import Datasets, ImageSet, TensorSet
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos import shorter_side
 from trainer.errors import RecipeError, SetupError
 from trainer.processes.rank import place
@@ -43,11 +43,12 @@ def cached(
     wish = recipe.data
     if wish.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
         return data, recipe
-    if not isinstance(data.train, PhotoFolder) or not isinstance(data.val, PhotoFolder):
+    if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
         if wish.cache == "auto":
             return data, recipe.replace(data__cache="off")
         raise RecipeError(
-            f"data.cache={wish.cache} is for folders of photos, and data.name={wish.name} is none: set data.cache=off"
+            f"data.cache={wish.cache} is for photos in files or shards, and data.name={wish.name} has none: "
+            "set data.cache=off"
         )
     folders, root = (data.train, data.val), Path(wish.root or ".").expanduser()
     for layout in AUTO if wish.cache == "auto" and wish.cache_format is None else (wish.cache_format or "raw",):
@@ -68,12 +69,12 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
     if wish.cache == "off" or wish.cache_size is None or wish.cache_format is None:
         return data
     how = Preparation(wish.cache_format, wish.cache_size, data.channels)
-    train, val = (CachedFolder(part, how) if isinstance(part, PhotoFolder) else part for part in folders)
+    train, val = (CachedFolder(part, how) if isinstance(part, EncodedPhotos) else part for part in folders)
     return replace(data, train=train, val=val)
 
 
 def _filled(
-    folders: tuple[PhotoFolder, PhotoFolder],
+    folders: tuple[EncodedPhotos, EncodedPhotos],
     root: Path,
     how: Preparation,
     recipe: Recipe,

@@ -15,6 +15,7 @@ WINDOW = 2**14  # bytes that are read at once: a header and the small files arou
 ZEROS = 2**20
 LONGEST = 2**20  # bytes of a name or of what pax tells of a file
 PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+BARE = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
 NAMES = {tarfile.GNUTYPE_LONGNAME: "path", tarfile.GNUTYPE_LONGLINK: "linkpath"}
 
 
@@ -65,40 +66,68 @@ def members(window: Window) -> Iterator[Member]:
         BrokenError: from there on nothing can be told.
         OSError: it cannot be read.
     """
-    place = 0
+    place, ended = 0, False
     common: dict[str, str] = {}
     own: dict[str, str] = {}
     while place < window.size:
         head = window.read(place, BLOCK)
-        if head.count(0) == len(head):
+        ended = head.count(0) == len(head)
+        if ended:
             place = _behind_zeros(window, place)
             continue
         if len(head) < BLOCK:
             raise BrokenError(f"it ends in the middle of a header, at byte {window.size:,}")
-        try:
-            told = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
-        except (tarfile.HeaderError, ValueError):
-            raise BrokenError(f"it is damaged at byte {place:,}" if place else "it is not a tar file") from None
+        name, kind, size = _header(head, place)
         place += BLOCK
-        if told.type in NAMES or told.type in PAX or told.type == tarfile.XGLTYPE:
-            text = _text(window, place, told)
-            if told.type in NAMES:
-                own.setdefault(NAMES[told.type], os.fsdecode(text.rstrip(b"\0")))
-            elif told.type == tarfile.XGLTYPE:
+        if kind in NAMES or kind in PAX or kind == tarfile.XGLTYPE:
+            text = _text(window, place, size)
+            if kind in NAMES:
+                own.setdefault(NAMES[kind], os.fsdecode(text.rstrip(b"\0")))
+            elif kind == tarfile.XGLTYPE:
                 common |= pax(text)
             else:
                 own |= pax(text)
-            place += _whole(told.size)
+            place += _whole(size)
             continue
-        more, own = {**common, **own}, {}
-        name = more.get("path", told.name)
-        if told.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in more):
+        if common or own:
+            more, own = {**common, **own}, {}
+            name = more.get("GNU.sparse.name", more.get("path", name))
+            if any(key.startswith("GNU.sparse.") for key in more):
+                kind = tarfile.GNUTYPE_SPARSE
+            size = int(told) if (told := more.get("size", "")).isdecimal() else size
+        if kind == tarfile.GNUTYPE_SPARSE:
             raise BrokenError(f"{name} in it is stored with holes: make the tar anew without --sparse")
-        size = _size(more, told) if told.isreg() or told.type not in tarfile.SUPPORTED_TYPES else 0
+        if kind in BARE:
+            size = 0
         if place + size > window.size:
             raise BrokenError(f"it ends in the middle of {name}, at byte {window.size:,}")
-        yield Member(name, told.type, place, size)
+        yield Member(name, kind, place, size)
         place += _whole(size)
+    if not ended:
+        raise BrokenError("it has no end mark, so that files may be missing" if place else "it is empty")
+
+
+def _header(head: bytes, place: int) -> tuple[str, bytes, int]:
+    """Name, kind and size; the sum of the header's bytes, with blanks in place of the sum itself, has to be right."""
+    try:
+        size = _number(head[124:136])
+        right = size >= 0 and _number(head[148:156]) == sum(head) - sum(head[148:156]) + 8 * ord(" ")
+    except ValueError:
+        right = False
+    if not right:
+        raise BrokenError(f"it is damaged at byte {place:,}" if place else "it is not a tar file")
+    name, kind = head[:100].partition(b"\0")[0], head[156:157]
+    prefix = head[345:500].partition(b"\0")[0] if head[257:263] == b"ustar\0" else b""
+    if name.endswith(b"/") and kind in tarfile.REGULAR_TYPES:  # as they were written before there was a kind for it
+        kind = tarfile.DIRTYPE
+    return os.fsdecode(prefix + b"/" + name if prefix else name), kind, size
+
+
+def _number(field: bytes) -> int:
+    """In octal digits, or in bytes where those are too few."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    return int(field.partition(b"\0")[0].strip() or b"0", 8)
 
 
 def _whole(size: int) -> int:
@@ -106,18 +135,11 @@ def _whole(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def _size(more: dict[str, str], told: tarfile.TarInfo) -> int:
-    text = more.get("size", str(told.size))
-    if not text.isascii() or not text.isdigit():  # a number may be below 0 in GNU's way of writing it
-        raise BrokenError(f"{told.name} in it has a size that makes no sense")
-    return int(text)
-
-
-def _text(window: Window, place: int, told: tarfile.TarInfo) -> bytes:
-    if not 0 <= told.size <= LONGEST:
+def _text(window: Window, place: int, size: int) -> bytes:
+    if size > LONGEST:
         raise BrokenError(f"it is damaged at byte {place - BLOCK:,}")
-    text = window.read(place, told.size)
-    if len(text) < told.size:
+    text = window.read(place, size)
+    if len(text) < size:
         raise BrokenError(f"it ends in the middle of a header, at byte {window.size:,}")
     return text
 

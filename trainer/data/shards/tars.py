@@ -61,7 +61,7 @@ def look(shard: ShardFile) -> ShardIndex:
     os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead would be images
     window = Window(file.descriptor, shard.size)
     _check_unpacked(shard, window.read(0, 8))
-    samples, broken = Samples(window), "" if shard.size else "it is empty"
+    samples, broken = Samples(window), ""
     try:
         for member in members(window):
             samples.add(member)
@@ -95,22 +95,23 @@ class Samples:
         self._found = Found([])
 
     def add(self, member: Member) -> None:
-        folder, base = posixpath.split(posixpath.normpath(member.name).lstrip("/"))
+        folder, _, base = tidied(member.name).rpartition("/")
         key, dot, suffix = base.partition(".")
-        if is_junk(base):
-            self._count(hidden=member.is_file)
-        elif member.is_link:
-            self._count(links=1)
-        elif member.is_file:
-            key = posixpath.join(folder, key)
+        if not member.is_file:
+            self._count(links=member.is_link)
+        elif is_junk(base):
+            self._count(hidden=1)
+        else:
+            key = f"{folder}/{key}"
             if key != self._key:
                 self._end()
                 self._key = key
             self._sample.append((dot + suffix.lower(), member))
 
     def index(self, broken: str) -> ShardIndex:
-        """Of all that were added; `broken` says why no more came."""
-        self._end()
+        """Of all that were added; `broken` says why no more came: of the last sample then a file may be missing."""
+        if not broken or not self._texts:
+            self._end()
         found = replace(
             self._found,
             texts=[*self._texts],
@@ -129,6 +130,7 @@ class Samples:
         )
 
     def _count(self, **more: int) -> None:
+        """So many more of something."""
         self._found = replace(self._found, **{key: getattr(self._found, key) + n for key, n in more.items()})
 
     def _refuse(self, why: str, name: str) -> None:
@@ -149,21 +151,21 @@ class Samples:
             whole = [member for suffix, member in sample if suffix == IMAGE or suffix in readable_suffixes()]
             images = whole or images  # 1.jpg beside 1.mask.png
             if len(images) > 1:
-                return self._refuse("several images and one class", self._key)
+                return self._refuse("several images and one class", self._key.lstrip("/"))
         if not images and is_sample and not any(_last(suffix) in NEEDS for suffix, _ in sample):
-            self._refuse("a class and no image", self._key)
+            self._refuse("a class and no image", self._key.lstrip("/"))
         for member in images:
             self._keep(member, told)
 
     def _keep(self, member: Member, text: str | None) -> None:
-        name = posixpath.normpath(member.name).lstrip("/")
+        name = tidied(member.name)
         if not member.size:
             self._count(empty=1)
         elif name in self._names:
             self._refuse("the name of another one", name)
         else:
             label = -1 if text is None else self._texts.setdefault(text, len(self._texts))
-            below = self._below.setdefault(posixpath.dirname(name), len(self._below))
+            below = self._below.setdefault(name.rpartition("/")[0], len(self._below))
             self._names[name] = (member.start, member.size, label, below)
 
     def _class(self, suffix: str, member: Member) -> str | None:
@@ -182,6 +184,11 @@ class Samples:
             return None
         text = str(found).strip() if isinstance(found, str | int) and not isinstance(found, bool) else ""
         return text if len(text.splitlines()) == 1 else None
+
+
+def tidied(name: str) -> str:
+    """A member's name without what leads nowhere, as in ./cat/1.jpg."""
+    return posixpath.normpath(name).lstrip("/") if name.startswith((".", "/")) or "/." in name or "//" in name else name
 
 
 def _last(suffix: str) -> str:

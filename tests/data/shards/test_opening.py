@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.photo_folders import opened as opened_folder
 from tests.data.photo_folders import photo_set
 from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
+from trainer.data import open_datasets
+from trainer.data.images import read_image
 from trainer.data.splits import Before
 from trainer.errors import SetupError
+from trainer.recipe import load
 
 PETS = {"cat": 5, "dog": 5}
 
@@ -139,7 +143,7 @@ def test_samples_without_a_class(tmp_path):
 
 
 def test_nothing_tells_the_classes(tmp_path):
-    with pytest.raises(SetupError, match="nothing tells the classes of its images: put a .cls beside each image"):
+    with pytest.raises(SetupError, match=r"nothing tells the classes of its images: put a \.cls beside each image"):
         opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("1.jpg", jpeg())]), "data.on_error=skip")
 
 
@@ -205,17 +209,14 @@ def test_images_are_those_of_folders(tmp_path):
     members = [(str(path.relative_to(root)), path.read_bytes()) for path in sorted(root.rglob("*.jpg"))]
     found, folder = (
         opened(tarred(tmp_path / "a.tar", members)),
-        pytest.importorskip("tests.data.photo_folders").opened(root),
+        opened_folder(root),
     )
     assert found.classes == folder.classes and found.image_size == folder.image_size
     source = pickle.loads(pickle.dumps(found.train))
     by_name = {str(path.relative_to(root)): path for path in root.rglob("*.jpg")}
     for index in range(len(source)):
         image, label = source.read(index, 3)
-        assert source.encoded_of(index) if False else True
         path = by_name[source.name(index).removeprefix("a.tar/")]
-        from trainer.data.images import read_image
-
         assert torch.equal(image, read_image(str(path), 3)) and found.classes[label] == path.parent.name
 
 
@@ -228,10 +229,7 @@ def test_the_digest_tells_shards_with_other_images(tmp_path):
 
 
 def test_without_data_root():
-    with pytest.raises(SetupError, match="data.name=shards needs shards: type data.root="):
-        from trainer.data import open_datasets
-        from trainer.recipe import load
-
+    with pytest.raises(SetupError, match=r"data\.name=shards needs shards: type data\.root="):
         open_datasets(load(None, "data.name=shards"))
 
 

@@ -56,8 +56,8 @@ def test_braces_are_those_of_a_shell(text):
         ("/*.parquet", "names no shards"),
         ("/train/a-{000..003}.tar", r"2 of its shards are not there (.*a-002.tar, .*a-003.tar)"),
         ("/notes.txt", "notes.txt is no shard"),
-        ("/{0..99999999}.tar", "more than 1,000,000 shards"),
-        ("/{0..9999}{0..9999}.tar", "more than 1,000,000 shards"),
+        ("/{0..99999999}.tar", "more than 100,000 shards"),
+        ("/{0..9999}{0..9999}.tar", "more than 100,000 shards"),
     ],
 )
 def test_what_is_not_there(folder, root, told):
@@ -73,7 +73,7 @@ def test_a_folder_of_compressed_tars(tmp_path):
 
 def test_a_folder_of_two_kinds_says_what_to_type(folder):
     (folder / "train" / "a.parquet").touch()
-    with pytest.raises(SetupError, match="holds .tar and .parquet") as error:
+    with pytest.raises(SetupError, match=r"holds \.tar and \.parquet") as error:
         shards_of(str(folder))
     word = shlex.split(str(error.value).partition(": ")[2])[0]
     assert len(shards_of(word.removeprefix("data.root="))) == 4

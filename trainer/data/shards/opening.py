@@ -148,6 +148,8 @@ def _looked_at(path: str) -> tuple[ShardFile, ShardIndex]:
     try:
         shard = ShardFile.of(path)
         return shard, kind.index(shard)
+    except SetupError:  # which is an OSError, too
+        raise
     except OSError as error:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
 

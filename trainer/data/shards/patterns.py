@@ -16,7 +16,7 @@ from trainer.errors import SetupError
 
 SUFFIXES = (".tar", ".parquet")
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
-MOST = 10**6  # shards
+MOST = 10**5  # shards
 EXAMPLE = "a folder, file or pattern of .tar or .parquet shards, as in data.root='/data/train-*.tar'"
 
 
@@ -84,10 +84,10 @@ def braced(text: str) -> list[str]:
         step = 1 if first <= last else -1
         inner = [str(n).zfill(padded * max(map(len, numbers.groups()))) for n in range(first, last + step, step)]
     found = itertools.chain.from_iterable(braced(text[: match.start()] + one + text[match.end() :]) for one in inner)
-    listed = list(dict.fromkeys(itertools.islice(found, MOST + 1)))
+    listed = list(itertools.islice(found, MOST + 1))
     if len(listed) > MOST:
         raise SetupError(f"data.root={text} means more than {MOST:,} shards")
-    return listed
+    return list(dict.fromkeys(listed))
 
 
 def part_of(path: str) -> str | None:

@@ -66,7 +66,7 @@ def require_right(home, photos):
     for key, paths in zip(names(found), found.paths, strict=True):
         for row, path in enumerate(paths):
             stored = read(block_path(str(home), key), key, row)
-            assert np.array_equal(stored.data, prepared(os.fsdecode(path), HOW).data)
+            assert np.array_equal(stored.data, prepared(path, HOW).data)
 
 
 def names(found):

@@ -1,5 +1,6 @@
 """Photos from the cache are those of the folder, at the size that they are stored in."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -24,21 +25,23 @@ def pixels(picture):
 def test_a_small_photo_is_stored_as_it_is(tmp_path):
     path = saved(tmp_path / "a.png")
     how = Format("raw", 700, 3)
-    picture = picture_of(prepared(path, how), how)
+    picture = picture_of(prepared(os.fsencode(path), how), how)
     assert torch.equal(pixels(picture), pixels(open_image(path, 3)))
 
 
 def test_what_is_held_out_has_the_same_pixels_with_the_cache(tmp_path):
     """Of the size for evaluation: that is what is stored, and it is stored as it is."""
     path, how = saved(tmp_path / "a.jpg"), Format("raw", 128, 3)
-    assert torch.equal(held_out(picture_of(prepared(path, how), how), 112), held_out(open_image(path, 3), 112))
+    assert torch.equal(
+        held_out(picture_of(prepared(os.fsencode(path), how), how), 112), held_out(open_image(path, 3), 112)
+    )
 
 
 @pytest.mark.parametrize("layout", ["raw", "jpeg"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_part_lies_where_it_lay(tmp_path, layout, channels):
     path, how = saved(tmp_path / "a.jpg", orientation=6), Format(layout, 200, channels)
-    stored = prepared(path, how)
+    stored = prepared(os.fsencode(path), how)
     assert min(stored.rows, stored.columns) == 200
     picture, whole = picture_of(stored, how), open_image(path, channels)
     assert (picture.height, picture.width) == (whole.height, whole.width)

@@ -43,6 +43,7 @@ NOT_RUN = {
         "pip install '.[export]'",
         "pip install pillow-heif",
         "pip install timm",
+        "pip install pyarrow",
         "pip install wandb",
         "pip install mlflow",
         "pip install ipywidgets",
@@ -117,6 +118,7 @@ NOT_RUN = {
     "downloads weights": (
         "./launch.sh recipe=finetune data.root=photos",
         "python -m trainer recipe=finetune data.root=photos",
+        "./launch.sh recipe=finetune data.name=shards data.root=photos.tar",
         "./launch.sh recipe=finetune data.root=photos data.balance=true",
         "./launch.sh recipe=finetune data.root=photos loss.class_weights=balanced",
         "./launch.sh recipe=finetune data.root=photos model.freeze=3 stop.patience=3",

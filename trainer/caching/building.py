@@ -60,7 +60,7 @@ def estimate(paths: Sequence[bytes], how: Format) -> Estimate:
     begun, sizes = time.perf_counter(), []
     for path in random.Random(0).sample(paths, min(LOOKED_AT, len(paths))):
         with suppress(Exception):  # decoders raise anything at all; what cannot be read takes no room
-            sizes.append(prepared(os.fsdecode(path), how).data.nbytes)
+            sizes.append(prepared(path, how).data.nbytes)
         if time.perf_counter() - begun > SECONDS and sizes:
             break
     one = (time.perf_counter() - begun) / max(1, len(sizes))
@@ -125,7 +125,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> bool:
             return False
         try:
             if not path.exists():
-                blocks.write(file, key, (_or_none(os.fsdecode(name), how) for name in paths), len(paths))
+                blocks.write(file, key, (_or_none(name, how) for name in paths), len(paths))
                 os.replace(draft, path)
                 return True
         finally:
@@ -134,7 +134,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> bool:
     return False
 
 
-def _or_none(path: str, how: Format) -> Prepared | None:
+def _or_none(path: bytes, how: Format) -> Prepared | None:
     try:
         return prepared(path, how)
     except Exception:  # decoders raise anything at all; training says what is wrong with it

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ def _held(path: Path) -> int | None:
 
 def name_of(root: Path, how: Format) -> str:
     whole = os.path.realpath(root)
-    return f"{Path(whole).name}-{xxhash.xxh3_64_hexdigest(os.fsencode(whole) + str(how).encode())}"
+    name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]  # of a pattern or a list not all
+    return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(whole) + str(how).encode())}"
 
 
 def sweep(above: Path) -> None:

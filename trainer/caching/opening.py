@@ -13,7 +13,7 @@ from trainer.caching.building import SPARE, estimate, size_of
 from trainer.caching.packing import Format, Packing, pack
 from trainer.caching.stored import CachedFolder
 from trainer.data import Datasets, ImageSet, TensorSet
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos import shorter_side
 from trainer.errors import RecipeError
 from trainer.processes.rank import Place
@@ -23,7 +23,7 @@ from trainer.recipe import Recipe
 AUTO = ("raw", "jpeg")  # the ways of storing that data.cache=auto tries, in this order
 SHARE = 0.5  # of a disk's free room that data.cache=auto takes
 
-Folders = tuple[PhotoFolder, PhotoFolder]  # to train on, and held out
+Folders = tuple[EncodedPhotos, EncodedPhotos]  # to train on, and held out
 
 
 def cached(
@@ -43,11 +43,12 @@ def cached(
     wish = recipe.data
     if wish.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
         return data, recipe
-    if not isinstance(data.train, PhotoFolder) or not isinstance(data.val, PhotoFolder):
+    if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
         if wish.cache == "auto":
             return data, recipe.replace(data__cache="off")
         raise RecipeError(
-            f"data.cache={wish.cache} is for folders of photos, and data.name={wish.name} is none: set data.cache=off"
+            f"data.cache={wish.cache} is for photos in files or shards, and data.name={wish.name} has none: "
+            "set data.cache=off"
         )
     folders = data.train, data.val
     if wish.cache == "auto":
@@ -68,7 +69,7 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
     if wish.cache == "off" or wish.cache_size is None or wish.cache_format is None:
         return data
     how = _how(recipe, data, wish.cache_format)
-    train, val = (CachedFolder(part, how) if isinstance(part, PhotoFolder) else part for part in folders)
+    train, val = (CachedFolder(part, how) if isinstance(part, EncodedPhotos) else part for part in folders)
     return replace(data, train=train, val=val)
 
 

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from trainer.caching.packing import Format
 from trainer.caching.stored import picture_of, prepared
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos, encoded
 from trainer.data.photos import PhotoDraws, own_draws, shorter_side
 from trainer.data.sampling import Array
 from trainer.recipe import Recipe
-from trainer.saving import files
 from trainer.telemetry.verdict import Reading
 
 PHOTOS, SECONDS = 32, 1.0  # that are looked at, and when to be content with fewer
 
 
-def pace(folder: PhotoFolder, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS) -> Reading | None:
+def pace(folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS) -> Reading | None:
     """From some photos, read as loader workers do, in this process; None where none of them can be read.
 
     A photo that was read lately comes from memory, as far as the system keeps files there: so it does in training.
@@ -61,7 +60,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _of(
-    folder: PhotoFolder, place: int, row: int, draws: PhotoDraws, size: int, channels: int
+    folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, size: int, channels: int
 ) -> tuple[float, float, float, float] | None:
     """Seconds of reading, decoding and transforming a photo, and of all of it from the cache."""
     spent: list[float] = []
@@ -77,8 +76,7 @@ def _of(
 
     with suppress(Exception):  # decoders raise anything at all; training says what is wrong with it
         began = time.perf_counter()
-        with files.opened(folder.where(place)) as file:
-            file.read()
+        encoded(folder.address(place))
         read = time.perf_counter() - began
         began = time.perf_counter()
         picture, _ = folder.open(place, channels)
@@ -87,7 +85,7 @@ def _of(
         draws.apply(row, replace(picture, decode=timed(picture.decode)), size)
         whole = time.perf_counter() - began
         how = Format("raw", shorter_side(size), channels)
-        stored = prepared(folder.where(place), how)
+        stored = prepared(folder.address(place), how)
         began = time.perf_counter()
         xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as it comes from the cache
         draws.apply(row, picture_of(stored, how), size)

@@ -6,15 +6,14 @@ prepared. So what is there is right, what has changed has another name, and one 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos, identity
 
 TOGETHER = 256  # photos of a block, on average
 MOST = 4 * TOGETHER
@@ -47,7 +46,7 @@ class Packing:
 
     Attributes:
         keys: (blocks, KEY) uint8, their names.
-        paths: of each block, those of its photos.
+        paths: of each block, the addresses of its photos.
         places: of each folder, (photos, 2) int32: block, and row in it.
     """
 
@@ -56,13 +55,13 @@ class Packing:
     places: Sequence[npt.NDArray[np.int32]]
 
 
-def pack(folders: Sequence[PhotoFolder], how: Format) -> Packing:
+def pack(folders: Sequence[EncodedPhotos], how: Format) -> Packing:
     """Divide the photos of all folders together into blocks, whichever folder has which of them.
 
     A block ends behind a photo whose path says so by its hash (content-defined chunking: Muthitacharoen, Chen and
     Mazieres 2001, page 4): one photo more or less changes its own block and leaves the others.
     """
-    paths = [[os.fsencode(folder.where(index)) for index in range(len(folder))] for folder in folders]
+    paths = [[folder.address(index) for index in range(len(folder))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
     for path in sorted(set().union(*paths)):
         blocks[-1].append(path)
@@ -78,16 +77,6 @@ def pack(folders: Sequence[PhotoFolder], how: Format) -> Packing:
 
 def _key(paths: Sequence[bytes], how: Format) -> bytes:
     whole = xxhash.xxh3_128(str(how).encode())
-    for part in _identities(paths):
-        whole.update(part)
-    return whole.digest()
-
-
-def _identities(paths: Sequence[bytes]) -> Iterator[bytes]:
     for path in paths:
-        try:
-            facts = os.stat(path)
-            size, changed = facts.st_size, facts.st_mtime_ns
-        except OSError:  # a link to nothing, say: training says what is wrong with it
-            size = changed = -1
-        yield b"%b\0%d\0%d\0" % (path, size, changed)
+        whole.update(identity(path) + b"\0")
+    return whole.digest()

@@ -14,20 +14,20 @@ from torchvision.io import encode_jpeg
 from trainer.caching import blocks
 from trainer.caching.blocks import DamagedError, Prepared
 from trainer.caching.packing import Format, Packing
-from trainer.data.folders import PhotoFolder
-from trainer.data.images import jpeg_pixels, open_image, without_warnings
+from trainer.data.encoded import EncodedPhotos, open_address
+from trainer.data.images import jpeg_pixels, without_warnings
 from trainer.data.photos import resized
 from trainer.data.pictures import Picture
 
 QUALITY = 90  # of the JPEGs
 
 
-def prepared(path: str, how: Format) -> Prepared:
+def prepared(address: bytes, how: Format) -> Prepared:
     """A photo as it is stored: its shorter side of `how.size` pixels or, where it has fewer, as it is.
 
     Raises whatever reading it raises.
     """
-    picture = open_image(path, how.channels)
+    picture = open_address(address, how.channels)
     image = picture.whole(how.size)
     if min(image.shape[-2:]) > how.size:
         image = resized(image, [how.size])
@@ -52,15 +52,15 @@ def _decoded(stored: Prepared, how: Format, factor: int) -> Tensor:
     return data.view(stored.rows, stored.columns, how.channels).permute(2, 0, 1)
 
 
-class CachedFolder(PhotoFolder):
-    """The photos of a folder, in the cache.
+class CachedFolder(EncodedPhotos):
+    """The photos of a folder or of shards, in the cache.
 
     What the cache has not, or not as it was written, is prepared from the photo: the same pixels, at the photo's pace.
     """
 
     def __init__(
         self,
-        folder: PhotoFolder,
+        folder: EncodedPhotos,
         how: Format,
         part: int = 0,
         home: Path | None = None,
@@ -68,12 +68,16 @@ class CachedFolder(PhotoFolder):
     ) -> None:
         """`part` counts the folders that were packed together; without a packing every photo is prepared anew."""
         self.__dict__.update(vars(folder))
+        self.folder = folder
         self.how, self.home = how, str(home)
         self._keys = packing.keys if packing else None
         self._places = packing.places[part] if packing else None
 
+    def address(self, index: int) -> bytes:
+        return self.folder.address(index)
+
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        stored = self._stored(index) or prepared(self.where(index), self.how)
+        stored = self._stored(index) or prepared(self.address(index), self.how)
         return picture_of(stored, self.how), torch.as_tensor(self.labels[index])
 
     def _stored(self, index: int) -> Prepared | None:

@@ -15,11 +15,12 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos import Reader
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.recipe import Recipe
+from trainer.recipe.checks import OWN_PHOTOS
 from trainer.saving.files import draft_of, put, writing
 
 FILE = "contact_sheet.png"
@@ -35,7 +36,7 @@ def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
         SetupError, DiskFullError: the folder cannot be written.
     """
     part = data.train
-    if recipe.data.name != "imagefolder" or data.synthetic or not isinstance(part, PhotoFolder | ImageSet):
+    if recipe.data.name not in OWN_PHOTOS or data.synthetic or not isinstance(part, EncodedPhotos | ImageSet):
         return
     labels = torch.as_tensor(part.labels)
     if labels.dim() != 1 or labels.is_floating_point() or (folder / FILE).exists():
@@ -50,7 +51,7 @@ def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
             draft.unlink(missing_ok=True)
 
 
-def drawn(part: PhotoFolder | ImageSet, labels: Array, data: Datasets, recipe: Recipe) -> Image.Image:
+def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe: Recipe) -> Image.Image:
     """A row for each class with its name, and images as they reach the model in the first epoch."""
     classes = _some(len(data.classes))
     members = [np.flatnonzero(labels == label) for label in classes]
@@ -80,7 +81,7 @@ def _some(classes: int) -> list[int]:
 
 
 def _columns(
-    part: PhotoFolder | ImageSet, members: list[Array], data: Datasets, recipe: Recipe
+    part: EncodedPhotos | ImageSet, members: list[Array], data: Datasets, recipe: Recipe
 ) -> Iterator[list[tuple[int, Tensor | None]]]:
     """One image of each class after the other, (H, W, C) uint8 with its row, until there are enough or time is up.
 
@@ -95,7 +96,7 @@ def _columns(
         yield list(zip(rows, _seen(part, np.array(spread), data, recipe), strict=True))
 
 
-def _seen(part: PhotoFolder | ImageSet, index: Array, data: Datasets, recipe: Recipe) -> list[Tensor | None]:
+def _seen(part: EncodedPhotos | ImageSet, index: Array, data: Datasets, recipe: Recipe) -> list[Tensor | None]:
     """Training images of the first epoch, (H, W, C) uint8 each; None for those that cannot be read."""
     augment, seed = recipe.augment, recipe.seed
     if isinstance(part, ImageSet):

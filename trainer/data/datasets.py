@@ -14,17 +14,19 @@ from torch import Tensor
 from trainer import tasks
 from trainer.data import sampling
 from trainer.data.downloads import PUBLISHED, load_published
-from trainer.data.folders import PhotoFolder, open_folder, statistics
+from trainer.data.encoded import EncodedPhotos
+from trainer.data.folders import open_folder, statistics
 from trainer.data.images import reason
 from trainer.data.memory import in_memory
 from trainer.data.registered import UserItems, open_registered, registered
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
+from trainer.data.shards.opening import open_shards
 from trainer.data.splits import NOTHING_BEFORE, Before
 from trainer.data.tables import open_table
 from trainer.data.targets import Targets, TaskSource, target_of
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
-from trainer.recipe.checks import DATASETS
+from trainer.recipe.checks import DATASETS, OWN_PHOTOS
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20
@@ -63,7 +65,7 @@ def _for_task(recipe: Recipe, found: Datasets) -> Datasets:
     def held(part: ImageSet | TensorSet | PhotoSource, labels: Tensor | None) -> ImageSet | TensorSet | PhotoSource:
         if isinstance(part, UserItems):  # holds each target against the task by itself
             return part
-        if isinstance(part, ImageSet | TensorSet | PhotoFolder):
+        if isinstance(part, ImageSet | TensorSet | EncodedPhotos):
             return part if labels is None else with_labels(part, labels)
         return TaskSource(part, targets, found.image_size, labels)
 
@@ -122,7 +124,7 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
     data = recipe.data
     if data.labels is not None and data.name != "imagefolder":
         raise RecipeError(f"data.labels={data.labels} is a table of a folder's images: use data.name=imagefolder")
-    if data.root is not None and not Path(data.root).expanduser().is_dir():
+    if data.name != "shards" and data.root is not None and not Path(data.root).expanduser().is_dir():
         raise SetupError(f"data.root={data.root} is not a folder on this machine; type data.root=FOLDER of one that is")
     if data.name in registered:
         return open_registered(recipe)
@@ -134,11 +136,13 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
         return digits(data)
     if data.name == "synthetic":
         return synthetic(recipe, data.samples, data.image_size or 32, recipe.model.num_classes or 10)
-    if data.name == "imagefolder" and data.root is None and data.missing == "synthetic":
+    if data.name in OWN_PHOTOS and data.root is None and data.missing == "synthetic":
         samples = max(data.samples, STAND_IN_STEPS * recipe.batch_size)
         return synthetic(recipe, samples, data.image_size or 224, recipe.model.num_classes or 1000)
     if data.name == "imagefolder":
         return open_folder(recipe, before) if data.labels is None else open_table(recipe, before)
+    if data.name == "shards":
+        return open_shards(recipe, before)
     known_names = [*DATASETS, *registered]
     guess = nearest(data.name, known_names)
     hint = f"did you mean data.name={guess}? " if guess else ""

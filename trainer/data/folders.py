@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
-from torch import Tensor
 
-from trainer.data.images import formats, open_image, reason
+from trainer.data.encoded import EncodedPhotos, to_look_at
+from trainer.data.images import formats, reason
 from trainer.data.layout import check_several, classes_of, layout_of
 from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
-from trainer.data.pictures import Picture
 from trainer.data.scanning import LeftOut, few
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.splits import Before, hold_out, table
@@ -39,42 +36,14 @@ LISTED = 12  # classes whose images are counted one by one
 UNBALANCED = 5  # times as many images
 
 Shape = tuple[int, int, int]  # channels, height, width
+Photos = TypeVar("Photos", bound=EncodedPhotos)
 
 
-class PhotoFolder:
-    """The images of one split. A million paths are one block of bytes: cheap to hold and to send to workers."""
+class PhotoFolder(EncodedPhotos):
+    """The images of one split, in a file each."""
 
-    def __init__(self, root: Path, files: Iterable[str], labels: npt.NDArray[Any]) -> None:
-        """`files` are paths below `root`, and `labels` (files, ...) what they show."""
-        self.root, self.labels = str(root), labels
-        names = [os.fsencode(name) for name in files]
-        self._names = b"".join(names)
-        self._ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def name(self, index: int) -> str:
-        """Its path below the root."""
-        start = self._ends[index - 1] if index else 0
-        return os.fsdecode(self._names[start : self._ends[index]])
-
-    def where(self, index: int) -> str:
-        return os.path.join(self.root, self.name(index))
-
-    def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        return open_image(self.where(index), channels), torch.as_tensor(self.labels[index])
-
-    def digest(self) -> str:
-        """Of which images these are and what they show, wherever their folder lies."""
-        found = hashlib.blake2b(self._names, digest_size=16)
-        for values in (self._ends, self.labels):
-            found.update(np.ascontiguousarray(values).data)
-        return found.hexdigest()
-
-    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
-        picture, label = self.open(index, channels)
-        return picture.whole(max(picture.height, picture.width)), label
+    def address(self, index: int) -> bytes:
+        return os.fsencode(self.where(index))
 
 
 def open_folder(recipe: Recipe, before: Before) -> Datasets:
@@ -116,7 +85,7 @@ def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
     return PhotoFolder(root, itertools.chain.from_iterable(classes.values()), labels)
 
 
-def divided(whole: PhotoFolder, recipe: Recipe, before: Before) -> tuple[PhotoFolder, PhotoFolder, str]:
+def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Photos, str]:
     """The images that train and those held out, of a set that nobody divided, and what to say of it.
 
     Raises:
@@ -127,17 +96,13 @@ def divided(whole: PhotoFolder, recipe: Recipe, before: Before) -> tuple[PhotoFo
     chosen, told = hold_out(names, one, recipe.data.val_fraction, recipe.seed, before, whole.root)
     if chosen.all():
         return whole, whole, told
-
-    def part(rows: npt.NDArray[Any]) -> PhotoFolder:
-        return PhotoFolder(Path(whole.root), (names[row] for row in rows), whole.labels[rows])
-
-    return part(np.flatnonzero(~chosen)), part(np.flatnonzero(chosen)), told
+    return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), told
 
 
-def split_table(train: PhotoFolder, val: PhotoFolder, names: Sequence[str]) -> str:
+def split_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
     """The text of a run's split.csv: which images train and which are held out."""
 
-    def rows(part: PhotoFolder) -> Iterator[tuple[str, str]]:
+    def rows(part: EncodedPhotos) -> Iterator[tuple[str, str]]:
         for index in range(len(part)):
             label = part.labels[index]
             yield part.name(index), names[label] if part.labels.ndim == 1 else ""
@@ -145,7 +110,7 @@ def split_table(train: PhotoFolder, val: PhotoFolder, names: Sequence[str]) -> s
     return table((("train", rows(train)), ("val", rows(val))))
 
 
-def counted(train: PhotoFolder, val: PhotoFolder, names: Sequence[str], balanced: bool) -> dict[str, str]:
+def counted(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool) -> dict[str, str]:
     """How many images each class has, for a run's banner, and what to do where some have far fewer."""
     if train.labels.ndim > 1:
         return {}
@@ -167,8 +132,8 @@ def counted(train: PhotoFolder, val: PhotoFolder, names: Sequence[str], balanced
 
 def photos(
     recipe: Recipe,
-    train: PhotoFolder,
-    val: PhotoFolder,
+    train: EncodedPhotos,
+    val: EncodedPhotos,
     names: Sequence[str],
     split: str,
     notes: Mapping[str, str],
@@ -180,7 +145,7 @@ def photos(
     tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
     mean, std = statistics(*IMAGENET, channels)
     return Datasets(
-        name="imagefolder",
+        name=recipe.data.name,
         train=decoded(train, size, channels, recipe, held_out=False) if tiny else train,
         val=decoded(val, size, channels, recipe, held_out=True) if tiny else val,
         classes=tuple(names),
@@ -195,13 +160,13 @@ def photos(
     )
 
 
-def header_shapes(folder: PhotoFolder) -> list[Shape]:
+def header_shapes(folder: EncodedPhotos) -> list[Shape]:
     """(channels, height, width) of some of the images, as their headers tell; none is decoded."""
     shapes = []
     for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
         with suppress(Exception), warnings.catch_warnings():  # what cannot be read is found in training
             warnings.simplefilter("ignore")
-            with files.opened(folder.where(index)) as file, Image.open(file, formats=formats()) as image:
+            with to_look_at(folder.address(index)) as file, Image.open(file, formats=formats()) as image:
                 shapes.append(shape_of(image))
     return shapes
 
@@ -249,7 +214,7 @@ def statistics(
     return luma(mean), luma(std)
 
 
-def decoded(folder: PhotoFolder, size: int, channels: int, recipe: Recipe, held_out: bool) -> ImageSet:
+def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, held_out: bool) -> ImageSet:
     """Every image of a folder of tiny ones, in memory.
 
     With data.on_error=skip, an unreadable image is left out when held out and replaced by the next readable one in

@@ -44,10 +44,23 @@ def open_image(path: str, channels: int) -> Picture:
     Raises:
         OSError, ValueError, RuntimeError: it cannot be read; so does decoding.
     """
+    return open_encoded(read_file(path), channels)
+
+
+def read_file(path: str | bytes) -> Bytes:
+    """An image file's bytes.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is larger than an image is.
+    """
     with files.opened(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise ValueError(f"the file is larger than {LARGEST:,} bytes")
-        data = np.fromfile(file, np.uint8)
+        return np.fromfile(file, np.uint8)
+
+
+def open_encoded(data: Bytes, channels: int) -> Picture:
+    """An image by the bytes of its file, as `open_image`."""
     if not data.size:
         raise ValueError("the file is empty")
     if data[:2].tobytes() == b"\xff\xd8":

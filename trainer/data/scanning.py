@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -37,7 +37,7 @@ class LeftOut:
         self.asked = 0 if empty else ASKED  # files whose sizes were asked for
         self._kinds: Counter[str] = Counter()  # photos of kinds that cannot be read here, by suffix
         self._junk: list[str] = []
-        self._empty = self._loose = 0
+        self._empty = self._loose = self._links = 0
         self._others: Counter[str] = Counter()
 
     def junk(self, name: str) -> None:
@@ -57,6 +57,14 @@ class LeftOut:
         suffix = os.path.splitext(name)[1]
         (self._kinds if suffix.lower() in NEEDS else self._others)[suffix or "without a suffix"] += 1
 
+    def inside(self, hidden: int, empty: int, links: int, others: Mapping[str, int]) -> None:
+        """So many files of each kind in a shard; `others` by suffix."""
+        self._junk += ["in shards"] * hidden
+        self._empty += empty
+        self._links += links
+        for suffix, count in others.items():
+            (self._kinds if suffix in NEEDS else self._others)[suffix] += count
+
     def told(self) -> str:
         """In one line; empty where there is nothing."""
         parts = [f"{_files(count, kind)}: {NEEDS[kind.lower()]}" for kind, count in self._kinds.items()]
@@ -64,6 +72,8 @@ class LeftOut:
             parts.append(f"{self._loose} image{'s' * (self._loose > 1)} outside the class folders")
         if self._empty:
             parts.append(_files(self._empty, "empty"))
+        if self._links:
+            parts.append(f"{self._links} link{'s' * (self._links > 1)} in shards")
         if self._junk:
             named = ", ".join(sorted(set(self._junk))[:4])
             parts.append(f"{len(self._junk)} hidden file{'s' * (len(self._junk) > 1)} of other programs ({named})")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import Finish
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos
 from trainer.data.images import open_image, reason, with_channels
 from trainer.data.photos import held_out
 from trainer.data.pictures import Picture
@@ -88,7 +88,7 @@ class Labeller:
         self._finish = Finish(how.mean, how.std, how.image_size, recipe.channels_last, device)
         self._decoders: ThreadPoolExecutor | None = None
         # Items of a user's own data set are read one after the other: nothing says that they may be read in threads.
-        if self.threads > 1 and (self.source is None or isinstance(self.source, PhotoFolder)):
+        if self.threads > 1 and (self.source is None or isinstance(self.source, EncodedPhotos)):
             if device.type == "cuda":
                 torch.set_num_threads(1)  # in each thread that decodes
             warnings.simplefilter("ignore")  # reading does so for itself, and in several threads at once undoes it

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo
 from trainer.recipe import Recipe
+from trainer.recipe.checks import OWN_PHOTOS
 from trainer.saving.weights import read_weights
 
 
@@ -20,7 +21,7 @@ def with_own_input(recipe: Recipe) -> Recipe:
     Raises:
         RecipeError: timm is needed and not installed.
     """
-    if recipe.data.name != "imagefolder":
+    if recipe.data.name not in OWN_PHOTOS:
         return recipe
     if recipe.model.init_from is not None and (told := _told(recipe.model.init_from)):
         words = {f"data__{key}": value for key, value in told.items() if getattr(recipe.data, key) is None}

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.errors import RecipeError, SetupError, text_of
 from trainer.recipe import ModelRecipe, Recipe
+from trainer.recipe.checks import OWN_PHOTOS
 from trainer.recipe.timm_names import TIMM
 
 
@@ -55,7 +56,7 @@ def with_own_input(recipe: Recipe) -> Recipe:
         RecipeError: timm is not installed.
     """
     data = recipe.data
-    if not recipe.model.name.startswith(TIMM) or data.name != "imagefolder":
+    if not recipe.model.name.startswith(TIMM) or data.name not in OWN_PHOTOS:
         return recipe
     timm, name = _timm(recipe.model.name), _tagged(recipe.model)
     if not timm.is_model(name) or ("." in name and name not in _published(timm, name)):

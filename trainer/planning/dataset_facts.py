@@ -10,13 +10,14 @@ from torch import nn
 
 from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos import TINY
 from trainer.data.sets import CLASS
+from trainer.data.shards.opening import there
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_own_input
-from trainer.recipe import Recipe
-from trainer.recipe.checks import DATASETS
+from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe.checks import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
 from trainer.training.wiring import model_for
 
@@ -51,7 +52,7 @@ class DatasetFacts:
     note: str
     targets: TensorSpec = CLASS
     plain: TensorSpec | None = None
-    photos: PhotoFolder | None = None
+    photos: EncodedPhotos | None = None
 
     def example(self, rows: int) -> Example:
         """What a micro-batch of so many samples looks like."""
@@ -92,9 +93,15 @@ def range_names(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
+def _is_here(data: DataRecipe) -> bool:
+    """Whether what data.root names is on this machine."""
+    root = str(data.root)
+    return there(root) if data.name == "shards" else Path(root).expanduser().is_dir()
+
+
 def _facts(recipe: Recipe) -> DatasetFacts:
     data, wanted = recipe.data, recipe.model.num_classes
-    stands_in = data.name == "imagefolder" and data.root is None and data.missing == "synthetic"
+    stands_in = data.name in OWN_PHOTOS and data.root is None and data.missing == "synthetic"
     if data.name in PUBLISHED:
         train, val, classes, channels, size = PUBLISHED[data.name]
         return DatasetFacts(train, val, classes, data.channels or channels, data.image_size or size, "as published")
@@ -104,7 +111,7 @@ def _facts(recipe: Recipe) -> DatasetFacts:
         if stands_in:  # a number of steps would be one of the stand-in's
             return DatasetFacts(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
         return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
-    if data.name == "imagefolder" and data.root is not None and not Path(data.root).expanduser().is_dir():
+    if data.name in OWN_PHOTOS and data.root is not None and not _is_here(data):
         classes, channels, size = IMAGENET
         if tasks.kind(recipe).reads == "values":
             classes = 1
@@ -123,7 +130,7 @@ def _facts(recipe: Recipe) -> DatasetFacts:
         "counted here",
         found.targets,
         found.plain,
-        found.train if isinstance(found.train, PhotoFolder) and not _tiny(found.image_size, cropped) else None,
+        found.train if isinstance(found.train, EncodedPhotos) and not _tiny(found.image_size, cropped) else None,
     )
 
 

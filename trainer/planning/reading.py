@@ -26,7 +26,7 @@ def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | 
     if found is None:
         return None
     processes = min(cores(), readers * max(1, worker_count(recipe, readers)))
-    paths = [images.photos.where(index).encode(errors="surrogateescape") for index in range(len(images.photos))]
+    paths = [images.photos.address(index) for index in range(len(images.photos))]
     size = recipe.data.cache_size or shorter_side(images.size)
     raw, jpeg = (estimate(paths, Format(layout, size, images.channels)) for layout in ("raw", "jpeg"))
     share = 1 + (images.val or 0) / len(paths)  # what is held out is kept, too

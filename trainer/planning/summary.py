@@ -31,7 +31,7 @@ from trainer.planning.run_plan import (
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import Recipe, words_of
-from trainer.recipe.checks import wider_batch
+from trainer.recipe.checks import OWN_PHOTOS, wider_batch
 from trainer.training.optimization import learning_rate, total_steps
 
 
@@ -228,7 +228,7 @@ def _prediction(recipe: Recipe, predicted: Forecast) -> PredictionFigures:
 
 def needs_folder(recipe: Recipe) -> bool:
     """Whether training needs images that the words do not name yet; it would measure its speed on others."""
-    return recipe.data.name == "imagefolder" and recipe.data.root is None
+    return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
 
 
 def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:

@@ -272,7 +272,8 @@ def check_model_name(name: str) -> None:
 
 
 SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "synthetic")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
+OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root
 
 
 def check_dataset_name(name: str) -> None:

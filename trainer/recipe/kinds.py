@@ -75,9 +75,16 @@ def _spreads(value: Any) -> Any:
     return values
 
 
+def _root(value: Any) -> Any:
+    """A list of shards is what a shell writes with braces."""
+    listed = isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
+    return f"{{{','.join(value)}}}" if listed and len(value) > 1 else value[0] if listed else value
+
+
 Positive = Annotated[int, Field(ge=1)]
 Shares = Annotated[list[float], BeforeValidator(_shares)]
 Spreads = Annotated[list[float], BeforeValidator(_spreads)]
+Root = Annotated[str | None, BeforeValidator(_root)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -245,6 +245,18 @@ def _check_shape(text: str, name: str) -> None:
             raise RecipeError(f"{name}: '{shown(event.value)}': write the value itself, ${{...}} is not looked up")
 
 
+def _keep(key: str, word: str) -> str:
+    """What to do with one of two words for a key."""
+    if key == "data.root" and word.endswith((".tar", ".parquet")):
+        return "your shell wrote them for {...}; quote it: data.root='...'"
+    return "keep one"
+
+
+def _quoted(word: str) -> str:
+    """A pattern of a shell's, *.tar or {a,b}.tar, as the text that it is; YAML begins other things so."""
+    return re.sub(r"^data\.root=([*{][^']*)$", r"data.root='\1'", word)
+
+
 def _words(words: Iterable[str]) -> Any:
     seen: dict[str, str] = {}
     for word in words:
@@ -252,11 +264,12 @@ def _words(words: Iterable[str]) -> Any:
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
         if key in seen:
-            raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': keep one")
+            raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': {_keep(key, word)}")
         seen[key] = word
     merged = OmegaConf.create({})
     for key, word in seen.items():
         try:
+            word = _quoted(word)
             _check_shape(word.partition("=")[2], key)
             merged.merge_with_dotlist([word])
         except RecipeError:

@@ -21,6 +21,7 @@ from trainer.recipe.kinds import (
     MicroBatches,
     Positive,
     Probability,
+    Root,
     Shares,
     Spreads,
 )
@@ -68,8 +69,8 @@ class ModelRecipe(_Section):
 class DataRecipe(_Section):
     """The images."""
 
-    name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, imagefolder (yours) or synthetic")
-    root: str | None = key(None, "folder of the images; null: ~/.cache/trainer for sets that are downloaded")
+    name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, synthetic; yours: imagefolder, shards")
+    root: Root = key(None, "folder of the images, or a pattern of shards; null: ~/.cache/trainer, of sets to download")
     labels: str | None = key(None, "a CSV that tells each image's labels; null: the folder that it lies in")
     val_fraction: float = key(0.2, "of each class, held out where photos have no val folder", gt=0, lt=1)
     image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos")

@@ -66,7 +66,7 @@ def portable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def opened(path: str | Path) -> BufferedReader:
+def opened(path: str | bytes | Path) -> BufferedReader:
     """A regular file, to be read; anything else is an error at once, so that no pipe and no device is waited for.
 
     Raises:
@@ -75,7 +75,7 @@ def opened(path: str | Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a file", str(path))
+        raise OSError(errno.EINVAL, "it is not a file", os.fsdecode(path))
     return open(descriptor, "rb")
 
 

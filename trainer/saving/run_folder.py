@@ -17,6 +17,7 @@ from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.processes.rank import job_id, place
 from trainer.recipe import Recipe
+from trainer.recipe.checks import OWN_PHOTOS
 from trainer.saving import locks
 from trainer.saving.files import Growing, draft_of, opened, put, read, usable_json, why, writing
 
@@ -109,7 +110,7 @@ class RunFolder:
             advice = "remove that file to continue with the recipe that you give now"
             raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
         changes = recipes.changed_keys(before, recipe)
-        if before.data.name == "imagefolder":  # what null was before a run's recipe said it
+        if before.data.name in OWN_PHOTOS:  # what null was before a run's recipe said it
             changes = {key: found for key, found in changes.items() if found != (None, PHOTOS.get(key))}
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])

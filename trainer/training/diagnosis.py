@@ -7,7 +7,7 @@ import time
 import torch
 
 from trainer.caching.pace import SECONDS, pace
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos
 from trainer.processes.world import cores
 from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares
 from trainer.training.reporting import idle_share, parts
@@ -56,6 +56,6 @@ def diagnose(run: Run) -> Verdict | None:
 def _reading(run: Run, seconds: float) -> Reading | None:
     """What rank 0 takes for a photo; None where there are none, or on another rank, whose verdict nobody hears."""
     photos, data = run.datasets.train, run.datasets
-    if not run.world.is_main or not isinstance(photos, PhotoFolder):
+    if not run.world.is_main or not isinstance(photos, EncodedPhotos):
         return None
     return pace(photos, run.recipe, data.image_size, data.channels, min(seconds, SECONDS))

@@ -6,7 +6,7 @@ import platform
 from typing import Any
 
 from trainer.data import Datasets
-from trainer.data.folders import PhotoFolder
+from trainer.data.encoded import EncodedPhotos
 from trainer.data.scanning import few
 from trainer.errors import SetupError
 from trainer.processes.world import World
@@ -35,7 +35,7 @@ def _told(data: Datasets) -> dict[str, Any]:
         "held-out images": f"{len(data.val):,}",
         "classes": f"{len(data.classes)} ({few(data.classes)})",
         "shape": " x ".join(map(str, data.inputs.shape)),
-        "files": [part.digest() for part in parts if isinstance(part, PhotoFolder)],
+        "files": [part.digest() for part in parts if isinstance(part, EncodedPhotos)],
     }
 
 

@@ -1,0 +1,70 @@
+"""Small shards, as people have them."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainer.data import open_datasets
+from trainer.data.splits import NOTHING_BEFORE
+from trainer.recipe import load
+
+
+def jpeg(seed=0, size=(40, 30), kind="JPEG"):
+    """An encoded image of noise; other noise for each seed."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def tarred(path, members, **options):
+    """A tar of (name, bytes); bytes that are None are a folder, a str a link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as file:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if content is None:
+                member.type = tarfile.DIRTYPE
+            elif isinstance(content, str):
+                member.type, member.linkname = tarfile.SYMTYPE, content
+            else:
+                member.size = len(content)
+            file.addfile(member, io.BytesIO(content) if member.size else None)
+    return path
+
+
+def in_folders(classes, first=0):
+    """Members of a tar with a folder for each class, with so many images each."""
+    return [(f"{name}/{n}.jpg", jpeg(first + n)) for name, count in classes.items() for n in range(count)]
+
+
+def with_classes(labels, first=0):
+    """Members of a WebDataset: an image and its class each."""
+    pairs = enumerate(labels, first)
+    return [one for n, label in pairs for one in ((f"{n:06}.cls", b"%d" % label), (f"{n:06}.jpg", jpeg(n)))]
+
+
+def parquet(path, images, labels, names=None, column="image", label="label", group=100, **options):
+    """A table as the library `datasets` publishes one."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import json
+
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [None if image is None else {"bytes": image, "path": f"{n}.jpg"} for n, image in enumerate(images)]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({column: pa.array(rows, kind), label: pa.array(labels)})
+    if names is not None:
+        features = {label: {"names": list(names), "_type": "ClassLabel"}, column: {"_type": "Image"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, path, row_group_size=group, **options)
+    return path
+
+
+def opened(root, *words, before=NOTHING_BEFORE):
+    """A data set of shards; not decoded."""
+    return open_datasets(load(None, "data.name=shards", f"data.root={root}", "augment.crop=resized", *words), before)

@@ -1,0 +1,243 @@
+"""Shards as they are published: what trains, what is held out, what classes are called, and what is wrong."""
+
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.photo_folders import opened as opened_folder
+from tests.data.photo_folders import photo_set
+from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
+from trainer.data import open_datasets
+from trainer.data.images import read_image
+from trainer.data.splits import Before
+from trainer.errors import SetupError
+from trainer.recipe import load
+
+PETS = {"cat": 5, "dog": 5}
+
+
+def test_parts_by_the_names_of_shards(tmp_path):
+    for n in range(3):
+        tarred(tmp_path / f"pets-train-{n:06}.tar", in_folders(PETS, n))
+    tarred(tmp_path / "pets-val-000000.tar", in_folders({"cat": 2, "dog": 1}))
+    found = opened(tmp_path)
+    assert (len(found.train), len(found.val), found.classes) == (30, 3, ("cat", "dog"))
+    assert found.split == f"what is called val in {tmp_path}" and found.split_table is None
+    assert found.notes["classes"] == "cat 15 + 2, dog 15 + 1 (training + held out)"
+    assert found.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
+    only = opened(tmp_path / "pets-train-{000000..000002}.tar")
+    assert (len(only.train), len(only.val)) == (24, 6) and only.split_table is not None
+
+
+def test_parts_by_folders_of_shards_and_in_them(tmp_path):
+    tarred(tmp_path / "a" / "train" / "0.tar", in_folders(PETS))
+    tarred(tmp_path / "a" / "val" / "0.tar", in_folders(PETS))
+    assert len(opened(tmp_path / "a").val) == 10
+    parts = [(f"./photos/{part}/{name}", data) for part in ("train", "Val", "raw") for name, data in in_folders(PETS)]
+    inside = opened(tarred(tmp_path / "b.tar", parts))
+    assert (len(inside.train), len(inside.val), inside.classes) == (10, 10, ("cat", "dog"))
+    assert inside.train.name(0) == "b.tar/photos/train/cat/0.jpg"
+
+
+def test_beside_train_and_val_others_are_left_alone_and_told(tmp_path):
+    for part in ("train", "val", "test", "extra"):
+        tarred(tmp_path / f"{part}-0.tar", in_folders(PETS))
+    found = opened(tmp_path)
+    assert found.split.startswith("what is called val")
+    assert found.notes["beside"] == f"not looked at in {tmp_path}: extra-0.tar, test-0.tar"
+
+
+def test_a_test_part_without_classes_is_left_alone(tmp_path):
+    tarred(tmp_path / "train-0.tar", with_classes([0, 1] * 5))
+    tarred(tmp_path / "test-0.tar", [("0.jpg", jpeg()), ("0.cls", b"-1"), ("1.jpg", jpeg()), ("1.cls", b"-1")])
+    found = opened(tmp_path)
+    assert (len(found.train), len(found.val)) == (8, 2) and found.notes["beside"].endswith("test-0.tar")
+
+
+def test_other_data_without_a_train_part_is_held_out_whole(tmp_path):
+    tarred(tmp_path / "val-0.tar", in_folders(PETS))
+    assert len(opened(tmp_path, before=Before(None, True)).val) == 10
+    tarred(tmp_path / "test-0.tar", in_folders(PETS))
+    with pytest.raises(SetupError, match="holds val and test and no train: name one"):
+        opened(tmp_path)
+
+
+def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
+    path = tarred(tmp_path / "a.tar", in_folders({"cat": 10, "dog": 20}))
+    found = opened(path)
+    assert np.bincount(found.val.labels).tolist() == [2, 4] and found.split.startswith("0.2 of each class of ")
+    rows = found.split_table().splitlines()
+    assert rows[0] == "file,label,split" and len(rows) == 31
+    held = frozenset(row.split(",")[0] for row in rows if row.endswith(",val"))
+    tarred(path, in_folders({"cat": 10, "dog": 20, "eel": 5}))
+    again = opened(path, before=Before(held))
+    assert {again.val.name(n) for n in range(len(again.val))} == held
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        (None, "", ("0", "1", "2", "3")),
+        ("classes.txt", "a\n\nb\nc\nd\ne\n", tuple("abcde")),
+        ("classes.json", '["a", "b", "c", "d"]', tuple("abcd")),
+        ("classes.json", '{"0": "a", "1": "b", "2": "c", "3": "d"}', tuple("abcd")),
+        ("classes.json", '{"b": 1, "a": 0, "c": 2, "d": 3}', tuple("abcd")),
+    ],
+)
+def test_classes_that_are_numbers(tmp_path, name, text, wanted):
+    tarred(tmp_path / "train-0.tar", with_classes([0, 3, 0, 3]))
+    tarred(tmp_path / "val-0.tar", with_classes([1]))
+    if name:
+        (tmp_path / name).write_text(text)
+    found = opened(tmp_path)
+    assert found.classes == wanted
+    assert (found.train.labels.tolist(), found.val.labels.tolist()) == ([0, 3, 0, 3], [1])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("classes.txt", "a\nb\n", r"classes.txt names 2 classes \(a, b\), and a sample has the class 3"),
+        ("classes.json", "{", "classes.json cannot be used"),
+        ("classes.json", '{"0": "a", "7": "b"}', "classes.json cannot be used"),
+        ("classes.json", "[1, 2]", "classes.json cannot be used"),
+    ],
+)
+def test_lists_of_names_that_do_not_fit(tmp_path, name, text, told):
+    tarred(tmp_path / "train-0.tar", with_classes([0, 3, 0, 3]))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SetupError, match=told):
+        opened(tmp_path)
+
+
+def test_classes_that_are_names(tmp_path):
+    members = [
+        (f"{n}.{kind}", data)
+        for n in range(10)
+        for kind, data in (("jpg", jpeg(n)), ("cls", b"dog" if n % 2 else b"a cat"))
+    ]
+    found = opened(tarred(tmp_path / "a.tar", members))
+    assert found.classes == ("a cat", "dog")
+    assert opened(tarred(tmp_path / "b.tar", [*members, ("x.jpg", jpeg()), ("x.cls", b"7")])).classes == (
+        "7",
+        "a cat",
+        "dog",
+    )
+
+
+def test_folders_that_are_numbers_are_names(tmp_path):
+    assert opened(tarred(tmp_path / "a.tar", in_folders({"10": 3, "9": 3}))).classes == ("10", "9")
+
+
+def test_samples_without_a_class(tmp_path):
+    members = [*with_classes([0, 1] * 4), ("cat/x.jpg", jpeg()), ("y.jpg", jpeg()), ("y.cls", b"-1")]
+    path = tarred(tmp_path / "a.tar", members)
+    with pytest.raises(SetupError, match=r"2 samples have no class \(.*a.tar/cat/x.jpg\); data.on_error=skip leaves"):
+        opened(path)
+    found = opened(path, "data.on_error=skip")
+    assert len(found.train) + len(found.val) == 8 and "2 samples have no class" in found.notes["left out"]
+
+
+def test_nothing_tells_the_classes(tmp_path):
+    with pytest.raises(SetupError, match=r"nothing tells the classes of its images: put a \.cls beside each image"):
+        opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("1.jpg", jpeg())]), "data.on_error=skip")
+
+
+def test_one_class_and_none(tmp_path):
+    with pytest.raises(SetupError, match="holds one class, 'cat', and a classifier tells classes apart"):
+        opened(tarred(tmp_path / "a.tar", in_folders({"cat": 3})))
+    with pytest.raises(SetupError, match=r"holds no images that can be read here \(1 other file \(.txt\)\)"):
+        opened(tarred(tmp_path / "b.tar", [("a.txt", b"x")]))
+
+
+def test_a_class_that_nothing_trains(tmp_path):
+    tarred(tmp_path / "train-0.tar", in_folders(PETS))
+    tarred(tmp_path / "val-0.tar", in_folders({"eel": 1}))
+    with pytest.raises(SetupError, match="no training image has the class 'eel'"):
+        opened(tmp_path)
+
+
+def test_a_class_far_too_high(tmp_path):
+    with pytest.raises(SetupError, match="a sample's class is 99999999999999999999, and classes are numbers from 0"):
+        opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("0.cls", b"9" * 20), *with_classes([1])]))
+
+
+def test_a_cut_shard_stops_or_is_counted(tmp_path):
+    tarred(tmp_path / "a-0.tar", in_folders(PETS))
+    cut = tarred(tmp_path / "a-1.tar", in_folders(PETS, 10))
+    whole = cut.read_bytes()
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        SetupError, match=r"a-1.tar: it ends in the middle of .*; . samples before that are whole; data.on"
+    ):
+        opened(tmp_path)
+    found = opened(tmp_path, "data.on_error=skip")
+    assert 10 < len(found.train) + len(found.val) < 20 and "it ends in the middle" in found.notes["left out"]
+    cut.write_bytes(whole)
+    assert len(opened(tmp_path).train) == 16, "the index of the cut one is not taken for the whole one"
+
+
+def test_what_is_no_tar(tmp_path):
+    (tmp_path / "a.tar").write_bytes(b"<html>not found</html>" * 100)
+    with pytest.raises(SetupError, match=r"a.tar: it is not a tar file"):
+        opened(tmp_path)
+    tarred(tmp_path / "b.tar", in_folders(PETS))
+    assert "it is not a tar file" in opened(tmp_path, "data.on_error=skip").notes["left out"]
+    (tmp_path / "c.tar").write_bytes(b"")
+    (tmp_path / "a.tar").unlink()
+    with pytest.raises(SetupError, match=r"c.tar: it is empty"):
+        opened(tmp_path)
+
+
+def test_a_folder_that_is_called_like_a_tar_and_a_link_to_nothing(tmp_path):
+    tarred(tmp_path / "b.tar", in_folders(PETS))
+    (tmp_path / "c.tar").symlink_to("gone")
+    with pytest.raises(SetupError, match=r"c.tar cannot be read \(No such file"):
+        opened(tmp_path)
+    (tmp_path / "c.tar").unlink()
+    os.mkfifo(tmp_path / "c.tar")
+    with pytest.raises(SetupError, match=r"c.tar is not a file"):
+        opened(tmp_path)
+
+
+def test_images_are_those_of_folders(tmp_path):
+    root = photo_set(tmp_path / "photos", PETS)
+    members = [(str(path.relative_to(root)), path.read_bytes()) for path in sorted(root.rglob("*.jpg"))]
+    found, folder = (
+        opened(tarred(tmp_path / "a.tar", members)),
+        opened_folder(root),
+    )
+    assert found.classes == folder.classes and found.image_size == folder.image_size
+    source = pickle.loads(pickle.dumps(found.train))
+    by_name = {str(path.relative_to(root)): path for path in root.rglob("*.jpg")}
+    for index in range(len(source)):
+        image, label = source.read(index, 3)
+        path = by_name[source.name(index).removeprefix("a.tar/")]
+        assert torch.equal(image, read_image(str(path), 3)) and found.classes[label] == path.parent.name
+
+
+def test_the_digest_tells_shards_with_other_images(tmp_path):
+    digests = set()
+    for n, members in enumerate((in_folders(PETS), in_folders({"cat": 5, "dog": 6}), in_folders({"cat": 5, "eel": 5}))):
+        digests.add(opened(tarred(tmp_path / str(n) / "train-0.tar", members)).train.digest())
+    same = opened(tarred(tmp_path / "elsewhere" / "train-0.tar", in_folders(PETS))).train.digest()
+    assert len(digests) == 3 and same in digests
+
+
+def test_without_data_root():
+    with pytest.raises(SetupError, match=r"data\.name=shards needs shards: type data\.root="):
+        open_datasets(load(None, "data.name=shards"))
+
+
+def test_labels_of_json(tmp_path):
+    members = [
+        (f"{n}.{kind}", data)
+        for n in range(10)
+        for kind, data in (("jpg", jpeg(n)), ("json", json.dumps({"label": n % 2, "url": "x"}).encode()))
+    ]
+    found = opened(tarred(tmp_path / "a.tar", members))
+    assert found.classes == ("0", "1") and "ignored" not in found.notes

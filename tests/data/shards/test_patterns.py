@@ -1,0 +1,105 @@
+"""What data.root means, and which part a name says."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from trainer.data.shards.patterns import braced, part_of, part_of_folder, shards_of
+from trainer.errors import SetupError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("train/a-000.tar", "train/a-001.tar", "val/b-000.tar", "x [1].tar", "notes.txt", ".hidden.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("root", "wanted"),
+    [
+        ("", ["x [1].tar", "train/a-000.tar", "train/a-001.tar", "val/b-000.tar"]),
+        ("/train/*.tar", ["train/a-000.tar", "train/a-001.tar"]),
+        ("/*/*.tar", ["train/a-000.tar", "train/a-001.tar", "val/b-000.tar"]),
+        ("/**/b*.tar", ["val/b-000.tar"]),
+        ("/train/a-{000..001}.tar", ["train/a-000.tar", "train/a-001.tar"]),
+        ("/train/a-{001..000}.tar", ["train/a-001.tar", "train/a-000.tar"]),
+        ("/{val,train}", ["val/b-000.tar", "train/a-000.tar", "train/a-001.tar"]),
+        ("/{train/a-000.tar,val/*,train/*.tar}", ["train/a-000.tar", "val/b-000.tar", "train/a-001.tar"]),
+        ("/x [1].tar", ["x [1].tar"]),
+    ],
+)
+def test_what_data_root_means(folder, root, wanted):
+    assert [str(path.relative_to(folder)) for path in shards_of(f"{folder}{root}")] == wanted
+
+
+def test_a_list_of_whole_paths(folder):
+    paths = [folder / "val" / "b-000.tar", folder / "train" / "a-000.tar"]
+    assert shards_of(f"{{{paths[0]},{paths[1]}}}") == paths
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a", "a{b}", "{a,b}c", "a{1..3}", "a{08..11}b", "{a,b}{1..2}", "{a,{b,c}d}", "{x}{a,b}", "a{3..1}", "a{b,}"],
+)
+def test_braces_are_those_of_a_shell(text):
+    shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True).stdout.splitlines()
+    assert sorted(braced(text)) == sorted(shell)
+
+
+@pytest.mark.parametrize(
+    ("root", "told"),
+    [
+        ("/nothing", "names no shards: type a folder, file or pattern"),
+        ("/*.parquet", "names no shards"),
+        ("/train/a-{000..003}.tar", r"2 of its shards are not there (.*a-002.tar, .*a-003.tar)"),
+        ("/notes.txt", "notes.txt is no shard"),
+        ("/{0..99999999}.tar", "more than 100,000 shards"),
+        ("/{0..9999}{0..9999}.tar", "more than 100,000 shards"),
+    ],
+)
+def test_what_is_not_there(folder, root, told):
+    with pytest.raises(SetupError, match=told.replace("(", r"\(").replace(")", r"\)")):
+        shards_of(f"{folder}{root}")
+
+
+def test_a_folder_of_compressed_tars(tmp_path):
+    (tmp_path / "a.tar.gz").touch()
+    with pytest.raises(SetupError, match=r"a.tar.gz in it are compressed: unpack them to .tar"):
+        shards_of(str(tmp_path))
+
+
+def test_a_folder_of_two_kinds_says_what_to_type(folder):
+    (folder / "train" / "a.parquet").touch()
+    with pytest.raises(SetupError, match=r"holds \.tar and \.parquet") as error:
+        shards_of(str(folder))
+    word = shlex.split(str(error.value).partition(": ")[2])[0]
+    assert len(shards_of(word.removeprefix("data.root="))) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("imagenet1k-train-000000.tar", "train"),
+        ("imagenet_val_03.tar", "val"),
+        ("data/validation-00000-of-00014.parquet", "val"),
+        ("Test-0.tar", "test"),
+        ("train/000.tar", "train"),
+        ("training/x/000.tar", "train"),
+        ("train/x-val-000.tar", "val"),
+        ("trainval.tar", None),
+        ("contest-0.tar", None),
+        ("test-tubes/0.tar", None),
+        ("0.tar", None),
+    ],
+)
+def test_parts_by_name(path, part):
+    assert part_of(path) == part
+
+
+def test_parts_by_folder():
+    assert [part_of_folder(path) for path in ("a/train/cat", "VAL", "testing/x", "test-tubes/cat", "")] == [
+        *("train", "val", "test", None, None)
+    ]

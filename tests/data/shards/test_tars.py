@@ -1,0 +1,158 @@
+"""Which samples a tar holds, by WebDataset's conventions and by folders, and what is left out."""
+
+import json
+import os
+import tarfile
+import tracemalloc
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.data.shards.making import in_folders, jpeg, tarred, with_classes
+from trainer.data.shards import tars
+from trainer.data.shards.shard_files import ShardFile
+from trainer.errors import SetupError
+
+
+def looked(tmp_path, members, **options):
+    shard = ShardFile.of(tarred(tmp_path / "a.tar", members, **options))
+    return shard, tars.look(shard)
+
+
+def samples(index):
+    """(name, class or None) of each."""
+    whole, ends = index.names.tobytes(), [0, *index.ends.tolist()]
+    texts = [*index.found.texts, None]
+    names = [os.fsdecode(whole[start:end]) for start, end in pairwise(ends)]
+    return [(name, texts[label]) for name, label in zip(names, index.labels.tolist(), strict=True)]
+
+
+def test_bytes_lie_where_it_is_said(tmp_path):
+    members = in_folders({"cat": 3, "dog": 4})
+    shard, index = looked(tmp_path, members)
+    assert samples(index) == [(name, None) for name, _ in members]
+    for (_, data), (start, size) in zip(members, index.places.tolist(), strict=True):
+        assert tars.encoded(shard, start, size).tobytes() == data
+    assert [index.found.below[n] for n in index.folders] == ["cat"] * 3 + ["dog"] * 4
+
+
+def test_a_class_beside_each_image(tmp_path):
+    _, index = looked(tmp_path, [*with_classes([3, 0, 12]), ("z.jpg", jpeg()), ("z.cls", b" 7\n")])
+    assert samples(index) == [("000000.jpg", "3"), ("000001.jpg", "0"), ("000002.jpg", "12"), ("z.jpg", "7")]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "wanted"),
+    [
+        ("cls", b"tabby cat\n", "tabby cat"),
+        ("cls", b"", None),
+        ("cls", b"two\nlines", None),
+        ("cls", b"\xff\xfe", None),
+        ("cls", b"9" * 5000, None),
+        ("json", json.dumps({"label": 4, "url": "x"}).encode(), "4"),
+        ("json", json.dumps({"cls": "cat"}).encode(), "cat"),
+        ("json", json.dumps({"caption": "cat"}).encode(), None),
+        ("json", json.dumps({"label": True}).encode(), None),
+        ("json", json.dumps({"label": [1]}).encode(), None),
+        ("json", b"[1]", None),
+        ("json", b"[" * 100_000, None),
+        ("json", b"no json", None),
+    ],
+)
+def test_what_tells_a_class(tmp_path, suffix, content, wanted):
+    _, index = looked(tmp_path, [("a/1.jpg", jpeg()), (f"a/1.{suffix}", content)])
+    assert samples(index) == [("a/1.jpg", wanted)]
+
+
+def test_of_a_class_in_two_files_the_plain_one_counts(tmp_path):
+    _, index = looked(tmp_path, [("1.json", b'{"label": 4}'), ("1.jpg", jpeg()), ("1.cls", b"5")])
+    assert samples(index) == [("1.jpg", "5")]
+
+
+def test_suffixes_of_images(tmp_path):
+    names = ["1.jpg", "2.JPEG", "3.png", "4.img", "5.webp", "a.b/6.x.Png"]
+    _, index = looked(tmp_path, [(name, jpeg()) for name in names])
+    assert [name for name, _ in samples(index)] == names and not index.found.others
+
+
+def test_dots_in_names_are_no_samples_of_several_images(tmp_path):
+    names = ["cat/photo.1.jpg", "cat/photo.2.jpg", "dog/photo.1.jpg"]
+    _, index = looked(tmp_path, [(name, jpeg()) for name in names])
+    assert [name for name, _ in samples(index)] == names and not index.found.wrong
+
+
+def test_beside_an_image_other_images_of_the_sample_are_left_alone(tmp_path):
+    _, index = looked(tmp_path, [("1.cls", b"1"), ("1.jpg", jpeg()), ("1.mask.png", jpeg()), ("1.txt", b"a cat")])
+    assert samples(index) == [("1.jpg", "1")] and index.found.others == {".txt": 1}
+
+
+@pytest.mark.parametrize(
+    ("members", "why", "first"),
+    [
+        ([("1.jpg", jpeg()), ("1.png", jpeg()), ("1.cls", b"1")], "several images and one class", "1"),
+        ([("a/1.cls", b"1"), ("a/1.txt", b"")], "a class and no image", "a/1"),
+        ([("1.jpg", jpeg()), ("2.jpg", jpeg()), ("1.jpg", jpeg())], "the name of another one", "1.jpg"),
+    ],
+)
+def test_samples_that_make_no_sense(tmp_path, members, why, first):
+    _, index = looked(tmp_path, [("0.jpg", jpeg()), ("0.cls", b"0"), *members])
+    assert index.found.wrong == {why: (1, first)} and samples(index)[0] == ("0.jpg", "0")
+
+
+def test_what_is_no_photo_is_counted(tmp_path):
+    members = [("cat", None), ("cat/1.jpg", jpeg()), ("cat/._1.jpg", b"x"), ("cat/2.jpg", b""), ("cat/3.jpg", "1.jpg")]
+    _, index = looked(tmp_path, [*members, ("README", b"x"), ("cat/4.txt", b"x"), ("cat/5.jpg.gz", b"x")])
+    found = index.found
+    assert (found.hidden, found.empty, found.links) == (1, 1, 1)
+    assert found.others == {"without a suffix": 1, ".txt": 1, ".gz": 1} and len(index) == 1
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_a_compressed_tar_is_refused_with_what_to_type(tmp_path, kind):
+    path = tmp_path / f"a.tar.{kind}"
+    with tarfile.open(path, f"w:{kind}"):
+        pass
+    program = {"gz": "gunzip", "bz2": "bunzip2", "xz": "unxz"}[kind]
+    with pytest.raises(SetupError, match=rf"a\.tar\.{kind} is compressed, .*: {program} it"):
+        tars.look(ShardFile.of(path))
+
+
+def test_a_cut_tar_tells_what_is_whole(tmp_path):
+    path = tarred(tmp_path / "a.tar", with_classes([0, 1, 2]))
+    whole, seen = path.read_bytes(), set()
+    for end in range(0, len(whole), 256):
+        path.write_bytes(whole[:end])
+        index = tars.look(ShardFile.of(path))
+        assert samples(index) == [(f"{n:06}.jpg", str(n)) for n in range(len(index))]
+        seen.add((len(index), bool(index.found.broken)))
+        assert len(index) == 3 or index.found.broken.startswith(
+            ("it ends in the middle of ", "it has no end", "it is em")
+        )
+    assert {(1, True), (2, True), (3, False)} <= seen
+
+
+def test_images_are_not_read_to_index_them(tmp_path):
+    """200 MB of image, in a file that is mostly hole."""
+    path = tarred(tmp_path / "a.tar", in_folders({"cat": 1}))
+    member = tarfile.TarInfo("cat/big.jpg")
+    member.size = 200 * 2**20
+    with open(path, "r+b") as file:
+        file.write(member.tobuf())
+        file.truncate(member.size + 512 + 1024)
+    tracemalloc.start()
+    index = tars.look(ShardFile.of(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert index.places.tolist() == [[512, member.size]] and peak < 3 * 2**20
+
+
+def test_an_image_larger_than_images_are_is_not_read(tmp_path):
+    shard, _ = looked(tmp_path, in_folders({"cat": 1}))
+    with pytest.raises(ValueError, match="larger than"):
+        tars.encoded(shard, 512, 2**40)
+
+
+def test_labels_are_small(tmp_path):
+    _, index = looked(tmp_path, with_classes([5] * 10))
+    assert index.labels.dtype == np.int32 and index.found.texts == ["5"]

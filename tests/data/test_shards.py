@@ -1,0 +1,191 @@
+"""Runs on shards, through the real command line: what is trained, evaluated and predicted is what folders give."""
+
+import csv
+import shutil
+
+import pytest
+
+from tests.commands import QUIET, digest, losses, ok, result, torchrun, trainer
+from tests.data.photo_folders import coloured
+from tests.data.shards.making import parquet, tarred
+from trainer.data.contact_sheet import FILE
+
+COLOURS = {"blue": (30, 30, 200), "green": (30, 200, 30), "red": (200, 30, 30)}
+WORDS = [
+    *("model.name=cnn", "batch_size=8", "augment.crop=resized", "data.image_size=32", "data.workers=2"),
+    *("seed=3", "augment.hflip=0.5", *QUIET),
+]
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """The same photos in folders, in tars with folders, in a WebDataset and in Parquet; in one order."""
+    root = tmp_path_factory.mktemp("sets")
+    photos = root / "folders"
+    for part, count in (("train", 12), ("val", 5)):
+        for name, colour in COLOURS.items():
+            for n in range(count):
+                coloured(photos / part / name / f"{n:02}.jpg", colour, (56, 48), seed=n)
+        paths = sorted((photos / part).rglob("*.jpg"))
+        half = len(paths) // 2
+        for number, some in enumerate((paths[:half], paths[half:])):
+            members = [(str(path.relative_to(photos / part)), path.read_bytes()) for path in some]
+            tarred(root / "tar" / f"{part}-{number:03}.tar", members)
+            labels = [sorted(COLOURS).index(path.parent.name) for path in some]
+            pairs = [
+                one
+                for n, (path, label) in enumerate(zip(some, labels, strict=True))
+                for one in ((f"{n:04}.jpg", path.read_bytes()), (f"{n:04}.cls", b"%d" % label))
+            ]
+            tarred(root / "wds" / f"x-{part}-{number:03}.tar", pairs)
+            (root / "wds" / "classes.txt").write_text("\n".join(sorted(COLOURS)))
+    return root
+
+
+def trained(sets, kind, output, *words, mode="mode=single", run=ok, **env):
+    source = [f"data.name={'imagefolder' if kind == 'folders' else 'shards'}", f"data.root={sets / kind}"]
+    return run(
+        *source, *WORDS, mode, "epochs=2", f"output={output}", *words, env={"TRAINER_DATA": str(sets / "kept"), **env}
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(sets):
+    output = sets / "runs" / "folders"
+    trained(sets, "folders", output)
+    return output
+
+
+def weights(run):
+    from safetensors.torch import load_file
+
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "last.safetensors").items()}
+
+
+def same(run, other):
+    assert losses(run) == losses(other) and weights(run) == weights(other)
+    for key in ("val_loss", "val_top1"):
+        assert result(run)[key] == result(other)[key]
+
+
+@pytest.mark.parametrize("kind", ["tar", "wds"])
+def test_losses_are_those_of_folders(sets, folders, kind, tmp_path):
+    done = trained(sets, kind, tmp_path / "run")
+    same(tmp_path / "run", folders)
+    assert "blue 12 + 5, green 12 + 5, red 12 + 5 (training + held out)" in done.stdout
+    assert digest(tmp_path / "run" / FILE) == digest(folders / FILE)
+
+
+def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
+    for part in ("train", "val"):
+        paths = sorted((sets / "folders" / part).rglob("*.jpg"))
+        labels = [sorted(COLOURS).index(path.parent.name) for path in paths]
+        images = [path.read_bytes() for path in paths]
+        parquet(sets / "parquet" / f"{part}-00000-of-00001.parquet", images, labels, sorted(COLOURS), group=10)
+    done = trained(sets, "parquet", tmp_path / "run")
+    same(tmp_path / "run", folders)
+    assert "data.cache=disk reads every group once" in done.stdout
+    for kind in ("folders", "parquet"):
+        trained(sets, kind, tmp_path / kind, "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
+    same(tmp_path / "parquet", tmp_path / "folders")
+
+
+@pytest.mark.parametrize("kind", ["wds"])
+def test_the_cache_of_shards_is_that_of_folders(sets, kind, tmp_path):
+    for one in (kind, "folders"):
+        done = trained(sets, one, tmp_path / one, "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
+        assert "cache: 51 photos to" in done.stdout
+    same(tmp_path / kind, tmp_path / "folders")
+    again = trained(sets, kind, tmp_path / "again", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
+    assert ", whole" in again.stdout
+
+
+def test_on_two_ranks_and_resumed(sets, tmp_path):
+    """Killed and continued is not killed; two ranks hold their files against each other."""
+    words = ["nproc=2", "save.every_steps=3"]
+    trained(sets, "tar", tmp_path / "whole", *words, mode="mode=ddp")
+    killed = trained(sets, "tar", tmp_path / "parts", *words, mode="mode=ddp", run=trainer, TRAINER_FAULT="kill@1:6")
+    assert killed.returncode == 7
+    trained(sets, "tar", tmp_path / "parts", *words, "resume=auto", mode="mode=ddp")
+    same(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path):
+    members = [
+        (f"{path.parent.name}/{path.name}", path.read_bytes())
+        for path in sorted((sets / "folders" / "train").rglob("*.jpg"))
+    ]
+    path = tarred(tmp_path / "photos.tar", members)
+    env = {"TRAINER_DATA": str(tmp_path / "kept")}
+    run = tmp_path / "run"
+    ok("data.name=shards", f"data.root={path}", *WORDS, "mode=single", "epochs=4", f"output={run}", env=env)
+    split = list(csv.DictReader((run / "split.csv").open()))
+    held = {row["file"] for row in split if row["split"] == "val"}
+    assert len(split) == 36 and len(held) == 6 and all(name.startswith("photos.tar/") for name in held)
+    told = ok("evaluate", f"checkpoint={run}", env=env).stdout
+    assert "on 6 held-out images of shards" in told and f"{100 * result(run)['val_top1']:.2f}" in told
+    ok("predict", f"checkpoint={run}", "predict.split=val", f"output={tmp_path / 'out'}", env=env)
+    rows = list(csv.DictReader((tmp_path / "out" / "predictions.csv").open()))
+    assert {row["path"] for row in rows} == {f"{tmp_path}/{name}" for name in held}
+    assert {row["label"] for row in rows} <= {*COLOURS}
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    shutil.copy(sets / "tar" / "val-000.tar", moved / "val-000.tar")
+    other = ok("evaluate", f"checkpoint={run}", f"data.root={moved}", env=env).stdout
+    assert "on 7 held-out images of shards" in other
+
+
+def test_unreadable_images(sets, tmp_path):
+    members = [
+        (f"{path.parent.name}/{path.name}", path.read_bytes())
+        for path in sorted((sets / "folders" / "train").rglob("*.jpg"))
+    ]
+    members[5] = (members[5][0], b"\xff\xd8 no photo")
+    path = tarred(tmp_path / "train-0.tar", members)
+    tarred(tmp_path / "val-0.tar", members)
+    env = {"TRAINER_DATA": str(tmp_path / "kept")}
+    words = ["data.name=shards", f"data.root={tmp_path}", *WORDS, "mode=single", "epochs=1"]
+    stopped = trainer(*words, f"output={tmp_path / 'a'}", env=env)
+    assert stopped.returncode == 3 and f"{path}/{members[5][0]} cannot be read" in stopped.stderr.replace(
+        "val-0", "train-0"
+    )
+    ok(*words, "data.on_error=skip", f"output={tmp_path / 'b'}", env=env)
+    assert result(tmp_path / "b")["val_loss"] is not None
+
+
+def test_ranks_that_find_other_shards_stop(sets, tmp_path):
+    """A machine with another copy: here by a rank whose folder is another one."""
+    plugin = tmp_path / "other_copy.py"
+    plugin.write_text("import os\nif os.environ.get('RANK') == '1':\n    os.chdir(os.environ['OTHER'])\n")
+    for name, take in (("here", "000"), ("there", "001")):
+        (tmp_path / name / "set").mkdir(parents=True)
+        shutil.copy(sets / "wds" / f"x-train-{take}.tar", tmp_path / name / "set" / "x-train-000.tar")
+        shutil.copy(sets / "wds" / "x-val-000.tar", tmp_path / name / "set" / "x-val-000.tar")
+    words = ["data.name=shards", "data.root=set", *WORDS, "mode=ddp", "plugin=other_copy", f"output={tmp_path / 'run'}"]
+    env = {
+        "PYTHONPATH": f"{tmp_path}:{__import__('tests.commands').commands.PROJECT}",
+        "OTHER": str(tmp_path / "there"),
+    }
+    env["TRAINER_DATA"] = str(tmp_path / "kept")
+    with torchrun(*words, arguments=["--nproc_per_node=2"], env=env, cwd=tmp_path / "here") as started:
+        told = started.communicate(timeout=180)[0]
+    assert "every machine needs the same files in data.root" in told or "found other data than rank 0" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["data.root=/x/a-0.tar", "data.root=/x/a-1.tar"],
+            "your shell wrote them for {...}; quote it: data.root='...'",
+        ),
+        (["data.root=*.tar"], "data.root=*.tar names no shards"),
+        (["data.root={a,b}.tar"], "data.root={a,b}.tar names no shards"),
+        (["data.root=[a.tar,b.tar]"], "data.root={a.tar,b.tar} names no shards"),
+        (["data.labels=x.csv"], "use data.name=imagefolder"),
+        ([], "data.name=shards needs shards: type data.root="),
+    ],
+)
+def test_what_is_typed_amiss(words, told, tmp_path):
+    done = trainer("data.name=shards", *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode in (2, 3) and told in done.stderr, done.stderr

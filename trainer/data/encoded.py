@@ -1,0 +1,121 @@
+"""Encoded images of one split: in a file each, or many in a shard.
+
+Where the bytes of one lie is its address, which means the same in every process of the machine: the path of its file;
+or the path of a shard, its kind, size and time of change, and two numbers by which its kind finds an image, with zero
+bytes between.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainer.data.images import Bytes, open_encoded, read_file
+from trainer.data.pictures import Picture
+from trainer.data.shards import parquet, tars
+from trainer.data.shards.shard_files import ShardFile
+from trainer.saving import files
+
+READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
+
+
+def in_shard(shard: ShardFile, kind: bytes) -> bytes:
+    """How the addresses of a shard's images begin."""
+    return b"%b\0%b\0%d\0%d\0" % (shard.path, kind, shard.size, shard.time)
+
+
+def encoded(address: bytes) -> Bytes:
+    """The bytes of an image.
+
+    Raises:
+        OSError, ValueError: they cannot be read.
+    """
+    path, *rest = address.split(b"\0")
+    if not rest:
+        return read_file(path)
+    kind, size, time, *place = rest
+    first, second = map(int, place)
+    return READ[kind](ShardFile(path, int(size), int(time)), first, second)
+
+
+def open_address(address: bytes, channels: int) -> Picture:
+    """The image at an address, as `open_image`."""
+    return open_encoded(encoded(address), channels)
+
+
+def to_look_at(address: bytes) -> BinaryIO:
+    """A file to read an image's header from.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    return io.BytesIO(encoded(address).data) if b"\0" in address else files.opened(address)
+
+
+def identity(address: bytes) -> bytes:
+    """What changes where the image may have."""
+    if b"\0" in address:
+        return address
+    try:
+        facts = os.stat(address)
+        size, changed = facts.st_size, facts.st_mtime_ns
+    except OSError:  # a link to nothing, say: training says what is wrong with it
+        size = changed = -1
+    return b"%b\0%d\0%d" % (address, size, changed)
+
+
+class EncodedPhotos(ABC):
+    """The images of one split. A million names are one block of bytes: cheap to hold and to send to workers."""
+
+    def __init__(self, root: Path, names: Iterable[str], labels: npt.NDArray[Any]) -> None:
+        """`names` are paths below `root`, and `labels` (names, ...) what they show."""
+        self.root, self.labels = str(root), labels
+        listed = [os.fsencode(name) for name in names]
+        self._names = b"".join(listed)
+        self._ends = np.cumsum([len(name) for name in listed], dtype=np.int64)
+
+    @abstractmethod
+    def address(self, index: int) -> bytes:
+        """Where its bytes are."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def name(self, index: int) -> str:
+        """Its path below the root."""
+        start = self._ends[index - 1] if index else 0
+        return os.fsdecode(self._names[start : self._ends[index]])
+
+    def where(self, index: int) -> str:
+        return os.path.join(self.root, self.name(index))
+
+    def digest(self) -> str:
+        """Of which images these are and what they show, wherever their folder lies."""
+        found = hashlib.blake2b(self._names, digest_size=16)
+        for values in (self._ends, self.labels):
+            found.update(np.ascontiguousarray(values).data)
+        return found.hexdigest()
+
+    def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
+        return open_address(self.address(index), channels), torch.as_tensor(self.labels[index])
+
+    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
+        picture, label = self.open(index, channels)
+        return picture.whole(max(picture.height, picture.width)), label
+
+    def part(self, rows: npt.NDArray[Any]) -> Self:
+        """Some of them."""
+        part = copy.copy(self)
+        EncodedPhotos.__init__(part, Path(self.root), (self.name(row) for row in rows), self.labels[rows])
+        return part

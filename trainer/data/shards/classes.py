@@ -1,0 +1,124 @@
+"""What the classes of shards are called: by their numbers and a list of names, by their names, or by folders."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.scanning import few
+from trainer.data.shards.indexes import ShardIndex
+from trainer.data.shards.patterns import part_of_folder
+from trainer.errors import SetupError
+from trainer.saving import files
+
+LISTS = ("classes.txt", "classes.json")  # beside the shards: the names of classes 0, 1, ...
+MOST = 2**20  # classes
+
+Array = npt.NDArray[Any]
+
+
+class Classes(NamedTuple):
+    """
+    Attributes:
+        names: of all classes.
+        labels: (samples,) int64, places in `names`; -1 for a sample without a class.
+    """
+
+    names: list[str]
+    labels: Array
+
+
+def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out: Array) -> Classes:
+    """The classes of all samples of the shards, one shard behind the other.
+
+    Args:
+        root: where a list of names may lie.
+        train, held_out: (samples,) bool; what is neither does not count.
+
+    Raises:
+        SetupError: they make no sense; the line says what was found.
+    """
+    texts, codes = _together([index.found.texts for index in indexes], [index.labels for index in indexes])
+    if not (codes >= 0).any():
+        below, codes = _together([index.found.below for index in indexes], [index.folders for index in indexes])
+        texts = ["" if part_of_folder(name) else name for name in map(posixpath.basename, below)]
+        numbers = False
+    else:
+        used = np.unique(codes[train | held_out])
+        numbers = all(re.fullmatch(r"-?\d+", texts[code]) for code in used[used >= 0].tolist())
+    if numbers:
+        values = [int(text) if re.fullmatch(r"\d+", text) else -1 for text in texts]
+        if max(values, default=0) >= MOST:
+            raise SetupError(f"{root}: a sample's class is {max(values)}, and classes are numbers from 0")
+        labels = _of(values, codes)
+        return Classes(_names(root, indexes, int(labels[train | held_out].max(initial=-1)) + 1), labels)
+    names = sorted({texts[code] for code in np.unique(codes[train]).tolist() if code >= 0} - {""})
+    place = {name: number for number, name in enumerate(names)}
+    odd = sorted({texts[code] for code in np.unique(codes[held_out]).tolist() if code >= 0} - {*names, ""})
+    if odd and names:
+        raise SetupError(f"{root}: no training image has the class '{odd[0]}' of a held-out one")
+    return Classes([files.portable(name) for name in names], _of([place.get(text, -1) for text in texts], codes))
+
+
+def _together(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:
+    """Codes into a table each, as codes into one; -1 stays."""
+    whole: dict[str, int] = {}
+    own = [[whole.setdefault(text, len(whole)) for text in table] for table in tables]
+    found = [_of(*each) for each in zip(own, codes, strict=True)]
+    return [*whole], np.concatenate([np.empty(0, np.int64), *found])
+
+
+def _of(values: Sequence[int], codes: Array) -> Array:
+    """The value at each code; -1 at -1."""
+    return np.array([*values, -1], np.int64)[codes]
+
+
+def _names(root: Path, indexes: Sequence[ShardIndex], count: int) -> list[str]:
+    """The names of classes that are numbers: as the shards tell, a list beside them, or the numbers."""
+    told = {tuple(index.found.told) for index in indexes if index.found.told}
+    if len(told) > 1:
+        one, other = sorted(told)[:2]
+        raise SetupError(f"{root}: its shards name other classes: {few(one)} in some and {few(other)} in others")
+    where = str(root)
+    names = list(next(iter(told), ()))
+    if not names:
+        path = next((root / name for name in LISTS if (root / name).is_file()), None)
+        if path is None:
+            return [str(number) for number in range(count)]
+        where, names = str(path), listed(path)
+    if len(names) < count:
+        raise SetupError(f"{where} names {len(names)} classes ({few(names)}), and a sample has the class {count - 1}")
+    return names
+
+
+def listed(path: Path) -> list[str]:
+    """The names in classes.txt, one a line, or in classes.json: a list, or an object of numbers and names.
+
+    Raises:
+        SetupError: it holds something else.
+    """
+    try:
+        if path.suffix == ".txt":
+            return [line.strip() for line in files.read(path).decode().splitlines() if line.strip()]
+        found = json.loads(files.read(path))
+        if isinstance(found, dict):
+            pairs = found.items() if all(isinstance(name, str) for name in found.values()) else _turned(found)
+            numbered = {int(number): name for number, name in pairs}
+            found = [numbered[number] for number in range(len(numbered))]
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise ValueError("it holds no list of names")
+        return found
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = files.why(error) if isinstance(error, OSError) else "no list of names"
+        raise SetupError(f"{path} cannot be used ({why}): write one name a line in classes.txt") from None
+
+
+def _turned(found: dict[str, Any]) -> list[tuple[Any, str]]:
+    return [(number, name) for name, number in found.items()]

@@ -1,0 +1,239 @@
+"""data.name=shards: which samples train, which are held out, and what their classes are called."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.encoded import in_shard
+from trainer.data.folders import divided, photos
+from trainer.data.scanning import LeftOut, few
+from trainer.data.sets import Datasets, ImageSet
+from trainer.data.shards import parquet, tars
+from trainer.data.shards.classes import Classes, classes_of
+from trainer.data.shards.indexes import ShardIndex
+from trainer.data.shards.patterns import EXAMPLE, part_of, part_of_folder, shards_of
+from trainer.data.shards.photos import ShardPhotos
+from trainer.data.shards.shard_files import ShardFile
+from trainer.data.splits import Before
+from trainer.errors import SetupError
+from trainer.processes.rank import place
+from trainer.recipe import Recipe
+
+THREADS = 16  # that look at shards: they wait for the disk
+SPEAK = 5.0  # seconds of looking after which a line says how far it is
+HELD_OUT = ("val", "test")  # the first that is there is held out
+KINDS = {".tar": tars, ".parquet": parquet}
+
+Array = npt.NDArray[Any]
+
+
+class Split(NamedTuple):
+    """What trains and what is held out, as shards or the folders in them are called.
+
+    Attributes:
+        train: None where nothing is called so: everything is one set.
+        held_out: None where a share of the training images is to be held out.
+    """
+
+    train: str | None = None
+    held_out: str | None = None
+
+
+def open_shards(recipe: Recipe, before: Before) -> Datasets:
+    """The images of the shards that `data.root` names.
+
+    Raises:
+        SetupError: something is missing or cannot be used; the line says what to type.
+    """
+    if recipe.data.root is None:
+        raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
+    paths = [os.path.abspath(path) for path in shards_of(recipe.data.root)]
+    root = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
+    names = [os.path.relpath(path, root) for path in paths]
+    parts = [part_of(name) for name in names]
+    split, beside = Split(), list[str]()
+    if any(parts):
+        split = split_of({*filter(None, parts)}, recipe.data.root)
+        wanted = [row for row, part in enumerate(parts) if split.train is None or part in (split.train, split.held_out)]
+        beside = [name for row, name in enumerate(names) if row not in {*wanted}]
+        paths, names = ([listed[row] for row in wanted] for listed in (paths, names))
+        parts = [parts[row] for row in wanted]
+    shards, indexes = looked_at(paths)
+    own = np.repeat(np.array(parts, object), [len(index) for index in indexes])
+    if not any(parts):
+        own = np.concatenate([np.empty(0, object), *map(_parts_inside, indexes)])
+        if any(inside := {*own.tolist()} - {None}):
+            split = split_of(inside, recipe.data.root)
+    train, held_out = (own == part for part in split) if split.train else (np.ones(len(own), bool), own == "")
+    held_out &= split.held_out is not None
+    classes = classes_of(root, indexes, train, held_out)
+    if split.held_out == "test" and not (classes.labels[held_out] >= 0).any():  # as competitions give them out
+        beside += [name for name, part in zip(names, parts, strict=True) if part == "test"] or ["test"]
+        split, held_out = Split(split.train), np.zeros(len(own), bool)
+    whole = _photos(root, names, shards, indexes, classes)
+    notes = _notes(recipe, whole, indexes, shards, classes.labels, train | held_out)
+    _check(recipe, root, classes, train, notes)
+    if beside:
+        notes["beside"] = f"not looked at in {root}: {few(beside)}"
+    known = classes.labels >= 0
+    trains = whole.part(np.flatnonzero(train & known))
+    if split.held_out is None:
+        trains, holds, told = divided(trains, recipe, before)
+    else:
+        holds, told = whole.part(np.flatnonzero(held_out & known)), f"what is called {split.held_out} in {root}"
+        if not len(holds):
+            raise SetupError(f"{root}: no image of {split.held_out} has a class")
+    data = photos(recipe, trains, holds, classes.names, told, notes, made=split.held_out is None)
+    if isinstance(data.train, ImageSet) or recipe.data.cache != "off":
+        return data
+    return replace(data, notes={**data.notes, **_slow(indexes)})
+
+
+def split_of(parts: set[str], root: str) -> Split:
+    """Which of the parts that are there train and are held out.
+
+    Raises:
+        SetupError: nothing trains, and more than one part is held out.
+    """
+    held_out = [part for part in HELD_OUT if part in parts]
+    if "train" in parts:
+        return Split("train", held_out[0] if held_out else None)
+    if len(held_out) > 1:
+        raise SetupError(f"data.root={root} holds {' and '.join(held_out)} and no train: name one, or what trains too")
+    return Split()  # of that a share is held out, or all where it is other data than the run's
+
+
+def _parts_inside(index: ShardIndex) -> Array:
+    """The part of each sample, by the folders within its shard."""
+    return np.array([*map(part_of_folder, index.found.below), None], object)[index.folders]
+
+
+def looked_at(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:
+    """The shards, and what is in each: as kept, or found out now.
+
+    Raises:
+        SetupError: one cannot be used.
+    """
+    begun, alone = time.monotonic(), place().local_rank == 0
+    found: dict[int, tuple[ShardFile, ShardIndex]] = {}
+    spoke = begun
+    with ThreadPoolExecutor(min(THREADS, len(paths))) as pool:
+        order = random.sample(range(len(paths)), len(paths))  # of several ranks each begins elsewhere
+        waiting = {pool.submit(_looked_at, paths[row]): row for row in order}
+        try:
+            for done in as_completed(waiting):
+                found[waiting[done]] = done.result()
+                if alone and time.monotonic() - spoke > SPEAK:
+                    spoke = time.monotonic()
+                    print(f"  shards: looked at {len(found):,} of {len(paths):,}, once for all runs", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    rows = [found[row] for row in range(len(paths))]
+    return [shard for shard, _ in rows], [index for _, index in rows]
+
+
+def _looked_at(path: str) -> tuple[ShardFile, ShardIndex]:
+    kind = KINDS.get(os.path.splitext(path)[1], tars)
+    try:
+        shard = ShardFile.of(path)
+        return shard, kind.index(shard)
+    except SetupError:  # which is an OSError, too
+        raise
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def _photos(
+    root: Path, names: Sequence[str], shards: Sequence[ShardFile], indexes: Sequence[ShardIndex], classes: Classes
+) -> ShardPhotos:
+    """All samples of all shards."""
+
+    def each() -> Iterator[str]:
+        for name, index in zip(names, indexes, strict=True):
+            whole, start = index.names.tobytes(), 0
+            for end in index.ends.tolist():
+                yield f"{name}/{os.fsdecode(whole[start:end])}"
+                start = end
+
+    kinds = [KINDS.get(os.path.splitext(name)[1], tars).KIND for name in names]
+    begins = [in_shard(shard, kind) for shard, kind in zip(shards, kinds, strict=True)]
+    rows = np.repeat(np.arange(len(shards), dtype=np.int32), [len(index) for index in indexes])
+    places = np.concatenate([np.empty((0, 2), np.int64), *(index.places for index in indexes)])
+    return ShardPhotos(root, each(), classes.labels, begins, rows, places)
+
+
+def _notes(
+    recipe: Recipe,
+    whole: ShardPhotos,
+    indexes: Sequence[ShardIndex],
+    shards: Sequence[ShardFile],
+    labels: Array,
+    used: Array,
+) -> dict[str, str]:
+    """What a run's banner should say of what is left out.
+
+    Raises:
+        SetupError: something is wrong with a shard or a sample, and data.on_error=stop.
+    """
+    left, wrong = LeftOut(empty=False), list[str]()
+    for shard, index in zip(shards, indexes, strict=True):
+        found = index.found
+        left.inside(found.hidden, found.empty, found.links, found.others)
+        if found.broken:
+            wrong.append(f"{shard}: {found.broken}; {len(index):,} samples before that are whole")
+        wrong += [f"{shard}: {_many(count)} {why} ({first})" for why, (count, first) in found.wrong.items()]
+    nameless = np.flatnonzero((labels < 0) & used)
+    if len(nameless) and len(nameless) < used.sum():
+        wrong.append(f"{_many(len(nameless))} no class ({whole.where(int(nameless[0]))})")
+    if wrong and recipe.data.on_error == "stop":
+        more = f" (and {len(wrong) - 1} more such findings)" if len(wrong) > 1 else ""
+        raise SetupError(f"{wrong[0]}{more}; data.on_error=skip leaves out what cannot be used, and counts it")
+    notes = left.notes()
+    if wrong:
+        notes["left out"] = "; ".join(wrong[:3]) + f"; and {len(wrong) - 3} more" * (len(wrong) > 3)
+    return notes
+
+
+def _many(count: int) -> str:
+    return f"{count:,} samples have" if count > 1 else "a sample has"
+
+
+def _check(recipe: Recipe, root: Path, classes: Classes, train: Array, notes: dict[str, str]) -> None:
+    """Refuse what holds nothing to train on, or nothing to tell apart."""
+    if not train.any():
+        told = f" ({notes['ignored']})" if "ignored" in notes else ""
+        raise SetupError(f"data.root={recipe.data.root} holds no images that can be read here{told}")
+    if not classes.names or not (classes.labels[train] >= 0).any():
+        raise SetupError(
+            f"{root}: nothing tells the classes of its images: put a .cls beside each image (0001.jpg, 0001.cls), or "
+            "the images of a class into a folder of its own, as tar -C photos -cf photos.tar . does with class folders"
+        )
+    if len(classes.names) == 1:
+        raise SetupError(f"{root} holds one class, '{classes.names[0]}', and a classifier tells classes apart")
+
+
+def _slow(indexes: Sequence[ShardIndex]) -> dict[str, str]:
+    """What to say of shards in which one image costs reading many."""
+    costs = [index.found.note for index in indexes if index.found.note]
+    if not costs:
+        return {}
+    return {"parquet": f"each photo is read with its row group, {costs[0]}: data.cache=disk reads every group once"}
+
+
+def there(root: str) -> bool:
+    """Whether shards that data.root may mean are on this machine."""
+    try:
+        return bool(shards_of(root))
+    except SetupError:
+        return False

@@ -1,0 +1,183 @@
+"""Parquet files of encoded images, as published with a column of images and one of labels. Read through pyarrow.
+
+Parquet keeps the rows of a group together, compressed in pages of many: one image costs reading its group. A process
+keeps the groups that it read last, so what is read in the order of the file is read once: small images that are decoded
+at the start, evaluation, the making of a cache. Training without a cache reads a group for each image.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from trainer.data.images import LARGEST, reason
+from trainer.data.items import INPUTS, TARGETS
+from trainer.data.shards.indexes import Found, ShardIndex, kept
+from trainer.data.shards.shard_files import OPEN, Bytes, ShardFile
+from trainer.errors import SetupError
+
+KIND = b"parquet"
+KEPT = 2**28  # bytes of row groups that a process keeps
+GROUP = 2**30  # bytes of images in a row group, at most
+
+
+def index(shard: ShardFile) -> ShardIndex:
+    """Its rows, kept or found.
+
+    Raises:
+        SetupError: pyarrow is not installed, or the file is no such table.
+        OSError: it cannot be read.
+    """
+    pyarrow()
+    return kept(shard, "parquet", look)
+
+
+def encoded(shard: ShardFile, group: int, row: int) -> Bytes:
+    """An image's bytes, of a row of a row group.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    value = GROUPS.of(shard, group)[row].as_buffer()
+    if value is None:
+        raise ValueError("the row holds no image's bytes")
+    if value.size > LARGEST:
+        raise ValueError(f"the image is larger than {LARGEST:,} bytes")
+    return np.frombuffer(value, np.uint8).copy()  # the group need not stay for it
+
+
+def pyarrow() -> Any:
+    """The package.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise SetupError("data.name=shards reads .parquet files with pyarrow: pip install pyarrow") from None
+    return pyarrow
+
+
+def look(shard: ShardFile) -> ShardIndex:
+    """Read the file's own index, and the labels."""
+    try:
+        table = opened(shard)
+        schema = table.schema_arrow
+        image, label = image_column(schema), label_column(schema)
+        groups = [table.metadata.row_group(n) for n in range(table.num_row_groups)]
+        if label is None or image is None:
+            raise SetupError(
+                f"{shard} needs a column of encoded images ({', '.join(INPUTS[:3])}) and one of labels "
+                f"({', '.join(TARGETS[:2])}); its columns are {', '.join(schema.names)[:200]}"
+            )
+        column = table.read([label], use_threads=False).column(0)
+    except SetupError:
+        raise
+    except Exception as error:  # of a damaged file pyarrow raises anything at all
+        return ShardIndex.of((), (), (), (), Found([], broken=f"it cannot be read as Parquet ({reason(error)})"))
+    largest = max((_bytes(group, image) for group in groups), default=0)
+    if largest > GROUP:
+        raise SetupError(
+            f"{shard}: a row group of it holds {largest / 2**30:.1f} GiB of images, and one is read as a whole: write "
+            'it anew with fewer rows a group: python -c "import pyarrow.parquet as p; f = p.ParquetFile('
+            "'OLD'); w = p.ParquetWriter('NEW', f.schema_arrow); [w.write_batch(b) for b in f.iter_batches(100)]; "
+            'w.close()"'
+        )
+    column = column.combine_chunks().dictionary_encode()
+    column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    texts = [str(text) for text in column.dictionary.to_pylist()]
+    labels = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
+    most = max((group.num_rows for group in groups), default=0)
+    note = f"{most:,} rows of {largest / 2**20:.1f} MiB" if most > 1 else ""
+    found = Found(texts, class_names(schema, label), note=note)
+    return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), found)
+
+
+def _bytes(group: Any, image: str) -> int:
+    columns = (group.column(n) for n in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == image)
+
+
+@lru_cache(maxsize=OPEN)
+def opened(shard: ShardFile) -> Any:
+    """A Parquet file of pyarrow's.
+
+    Raises whatever opening raises.
+    """
+    if ShardFile.of(str(shard)) != shard:
+        raise OSError(f"{shard} was changed since this run began")
+    return pyarrow().parquet.ParquetFile(str(shard))
+
+
+def image_column(schema: Any) -> str | None:
+    """The path of the column with the images' bytes."""
+    types = pyarrow().types
+
+    def is_bytes(kind: Any) -> bool:
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+    for name in (name for name in INPUTS if name in schema.names):
+        kind = schema.field(name).type
+        if is_bytes(kind):
+            return name
+        if types.is_struct(kind) and kind.get_field_index("bytes") >= 0 and is_bytes(kind.field("bytes").type):
+            return f"{name}.bytes"
+    return None
+
+
+def label_column(schema: Any) -> str | None:
+    """The column with a class for each image: a whole number, or its name."""
+    types = pyarrow().types
+
+    def is_class(kind: Any) -> bool:
+        return bool(types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind))
+
+    return next((name for name in TARGETS if name in schema.names and is_class(schema.field(name).type)), None)
+
+
+def class_names(schema: Any, label: str) -> list[str] | None:
+    """The names of the classes, where the schema tells them as the library `datasets` does."""
+    try:
+        told = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
+    except (KeyError, ValueError, TypeError):
+        return None
+    names: Sequence[Any] = told if isinstance(told, list) else ()
+    return [str(name) for name in names] or None
+
+
+class RowGroups:
+    """The images of the row groups that were read last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[ShardFile, int], Any] = OrderedDict()
+
+    def of(self, shard: ShardFile, group: int) -> Any:
+        """An array of pyarrow's, of bytes.
+
+        Raises whatever reading raises.
+        """
+        key = shard, group
+        with self._lock:
+            if key not in self._kept:
+                file = opened(shard)
+                path = image_column(file.schema_arrow)
+                column = file.read_row_group(group, [path], use_threads=False).column(0).combine_chunks()
+                column = column.chunk(0) if hasattr(column, "chunk") else column
+                self._kept[key] = column.flatten()[0] if str(path).endswith(".bytes") else column
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > KEPT:
+                self._kept.popitem(last=False)
+            return self._kept[key]
+
+
+GROUPS = RowGroups()

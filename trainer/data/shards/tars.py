@@ -1,0 +1,195 @@
+"""Tar files of encoded images: which samples one holds, by WebDataset's conventions, and where their bytes lie.
+
+A sample is the files that follow one another and are called alike up to the first dot: 0001.jpg and 0001.cls. Its
+class is the text in .cls, or `label`, `cls` or `class` in .json. Where nothing of that is there, every image is a
+sample, and its class is the folder that it lies in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from trainer.data.images import LARGEST
+from trainer.data.scanning import NEEDS, is_junk, readable_suffixes
+from trainer.data.shards.indexes import Found, ShardIndex, kept
+from trainer.data.shards.shard_files import Bytes, ShardFile, opened
+from trainer.data.shards.tar_headers import BrokenError, Member, Window, members
+from trainer.errors import SetupError
+
+KIND = b"tar"
+PACKED = {  # how compressed files begin, and what unpacks them
+    b"\x1f\x8b": "gunzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ\0": "unxz",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\x04\x22\x4d\x18": "unlz4",
+}
+IMAGE, CLASS, JSON = ".img", ".cls", ".json"
+CLASS_KEYS = ("cls", "label", "class")  # in JSON
+LONGEST_CLASS, LONGEST_JSON = 4096, 2**20  # bytes
+
+
+def index(shard: ShardFile) -> ShardIndex:
+    """Its samples, kept or found.
+
+    Raises:
+        SetupError: it is no tar that can be read in place.
+        OSError: it cannot be read.
+    """
+    return kept(shard, "tar " + " ".join(sorted(readable_suffixes())), look)
+
+
+def encoded(shard: ShardFile, start: int, size: int) -> Bytes:
+    """An image's bytes.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is larger than an image is.
+    """
+    if size > LARGEST:
+        raise ValueError(f"the file is larger than {LARGEST:,} bytes")
+    return shard.read(start, size)
+
+
+def look(shard: ShardFile) -> ShardIndex:
+    """Read all headers, and the classes."""
+    file = opened(shard)
+    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead would be images
+    window = Window(file.descriptor, shard.size)
+    _check_unpacked(shard, window.read(0, 8))
+    samples, broken = Samples(window), ""
+    try:
+        for member in members(window):
+            samples.add(member)
+    except BrokenError as error:
+        broken = str(error)
+    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+    return samples.index(broken)
+
+
+def _check_unpacked(shard: ShardFile, begin: bytes) -> None:
+    unpack = next((program for mark, program in PACKED.items() if begin.startswith(mark)), None)
+    if unpack is not None:
+        raise SetupError(
+            f"{shard} is compressed, and images are read from the middle of shards: {unpack} it, which takes hardly "
+            "more room, and give the .tar"
+        )
+
+
+class Samples:
+    """The samples of a tar, as its members come."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._key = ""
+        self._sample: list[tuple[str, Member]] = []  # suffixes and files of the sample that is not yet at its end
+        self._names: dict[str, tuple[int, int, int, int]] = {}  # start, size, class, folder
+        self._texts: dict[str, int] = {}
+        self._below: dict[str, int] = {}
+        self._others: Counter[str] = Counter()
+        self._wrong: dict[str, tuple[int, str]] = {}
+        self._found = Found([])
+
+    def add(self, member: Member) -> None:
+        folder, _, base = tidied(member.name).rpartition("/")
+        key, dot, suffix = base.partition(".")
+        if not member.is_file:
+            self._count(links=member.is_link)
+        elif is_junk(base):
+            self._count(hidden=1)
+        else:
+            key = f"{folder}/{key}"
+            if key != self._key:
+                self._end()
+                self._key = key
+            self._sample.append((dot + suffix.lower(), member))
+
+    def index(self, broken: str) -> ShardIndex:
+        """Of all that were added; `broken` says why no more came: of the last sample then a file may be missing."""
+        if not broken or not self._texts:
+            self._end()
+        found = replace(
+            self._found,
+            texts=[*self._texts],
+            below=[*self._below] or [""],
+            others=dict(self._others),
+            wrong=self._wrong,
+            broken=broken,
+        )
+        rows = [*self._names.values()]
+        return ShardIndex.of(
+            map(os.fsencode, self._names),
+            ((start, size) for start, size, _, _ in rows),
+            (label for _, _, label, _ in rows),
+            (folder for _, _, _, folder in rows),
+            found,
+        )
+
+    def _count(self, **more: int) -> None:
+        """So many more of something."""
+        self._found = replace(self._found, **{key: getattr(self._found, key) + n for key, n in more.items()})
+
+    def _refuse(self, why: str, name: str) -> None:
+        count, first = self._wrong.get(why, (0, name))
+        self._wrong[why] = (count + 1, first)
+
+    def _end(self) -> None:
+        """The sample is at its end."""
+        sample, self._sample = self._sample, []
+        images = [member for suffix, member in sample if suffix == IMAGE or _last(suffix) in readable_suffixes()]
+        classes = [(suffix, member) for wanted in (CLASS, JSON) for suffix, member in sample if suffix == wanted]
+        told = next((text for each in classes if (text := self._class(*each)) is not None), None)
+        is_sample = any(suffix == CLASS for suffix, _ in sample) or told is not None
+        for suffix, member in sample:
+            if suffix not in (CLASS, JSON) and member not in images:
+                self._others[_last(suffix) or "without a suffix"] += 1
+        if len(images) > 1 and is_sample:
+            whole = [member for suffix, member in sample if suffix == IMAGE or suffix in readable_suffixes()]
+            images = whole or images  # 1.jpg beside 1.mask.png
+            if len(images) > 1:
+                return self._refuse("several images and one class", self._key.lstrip("/"))
+        if not images and is_sample and not any(_last(suffix) in NEEDS for suffix, _ in sample):
+            self._refuse("a class and no image", self._key.lstrip("/"))
+        for member in images:
+            self._keep(member, told)
+
+    def _keep(self, member: Member, text: str | None) -> None:
+        name = tidied(member.name)
+        if not member.size:
+            self._count(empty=1)
+        elif name in self._names:
+            self._refuse("the name of another one", name)
+        else:
+            label = -1 if text is None else self._texts.setdefault(text, len(self._texts))
+            below = self._below.setdefault(name.rpartition("/")[0], len(self._below))
+            self._names[name] = (member.start, member.size, label, below)
+
+    def _class(self, suffix: str, member: Member) -> str | None:
+        """What a file of a sample calls its class, if it does."""
+        if not 0 < member.size <= (LONGEST_CLASS if suffix == CLASS else LONGEST_JSON):
+            return None
+        raw = self._window.read(member.start, member.size)
+        try:
+            found: Any
+            if suffix == CLASS:
+                found = raw.decode().strip()
+            else:
+                told = json.loads(raw)
+                found = next((told[key] for key in CLASS_KEYS if key in told), None) if isinstance(told, dict) else None
+        except (ValueError, RecursionError):
+            return None
+        text = str(found).strip() if isinstance(found, str | int) and not isinstance(found, bool) else ""
+        return text if len(text.splitlines()) == 1 else None
+
+
+def tidied(name: str) -> str:
+    """A member's name without what leads nowhere, as in ./cat/1.jpg."""
+    return posixpath.normpath(name).lstrip("/") if name.startswith((".", "/")) or "/." in name or "//" in name else name
+
+
+def _last(suffix: str) -> str:
+    return posixpath.splitext(suffix)[1] if suffix.count(".") > 1 else suffix

@@ -1,5 +1,7 @@
 """What a plan tells of reading photos on this machine."""
 
+import os
+
 import pytest
 
 from tests.data.photo_folders import photo_set
@@ -44,7 +46,7 @@ def test_the_slower_of_loader_and_model_bounds_the_run(photos, monkeypatch, word
     monkeypatch.setattr(reading, "cores", lambda: 2)
     recipe = load(None, "data.workers=2", *words)
     images = type("", (), {"photos": [0], "size": 72, "channels": 3, "val": 0})()
-    images.photos = type("", (list,), {"where": lambda self, index: str(photos / "cat" / "0.png")})([0])
+    images.photos = type("", (list,), {"address": lambda self, index: os.fsencode(photos / "cat" / "0.png")})([0])
     assert reading.reading(recipe, images, 1, wanted)["bound"] == bound
 
 

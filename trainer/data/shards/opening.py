@@ -65,7 +65,7 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     if any(parts):
         split = split_of({*filter(None, parts)}, recipe.data.root)
         wanted = [row for row, part in enumerate(parts) if split.train is None or part in (split.train, split.held_out)]
-        beside = [name for row, name in enumerate(names) if row not in {*wanted}]
+        beside = [names[row] for row in sorted({*range(len(names))} - {*wanted})]
         paths, names = ([listed[row] for row in wanted] for listed in (paths, names))
         parts = [parts[row] for row in wanted]
     shards, indexes = looked_at(paths)

@@ -58,7 +58,8 @@ def encoded(shard: ShardFile, start: int, size: int) -> Bytes:
 def look(shard: ShardFile) -> ShardIndex:
     """Read all headers, and the classes."""
     file = opened(shard)
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead would be images
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead would be images
     window = Window(file.descriptor, shard.size)
     _check_unpacked(shard, window.read(0, 8))
     samples, broken = Samples(window), ""
@@ -67,7 +68,8 @@ def look(shard: ShardFile) -> ShardIndex:
             samples.add(member)
     except BrokenError as error:
         broken = str(error)
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
     return samples.index(broken)
 
 

@@ -130,9 +130,10 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
     assert {row["label"] for row in rows} <= {*COLOURS}
     moved = tmp_path / "elsewhere"
     moved.mkdir()
-    shutil.copy(sets / "tar" / "val-000.tar", moved / "val-000.tar")
+    for path in (sets / "tar").glob("val-*.tar"):
+        shutil.copy(path, moved / path.name)
     other = ok("evaluate", f"checkpoint={run}", f"data.root={moved}", env=env).stdout
-    assert "on 7 held-out images of shards" in other
+    assert "on 15 held-out images of shards" in other
 
 
 def test_unreadable_images(sets, tmp_path):
@@ -183,9 +184,11 @@ def test_ranks_that_find_other_shards_stop(sets, tmp_path):
         (["data.root={a,b}.tar"], "data.root={a,b}.tar names no shards"),
         (["data.root=[a.tar,b.tar]"], "data.root={a.tar,b.tar} names no shards"),
         (["data.labels=x.csv"], "use data.name=imagefolder"),
+        (["data.root=photos.tar", "data.name=imagefolder"], "is no folder but shards of images: add data.name=shards"),
         ([], "data.name=shards needs shards: type data.root="),
     ],
 )
 def test_what_is_typed_amiss(words, told, tmp_path):
-    done = trainer("data.name=shards", *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
+    name = [] if any(word.startswith("data.name") for word in words) else ["data.name=shards"]
+    done = trainer(*name, *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode in (2, 3) and told in done.stderr, done.stderr

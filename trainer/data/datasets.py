@@ -21,6 +21,7 @@ from trainer.data.memory import in_memory
 from trainer.data.registered import UserItems, open_registered, registered
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
 from trainer.data.shards.opening import open_shards
+from trainer.data.shards.patterns import SUFFIXES
 from trainer.data.splits import NOTHING_BEFORE, Before
 from trainer.data.tables import open_table
 from trainer.data.targets import Targets, TaskSource, target_of
@@ -125,6 +126,8 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
     if data.labels is not None and data.name != "imagefolder":
         raise RecipeError(f"data.labels={data.labels} is a table of a folder's images: use data.name=imagefolder")
     if data.name != "shards" and data.root is not None and not Path(data.root).expanduser().is_dir():
+        if data.name == "imagefolder" and data.root.endswith(SUFFIXES):
+            raise SetupError(f"data.root={data.root} is no folder but shards of images: add data.name=shards")
         raise SetupError(f"data.root={data.root} is not a folder on this machine; type data.root=FOLDER of one that is")
     if data.name in registered:
         return open_registered(recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from trainer.recipe import MODES, shipped_recipes
 from trainer.recipe.text import shown
 from trainer.words.keys import WANTS, choices, keys
-from trainer.words.meaning import WEIGHTS, Around, Fix, Meaning, put
+from trainer.words.meaning import SHARDS, WEIGHTS, Around, Fix, Meaning, put
 from trainer.words.meanings import meaning
 from trainer.words.spelling import DASHES
 from trainer.words.values import value_of
@@ -48,6 +49,12 @@ def bare_fix(typed: str, around: Around, others: Sequence[str]) -> Fix | None:
         return Fix(" ".join(named), (f"modes=[{','.join(filter(None, dict.fromkeys(modes)))}]",))
     if around.command == "compare" and (_is_run(path) or typed.startswith("runs/")):
         return Fix(typed, (), "runs compare RUN RUN looks at runs that are done")
+    if typed.endswith(SHARDS) and not re.search(r"\.(pth?|ckpt)\.tar$", typed) and "checkpoint" not in own:
+        listed = [other for other in others if other.endswith(SHARDS) and "=" not in other]
+        several = len(listed) > 1 or around.values.get("data.root", "").endswith(SHARDS)
+        root = "data.root=" + (os.path.join(os.path.dirname(typed), f"*{path.suffix}") if several else typed)
+        note = "in quotes, or the shell writes out the pattern" if several else ""
+        return Fix(" ".join(listed), ("data.name=shards", root), note)
     if "checkpoint" in own:
         images = "checkpoint" in around.values or (path.exists() and not _is_run(path) and not typed.endswith(WEIGHTS))
         return Fix(typed, (f"{'data.root' if images else 'checkpoint'}={typed}",))

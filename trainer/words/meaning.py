@@ -10,6 +10,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import TRAITS, load
 
 WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar")
+SHARDS = (".tar", ".parquet")
 YES, NO = ("1", "y", "yes", "on", "t", "true"), ("0", "n", "no", "off", "f", "false")
 NOTHING = (*NO, "none", "null", "nil")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from trainer.errors import RecipeError
 from trainer.recipe import MODES, find, shipped_recipes
-from trainer.recipe.checks import DATASETS, SMALL_MODELS, torchvision_classifiers
+from trainer.recipe.checks import DATASETS, OWN_PHOTOS, SMALL_MODELS, torchvision_classifiers
 from trainer.recipe.other_names import OTHER_VALUES
 from trainer.words.elsewhere import ELSEWHERE
 from trainer.words.keys import FOLDERS, is_name, keys, our_name, sections
-from trainer.words.meaning import WEIGHTS, Around, Meaning, plain, put
+from trainer.words.meaning import SHARDS, WEIGHTS, Around, Meaning, plain, put
 from trainer.words.values import IMAGENET, data_name, devices, model_name, unknown, value_of
 
 PHOTOS = ("photos", "imagefolder", "folder", "custom", "myphotos", "images", "finetuning", "transfer")
@@ -132,7 +132,9 @@ def _data(value: str, around: Around) -> Meaning:
     named = data_name(value, around)
     if named is not None or value in DATASETS:
         return named or put("data.name", value)
-    if around.data_name == "imagefolder":
+    if value.endswith(SHARDS) and around.data_name != "shards":
+        return Meaning(("data.name=shards", f"data.root={value}"))
+    if around.data_name in OWN_PHOTOS:
         return put("data.root", value)
     return Meaning(("data.name=imagefolder", f"data.root={value}"))
 

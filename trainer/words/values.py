@@ -128,6 +128,8 @@ def data_name(value: str, around: Around) -> Meaning | None:
         return None
     if plain(value) in IMAGENET:
         return Meaning(("data.name=imagefolder", "data.root=/path/to/imagenet"))
+    if plain(value) in ("webdataset", "wds", "tar", "tars", "parquet"):
+        return put("data.name", "shards")
     other = {name.replace("_", ""): name for name in DATASETS}.get(plain(value))
     return put("data.name", other) if other else None
 

@@ -41,6 +41,18 @@ def test_parts_by_folders_of_shards_and_in_them(tmp_path):
     inside = opened(tarred(tmp_path / "b.tar", parts))
     assert (len(inside.train), len(inside.val), inside.classes) == (10, 10, ("cat", "dog"))
     assert inside.train.name(0) == "b.tar/photos/train/cat/0.jpg"
+    assert inside.notes["beside"].endswith("10 images in other folders")
+    told = [(f"{part}/{name}", data) for part in ("train", "val") for name, data in with_classes([0, 1] * 5)]
+    assert len(opened(tarred(tmp_path / "c.tar", told)).val) == 10
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    assert opened(tarred(tmp_path / "a.tar", in_folders({"bus": 4, "train": 4}))).classes == ("bus", "train")
+    parts = [
+        (f"{part}/{name}", data) for part in ("train", "test") for name, data in in_folders({"bus": 4, "train": 4})
+    ]
+    found = opened(tarred(tmp_path / "b.tar", parts))
+    assert (len(found.train), len(found.val), found.classes) == (8, 8, ("bus", "train"))
 
 
 def test_beside_train_and_val_others_are_left_alone_and_told(tmp_path):
@@ -145,6 +157,8 @@ def test_samples_without_a_class(tmp_path):
 def test_nothing_tells_the_classes(tmp_path):
     with pytest.raises(SetupError, match=r"nothing tells the classes of its images: put a \.cls beside each image"):
         opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("1.jpg", jpeg())]), "data.on_error=skip")
+    with pytest.raises(SetupError, match="nothing tells the classes"):
+        opened(tarred(tmp_path / "b.tar", [("train/0.jpg", jpeg()), ("val/1.jpg", jpeg())]))
 
 
 def test_one_class_and_none(tmp_path):

@@ -48,7 +48,9 @@ def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out
     texts, codes = _together([index.found.texts for index in indexes], [index.labels for index in indexes])
     if not (codes >= 0).any():
         below, codes = _together([index.found.below for index in indexes], [index.folders for index in indexes])
-        texts = ["" if part_of_folder(name) else name for name in map(posixpath.basename, below)]
+        texts = [*map(posixpath.basename, below)]
+        if all(part_of_folder(text) for text in texts if text):
+            texts = ["" for _ in texts]  # they tell what trains, and of no class
         numbers = False
     else:
         used = np.unique(codes[train | held_out])

@@ -65,17 +65,20 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     if any(parts):
         split = split_of({*filter(None, parts)}, recipe.data.root)
         wanted = [row for row, part in enumerate(parts) if split.train is None or part in (split.train, split.held_out)]
-        beside = [name for row, name in enumerate(names) if row not in {*wanted}]
+        beside = [names[row] for row in sorted({*range(len(names))} - {*wanted})]
         paths, names = ([listed[row] for row in wanted] for listed in (paths, names))
         parts = [parts[row] for row in wanted]
     shards, indexes = looked_at(paths)
     own = np.repeat(np.array(parts, object), [len(index) for index in indexes])
     if not any(parts):
-        own = np.concatenate([np.empty(0, object), *map(_parts_inside, indexes)])
+        texts = any((index.labels >= 0).any() for index in indexes)
+        own = np.concatenate([np.empty(0, object), *(_parts_inside(index, texts) for index in indexes)])
         if any(inside := {*own.tolist()} - {None}):
             split = split_of(inside, recipe.data.root)
     train, held_out = (own == part for part in split) if split.train else (np.ones(len(own), bool), own == "")
     held_out &= split.held_out is not None
+    if split.train and (others := int((~train & ~held_out).sum())):
+        beside.append(f"{others:,} images in other folders")
     classes = classes_of(root, indexes, train, held_out)
     if split.held_out == "test" and not (classes.labels[held_out] >= 0).any():  # as competitions give them out
         beside += [name for name, part in zip(names, parts, strict=True) if part == "test"] or ["test"]
@@ -113,9 +116,10 @@ def split_of(parts: set[str], root: str) -> Split:
     return Split()  # of that a share is held out, or all where it is other data than the run's
 
 
-def _parts_inside(index: ShardIndex) -> Array:
-    """The part of each sample, by the folders within its shard."""
-    return np.array([*map(part_of_folder, index.found.below), None], object)[index.folders]
+def _parts_inside(index: ShardIndex, told: bool) -> Array:
+    """The part of each sample, by the folders within its shard; the innermost is a class where none are `told`."""
+    folders = (path if told else os.path.dirname(path) for path in index.found.below)
+    return np.array([*map(part_of_folder, folders), None], object)[index.folders]
 
 
 def looked_at(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:

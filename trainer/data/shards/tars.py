@@ -31,7 +31,7 @@ PACKED = {  # how compressed files begin, and what unpacks them
 }
 IMAGE, CLASS, JSON = ".img", ".cls", ".json"
 CLASS_KEYS = ("cls", "label", "class")  # in JSON
-LONGEST_CLASS, LONGEST_JSON = 4096, 2**20  # bytes
+LONGEST = {CLASS: 4096, JSON: 2**20}  # bytes
 
 
 def index(shard: ShardFile) -> ShardIndex:
@@ -58,7 +58,8 @@ def encoded(shard: ShardFile, start: int, size: int) -> Bytes:
 def look(shard: ShardFile) -> ShardIndex:
     """Read all headers, and the classes."""
     file = opened(shard)
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead would be images
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead would be images
     window = Window(file.descriptor, shard.size)
     _check_unpacked(shard, window.read(0, 8))
     samples, broken = Samples(window), ""
@@ -67,7 +68,8 @@ def look(shard: ShardFile) -> ShardIndex:
             samples.add(member)
     except BrokenError as error:
         broken = str(error)
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
     return samples.index(broken)
 
 
@@ -87,6 +89,7 @@ class Samples:
         self._window = window
         self._key = ""
         self._sample: list[tuple[str, Member]] = []  # suffixes and files of the sample that is not yet at its end
+        self._told: dict[str, bytes] = {}  # what its files that tell of it hold, by suffix
         self._names: dict[str, tuple[int, int, int, int]] = {}  # start, size, class, folder
         self._texts: dict[str, int] = {}
         self._below: dict[str, int] = {}
@@ -106,7 +109,10 @@ class Samples:
             if key != self._key:
                 self._end()
                 self._key = key
-            self._sample.append((dot + suffix.lower(), member))
+            suffix = dot + suffix.lower()
+            self._sample.append((suffix, member))
+            if member.size <= LONGEST.get(suffix, -1):  # at once: the window is there
+                self._told[suffix] = self._window.read(member.start, member.size)
 
     def index(self, broken: str) -> ShardIndex:
         """Of all that were added; `broken` says why no more came: of the last sample then a file may be missing."""
@@ -139,10 +145,10 @@ class Samples:
 
     def _end(self) -> None:
         """The sample is at its end."""
-        sample, self._sample = self._sample, []
+        sample, texts = self._sample, self._told
+        self._sample, self._told = [], {}
         images = [member for suffix, member in sample if suffix == IMAGE or _last(suffix) in readable_suffixes()]
-        classes = [(suffix, member) for wanted in (CLASS, JSON) for suffix, member in sample if suffix == wanted]
-        told = next((text for each in classes if (text := self._class(*each)) is not None), None)
+        told = next((text for key in LONGEST if (text := class_in(key, texts.get(key, b""))) is not None), None)
         is_sample = any(suffix == CLASS for suffix, _ in sample) or told is not None
         for suffix, member in sample:
             if suffix not in (CLASS, JSON) and member not in images:
@@ -168,22 +174,20 @@ class Samples:
             below = self._below.setdefault(name.rpartition("/")[0], len(self._below))
             self._names[name] = (member.start, member.size, label, below)
 
-    def _class(self, suffix: str, member: Member) -> str | None:
-        """What a file of a sample calls its class, if it does."""
-        if not 0 < member.size <= (LONGEST_CLASS if suffix == CLASS else LONGEST_JSON):
-            return None
-        raw = self._window.read(member.start, member.size)
-        try:
-            found: Any
-            if suffix == CLASS:
-                found = raw.decode().strip()
-            else:
-                told = json.loads(raw)
-                found = next((told[key] for key in CLASS_KEYS if key in told), None) if isinstance(told, dict) else None
-        except (ValueError, RecursionError):
-            return None
-        text = str(found).strip() if isinstance(found, str | int) and not isinstance(found, bool) else ""
-        return text if len(text.splitlines()) == 1 else None
+
+def class_in(suffix: str, raw: bytes) -> str | None:
+    """What a file of a sample calls its class, if it does."""
+    try:
+        found: Any
+        if suffix == CLASS:
+            found = raw.decode()
+        else:
+            told = json.loads(raw)
+            found = next((told[key] for key in CLASS_KEYS if key in told), None) if isinstance(told, dict) else None
+    except (ValueError, RecursionError):
+        return None
+    text = str(found).strip() if isinstance(found, str | int) and not isinstance(found, bool) else ""
+    return text if len(text.splitlines()) == 1 else None
 
 
 def tidied(name: str) -> str:

@@ -48,12 +48,13 @@ class Warm:
             theirs.close()
             ours.sendall(json.dumps([words, environment, cwd]).encode() + b"\n")
             ours.settimeout(timeout)
-            answers = ours.makefile()
+            answers, pid = ours.makefile(), None
             try:
                 pid = int(answers.readline())
                 return int(answers.readline())
             except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
+                if pid is not None:  # else the server itself has not come so far
+                    os.kill(pid, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(words, timeout) from None
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import csv
-import functools
 import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.warm import Warm
+from tests.warm import Popen, run
 
 PROJECT = Path(__file__).parent.parent
 QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
+AMBIENT = "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_"  # change a run
+LATE = f"{AMBIENT}|GLOO_|MLFLOW_|PATH$|PYTHONPATH$|TORCH_HOME$"  # are read when they are needed
 
 
 def digest(path):
@@ -27,10 +27,7 @@ def digest(path):
 
 def environment(**changes):
     """This process's environment without what would change a run, on the CPU."""
-    ambient = re.compile(
-        "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_|OMP_"
-    )
-    plain = {key: value for key, value in os.environ.items() if not ambient.match(key)}
+    plain = {key: value for key, value in os.environ.items() if not re.match(f"{AMBIENT}|OMP_", key)}
     # One thread a process: where several tests run at once, threads wait for each other's turn.
     return {**plain, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **changes}
 
@@ -41,25 +38,9 @@ def trainer(*words, env=None, timeout=180, cwd=None, python=()):
     It is forked from a process that has imported torch already (see `tests.warm`), unless `env` says what others read
     as they are imported.
     """
-    words = [*map(str, words)]
-    command = [sys.executable, *python, "-m", "trainer", *words]
-    ours = all(name.startswith(("TRAINER_", "TORCH_HOME")) for name in env or {})
-    if not ours or python:
-        return subprocess.run(
-            command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True
-        )
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = _warm().run(
-            words, environment(**(env or {})), str(cwd or os.getcwd()), out.fileno(), err.fileno(), timeout
-        )
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), err.read())
-
-
-@functools.cache
-def _warm():
-    return Warm(environment())
+    start = run if not python and all(re.match(LATE, name) for name in env or {}) else subprocess.run
+    command = [sys.executable, *python, "-m", "trainer", *map(str, words)]
+    return start(command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True)
 
 
 def ok(*words, **options):
@@ -86,9 +67,7 @@ def torchrun(*words, arguments=(), env=None, cwd=None):
     """A torchrun that the user starts, as a process; it does not outlive the block."""
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "trainer", *map(str, words)]
     pipe = subprocess.PIPE
-    started = subprocess.Popen(
-        command, env=environment(**(env or {})), stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=cwd
-    )
+    started = Popen(command, env=environment(**(env or {})), stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=cwd)
     try:
         yield started
     finally:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import util
 
 import pytest
+
+from tests import warm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `tests.commands.environment`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, and all that is started from here
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+util.spawnv_passfds = warm.spawnv_passfds  # multiprocessing's servers need not import torch either
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import pytest
 
+from tests import warm
 from tests.commands import environment, ok, trainer
 from tests.comparison.listing import SMALL
 from tests.typed import odd
@@ -381,7 +382,7 @@ def test_ctrl_c_ends_the_run_under_way(tmp_path):
     words = ["recipe=digits", "modes=[single,ddp]", *SMALL, "repeats=1", f"output={tmp_path / 'out'}"]
     command = [sys.executable, "-m", "trainer", "compare", *words]
     pipe = subprocess.PIPE
-    started = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    started = warm.Popen(command, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     try:
         under_way = tmp_path / "out/runs/single/0/recipe.yaml"
         until = time.monotonic() + 120

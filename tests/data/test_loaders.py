@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
+from tests import warm
 from tests.commands import environment
 from tests.data.photo_folders import read_image
 from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, sampling, steps_per_epoch, workers
@@ -584,7 +585,8 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(thread, tmp_path):
             time.sleep(1000)
     """)
     (tmp_path / "rank.py").write_text(script)
-    rank = subprocess.Popen(
+    way = subprocess.Popen if thread == "lesser" else warm.Popen  # whose children have the main thread for a parent
+    rank = way(
         [sys.executable, str(tmp_path / "rank.py")],
         env=environment(),
         stdin=subprocess.PIPE,

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import warm
 from tests.commands import QUIET, environment, ok, orphaned_blocks, result, torchrun, trainer
 from tests.storms import Job, slack
 from trainer.errors import FolderInUseError, PredictionError
@@ -117,7 +118,7 @@ def test_paths_from_stdin(digits, photos, tmp_path):
         CPU,
         "predict.batch_size=1",
     ]
-    subprocess.run(
+    warm.run(
         [*command, f"output={tmp_path / 'stdin'}"],
         input="".join(f"{path}\n" for path in chosen).encode(),
         env=environment(),
@@ -157,7 +158,7 @@ def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
     label(digits, tmp_path / "whole", *words[2:])
     part = tmp_path / "out" / "part-0000"
     command = [sys.executable, "-m", "trainer", *words, f"output={tmp_path / 'out'}"]
-    child = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    child = warm.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     while not part.exists() or part.stat().st_size < 4000:
         assert child.poll() is None, "it was over before it could be stopped"
         time.sleep(0.002)
@@ -211,7 +212,7 @@ def test_a_signal_is_clean(digits, photos, tmp_path, number, code):
     (tmp_path / "list.txt").write_text("\n".join(paths))
     words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", f"output={tmp_path / 'out'}"]
     command = [sys.executable, "-m", "trainer", *words, "devices=[cpu,cpu]", "predict.batch_size=4"]
-    child = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    child = warm.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     part = tmp_path / "out" / "part-0000"
     while not part.exists() or part.stat().st_size == 0:
         assert child.poll() is None

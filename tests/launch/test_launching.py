@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.commands import PROJECT
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
@@ -25,6 +26,7 @@ from trainer.recipe import load
 STAND_IN = """
 import json, os, signal, sys, time, types
 from pathlib import Path
+import trainer.training
 from trainer import errors
 from trainer.processes.rank import place
 
@@ -57,7 +59,7 @@ def run(recipe, own_process=False):
 
 module = types.ModuleType("trainer.training.loop")
 module.run = run
-sys.modules["trainer.training.loop"] = module
+sys.modules["trainer.training.loop"] = trainer.training.loop = module
 """
 
 
@@ -78,8 +80,10 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "trainer", "recipe=digits", "plugin=stand_in", "devices=[cpu]", *words]
 
 
-def start(*words: str, case: str = "", **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(
+    *words: str, case: str = "", way: type[subprocess.Popen[str]] = warm.Popen, **environment: str
+) -> subprocess.Popen[str]:
+    return way(
         command(*words),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -204,7 +208,7 @@ def test_ctrl_c_before_a_rank_is_python_shows_nothing(work: Path) -> None:
     (work / "sitecustomize.py").write_text(
         "import os, signal\nif 'RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**5))\n"
     )
-    process = start("nproc=2", PYTHONPATH=f"{work}:{PROJECT}")
+    process = start("nproc=2", way=subprocess.Popen, PYTHONPATH=f"{work}:{PROJECT}")
     _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors and "Fatal" not in errors, errors
     assert process.returncode == 130, errors
@@ -224,7 +228,7 @@ def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:
 
 def test_a_rank_whose_launcher_died_before_it_started_leaves(work: Path) -> None:
     environment = {**os.environ, family.PARENT: "1", "RANK": "0", "WORLD_SIZE": "2"}
-    assert subprocess.run(command(), env=environment, timeout=60, check=False).returncode == PeerError.code
+    assert warm.run(command(), env=environment, timeout=60).returncode == PeerError.code
 
 
 @pytest.fixture

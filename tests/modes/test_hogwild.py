@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import warm
 from tests.commands import QUIET, environment, losses, ok, result, steps, trainer
 from tests.contexts import mode_of
 from tests.worlds import on_ranks
@@ -138,11 +139,11 @@ def test_nothing_is_left_in_shared_memory_by_a_killed_run(tmp_path):
     run = tmp_path / "run"
     words = ["recipe=digits_hogwild", "nproc=2", "epochs=5000", *QUIET, f"output={run}"]
     before = set(os.listdir("/dev/shm"))
-    process = subprocess.Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=subprocess.DEVNULL)
+    process = warm.Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=subprocess.DEVNULL)
     try:
         wait_for(lambda: process.poll() is not None or ((run / "steps.csv").exists() and len(steps(run)) > 30))
         assert process.poll() is None
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = warm.without_nursery(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
         assert len(ranks) == 2
         for pid in ranks:
             maps = Path(f"/proc/{pid}/maps").read_text()

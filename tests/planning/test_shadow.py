@@ -16,22 +16,32 @@ from trainer.planning.memory import footprint
 from trainer.training.optimizers import build_optimizer, optimizer_state
 from trainer.training.trainable import roles_of
 
-SAMPLE = [pytest.param(name, marks=pytest.mark.full if name == "densenet121" else ()) for name in MODELS]  # it is slow
+FULL = pytest.mark.full("each model, optimizer and precision is in the sample")
+OPTIMIZERS = {
+    "momentum": ["optimizer.momentum=0.9", "optimizer.norm_weight_decay=0.0"],
+    "sgd": ["optimizer.momentum=0"],
+    "adamw": ["optimizer.name=adamw", "optimizer.lr=0.001", "ema=0.9"],
+    "lars": ["optimizer.name=lars"],
+}
 
 
-@pytest.mark.parametrize("name", MODELS)
+def sample(rows, columns, *chosen):
+    """All pairs, those that are not chosen for the full counts."""
+    pairs = [(row, column) for row in rows for column in columns]
+    return [pytest.param(*pair, marks=() if pair in chosen else FULL) for pair in pairs]
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["optimizer.momentum=0.9", "optimizer.norm_weight_decay=0.0"],
-        ["optimizer.momentum=0"],
-        ["optimizer.name=adamw", "optimizer.lr=0.001", "ema=0.9"],
-        ["optimizer.name=lars"],
-    ],
-    ids=["momentum", "sgd", "adamw", "lars"],
+    ("name", "optimizer"),
+    sample(
+        MODELS,
+        OPTIMIZERS,
+        *[("resnet18", "momentum"), ("vit_tiny", "adamw"), ("cnn", "lars"), ("cnn", "adamw")],
+        *[("mobilenet_v3_small", "momentum"), ("densenet121", "sgd")],
+    ),
 )
-def test_weights_and_optimizer_are_those_of_a_real_model(name, words):
-    recipe = sized(name, *words)
+def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
+    recipe = sized(name, *OPTIMIZERS[optimizer])
     images, shadow = dataset_facts(recipe), shadow_of(recipe)
     model = build(recipe.model, images.classes, images.channels, images.size)
     parameters = dict(model.named_parameters())
@@ -72,8 +82,14 @@ def test_nothing_is_allocated():
     assert shadow.whole(256, gradients=True).peak > 20 * 2**30
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    sample(
+        MODELS,
+        ["fp32", "bf16"],
+        *[("resnet18", "bf16"), ("vit_tiny", "fp32"), ("cnn", "fp32"), ("cnn", "bf16"), ("mobilenet_v3_small", "fp32")],
+    ),
+)
 def test_activations_are_those_that_the_profiler_sees(name, precision):
     recipe = sized(name, f"precision={precision}")
     strategy, batch = real(recipe)
@@ -125,8 +141,9 @@ def test_saved_bytes_are_those_that_autograd_keeps(name):
     assert shadow_of(recipe).whole(16, gradients=True).saved == pytest.approx(saved, rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny"])
+@pytest.mark.parametrize(
+    ("name", "recompute"), sample(["resnet18", "vit_tiny"], [False, True], ("resnet18", False), ("vit_tiny", True))
+)
 def test_a_pipeline_holds_what_the_profiler_sees(name, recompute):
     """All stages of a pipeline in one process, so what is measured is what the stages hold together."""
     words = ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4", f"pipeline.recompute={recompute}"]

@@ -4,7 +4,6 @@ import functools
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import trainer
+from tests import warm
 from tests.commands import environment
 from tests.pool import pool_workers as workers
 from trainer.errors import PredictionError, RecipeError, SetupError
@@ -500,7 +500,7 @@ def run(tmp_path, script, *arguments):
     path = tmp_path / "script.py"
     path.write_text(script)
     command = [sys.executable, *(arguments or [path])]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, input=script)
+    return warm.run(command, env=environment(), capture_output=True, text=True, timeout=60, input=script)
 
 
 def test_workers_of_a_script(tmp_path):

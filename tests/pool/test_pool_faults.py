@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.commands import blocks, environment, orphaned_blocks
 from tests.pool import pool_workers as workers
 from trainer.errors import PredictionError, TrainerError, explain
@@ -346,7 +347,7 @@ def processes(mark):
             alive = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
             if alive and mark in (entry / "environ").read_bytes():
                 found.append(entry.name)
-    return found
+    return warm.without_nursery(found)
 
 
 ENDS = {
@@ -377,7 +378,7 @@ def test_no_end_leaves_a_process(end, method, tmp_path, full):
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(PROGRAM)
     before = blocks()
-    program = subprocess.Popen(
+    program = warm.Popen(
         [sys.executable, script, end, method],
         env=environment(POOL_TEST=mark),
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainer
+from tests import warm
 from tests.commands import PROJECT, environment, result
 from trainer import EpochReport, StepReport, train
 from trainer.errors import Interrupted, RecipeError
@@ -311,7 +312,7 @@ except trainer.errors.Interrupted as error:
 
 
 def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path):
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and "raised 'mine'" in done.stdout, done.stdout + done.stderr
@@ -346,15 +347,16 @@ os._exit(0)  # gloo may abort in the interpreter's own end
 def test_in_a_script_that_torchrun_runs_rank_0_hears_and_its_weights_count(tmp_path):
     (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py"]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = warm.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["1 True\n", "0 True\n"]
 
 
+@pytest.mark.full("reads torch for a minute; .ci/run runs it where mypy has just done so")
 def test_a_users_script_is_typed():
     script = PROJECT / "tests" / "training" / "typed_script.py"
     pytest.importorskip("mypy", reason="pip install mypy")
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(script)]
+    command = [sys.executable, "-m", "mypy", "--strict", str(script)]
     done = subprocess.run(command, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
 

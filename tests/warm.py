@@ -269,7 +269,10 @@ def _ask(command: tuple[str, str, list[str]], files: Mapping[int, int], **job: o
             _start_nursery()
         socket.send_fds(_nursery, [b"x"], [*files.values()])
         _nursery.sendall(json.dumps({**asked, **job}).encode() + b"\n")
-        return int(_nursery.makefile().readline())
+        answer = _nursery.makefile().readline()
+    if not answer:
+        raise RuntimeError("the nursery is gone: `python -c 'from tests.warm import serve'` may say why")
+    return int(answer)
 
 
 @contextmanager

@@ -53,22 +53,27 @@ def test_replicas_of_data_parallel():
     assert first.images == 3 * others[0].images
 
 
-def test_advice_fits():
-    words = ["devices=[cpu]", "model.name=resnet18", "data.name=synthetic", "data.image_size=64", "batch_size=64"]
+@pytest.mark.parametrize(
+    ("model", "pixels", "memory"),
+    [("resnet8", 32, "12MiB"), pytest.param("resnet18", 64, "200MiB", marks=pytest.mark.full("ten plans, long ones"))],
+)
+def test_advice_fits(model, pixels, memory):
+    words = ["devices=[cpu]", f"model.name={model}", "data.name=synthetic"]
+    words += [f"data.image_size={pixels}", "batch_size=64"]
     recipe = load_recipe(None, "mode=ddp", *words)
-    tight = plan(recipe, nproc=2, memory="200MiB")
+    tight = plan(recipe, nproc=2, memory=memory)
     tried = {one["words"].split("=")[0]: one for one in tight["advice"]}
     assert not tight["fits"] and tried.keys() == {"accumulate", "batch_size", "mode"}
     for one in tight["advice"]:
         own = {word.partition("=")[0]: word for word in one["words"].split()}
         processes = own.pop("nproc", "nproc=2").removeprefix("nproc=")
         kept = [word for word in ["mode=ddp", *words] if word.partition("=")[0] not in own]
-        again = plan(load_recipe(None, *kept, *own.values()), nproc=processes, memory="200MiB")
+        again = plan(load_recipe(None, *kept, *own.values()), nproc=processes, memory=memory)
         assert again["fits"] and again["peak"] == one["peak"]
     pieces = int(tried["accumulate"]["words"].partition("=")[2])
     fewer = [n for n in range(1, pieces) if 32 % n == 0]
-    assert not any(plan(recipe.replace(accumulate=n), nproc=2, memory="200MiB")["fits"] for n in fewer)
-    assert plan(recipe, nproc=2, memory="1MiB")["advice"] == []
+    assert not any(plan(recipe.replace(accumulate=n), nproc=2, memory=memory)["fits"] for n in fewer)
+    assert plan(recipe, nproc=2, memory="0.5MiB")["advice"] == []
 
 
 def test_workers_that_share_a_card_add_up(monkeypatch):

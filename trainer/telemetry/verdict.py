@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, TypedDict, get_args
 
+import yaml
+
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe, load
+from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes, wider_batch
 
 NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
@@ -293,7 +295,8 @@ def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> lis
     found = []
     for override in overrides:
         try:
-            changed = load(recipe.to_dict(), *override.split())
+            words = (word.partition("=") for word in override.split())
+            changed = recipe.replace(**{key.replace(".", "__"): yaml.safe_load(value) for key, _, value in words})
             check_processes(changed, setting.processes)
         except RecipeError:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 
 import pytest
@@ -30,7 +31,7 @@ class Seen(nn.Module):
         return self.head(images.flatten(1))
 
 
-def labeller(*words, threads=1):
+def labeller(*words, threads=0):
     torch.manual_seed(0)
     found = Labeller(
         Seen(),
@@ -53,28 +54,63 @@ def own_threads():
     torch.set_num_threads(before)
 
 
-def test_decoding_in_threads_labels_alike_and_in_pieces(own_threads, photos):
-    """In order, bad ones with their reasons; the model begins with a quarter of the batch."""
+def test_decoding_in_threads_labels_alike(own_threads, photos):
+    """In order, bad ones with their reasons."""
     paths = [str(path) for path in sorted(photos.rglob("*.*")) if path.suffix in (".png", ".jpg")]
     one, four = labeller(), labeller(threads=4)
-    alone, beside = one.batch(paths * 2), four.batch(paths * 2)
-    assert [row.classes for row in alone] == [row.classes for row in beside]
-    assert [row.error for row in alone] == [row.error for row in beside] and any(row.error for row in alone)
-    assert [row.probabilities for row in beside] == [pytest.approx(row.probabilities, abs=1e-6) for row in alone]
-    whole = 2 * sum(not row.error for row in one.batch(paths))
-    rows = -(-len(paths) * 2 // 4)
-    assert [shape[0] for shape in four.model.shapes] == [rows] * (whole // rows) + [whole % rows]
+    alone, beside = one.batch(paths * 2), four.batch(four.prepare(paths * 2))
+    assert alone == beside and any(row.error for row in alone)
 
 
 def test_files_are_decoded_at_the_same_time(own_threads, monkeypatch):
     together = threading.Barrier(4, timeout=20)
 
-    def read(path, channels):
+    def opened(path, channels):
         together.wait()
         return Picture.of(torch.full((3, 8, 8), int(path), dtype=torch.uint8))
 
-    monkeypatch.setattr(labelling, "open_image", read)
-    assert not any(row.error for row in labeller(threads=4).batch(list("01234567")))
+    monkeypatch.setattr(labelling, "open_image", opened)
+    worker = labeller(threads=4)
+    assert not any(row.error for row in worker.batch(worker.prepare(list("01234567"))))
+
+
+def test_the_next_batch_is_read_while_the_model_has_this_one(own_threads, monkeypatch, photos):
+    """In one thread, also where that reads items of a user's own data set."""
+    paths = sorted(map(str, (photos / "0").glob("*.png")))
+    for source, items in ((None, paths), (Numbered(), list(range(20)))):
+        worker, read = labeller(threads=1), threading.Event()
+        worker.source = source
+        first = worker.prepare(items[:10])
+        forward = worker.model.forward
+
+        def waiting(images, forward=forward, worker=worker, read=read, items=items):
+            if len(images) == 10:
+                worker.prepare(items[10:])[-1].add_done_callback(lambda _: read.set())
+                assert read.wait(20), "nobody reads"
+            return forward(images)
+
+        monkeypatch.setattr(worker.model, "forward", waiting)
+        assert not any(row.error for row in worker.batch(first))
+
+
+class Numbered:
+    """A user's data set, of which one item is read at a time."""
+
+    def __init__(self):
+        self.reading = threading.Lock()
+
+    def read(self, index, channels):
+        assert self.reading.acquire(blocking=False), "two are read at once"
+        time.sleep(0.001)
+        self.reading.release()
+        return torch.full((3, 8, 8), index, dtype=torch.uint8), 0
+
+
+def test_items_of_a_users_data_set_are_read_one_at_a_time(own_threads):
+    worker = labeller(threads=4)
+    worker.source = Numbered()
+    worker.setup(torch.device("cpu"))
+    assert not any(row.error for row in worker.batch(worker.prepare(list(range(20)))))
 
 
 def test_compiling_is_done_before_an_image_is_waited_for(own_threads, monkeypatch, photos):

@@ -19,6 +19,47 @@ def square(item):
     return item * item
 
 
+class Ahead:
+    """A batch of it is done when the next one has been looked at; 0 is in the last."""
+
+    def setup(self, device):
+        self.looked = threading.Semaphore(0)
+
+    def prepare(self, items):
+        self.looked.release()
+        return [(item, threading.current_thread().name) for item in items]
+
+    def batch(self, items):
+        self.looked.acquire()  # its own
+        if items[-1][0]:
+            assert self.looked.acquire(timeout=20), "the next batch was not looked at"
+            self.looked.release()
+        return items
+
+
+class Foresight:
+    """Looks at a batch while the one before takes its time; an item of 3 kills as it is looked at."""
+
+    def prepare(self, items):
+        if 3 in items:
+            kill_myself(0)
+        return items
+
+    def batch(self, items):
+        time.sleep(0.01)
+        return [-item for item in items]
+
+
+class Blind:
+    """Fails as it looks at an item of 3."""
+
+    def prepare(self, items):
+        return [1 / (item - 3) for item in items]
+
+    def batch(self, items):
+        return [int(item < 0) for item in items]
+
+
 def same(item):
     return item
 

@@ -173,6 +173,13 @@ def test_batches_have_the_size_that_was_asked_for(flavour, pools):
     assert list(pools(workers.Sizes, flavour, batch_size=8, assign="round_robin").map(range(20))) == [8] * 16 + [4] * 4
 
 
+def test_a_batch_is_looked_at_while_the_one_before_is_done():
+    with DevicePool(["cpu"], workers.Ahead, batch_size=2, retries=1) as pool:
+        found = list(pool.map(range(9, -1, -1)))
+        assert [item for item, _ in found] == list(range(9, -1, -1)) and {name for _, name in found} == {"listening"}
+        assert pool.submit(workers.square, 3).result() == 9
+
+
 def test_batches_grow(pools):
     pool = pools(workers.Sizes)
     sizes = list(pool.map(range(5000)))

@@ -171,6 +171,26 @@ def test_an_item_that_kills_its_worker_is_reported():
         assert list(pool.map(range(3))) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_kills_as_it_is_looked_at_is_the_only_item_to_blame(size):
+    """Although its worker has not done the batch before, which is taken for the reason at first."""
+    with DevicePool(["cpu"], workers.Foresight, batch_size=size, on_error="skip") as pool:
+        results = list(pool.map([0, 1, 2, 3, 4, 5, 6, 3, 8]))
+    assert [type(result) is ItemError and result.index for result in results] == [False] * 3 + [3] + [False] * 3 + [
+        7,
+        False,
+    ]
+    assert "it was killed by SIGKILL" in results[3].message and results[8] == -8
+
+
+@pytest.mark.parametrize("flavour", ["process", "thread"])
+def test_what_fails_as_it_is_looked_at_fails_alone(flavour):
+    with DevicePool(["cpu"], workers.Blind, batch_size=4, on_error="skip", flavour=flavour) as pool:
+        results = list(pool.map(range(8)))
+    assert results[3].index == 3 and "ZeroDivisionError" in results[3].message
+    assert results[:3] + results[4:] == [1, 1, 1, 0, 0, 0, 0]
+
+
 def test_any_number_of_items_may_kill_their_worker():
     with DevicePool(["cpu"], workers.kill_from_three, batch_size=1, on_error="skip") as pool:
         results = list(pool.map(range(7)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
@@ -188,6 +188,8 @@ def with_channels(images: Tensor, channels: int) -> Tensor:
 
 def reason(error: BaseException) -> str:
     """Why something could not be read, in a few words."""
+    if isinstance(error, UnidentifiedImageError):  # which names an object of ours
+        return "cannot identify image file"
     text = error.strerror if isinstance(error, OSError) and error.strerror else text_of(error).partition("\n")[0]
     return text[:200] or type(error).__name__
 

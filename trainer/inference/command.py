@@ -38,7 +38,7 @@ from trainer.recipe.words import split_words
 from trainer.saving.run_folder import write_atomically
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
-DECODERS = 32  # threads that decode for one GPU, at most
+DECODERS = 32  # threads that read for one device, at most
 
 
 def command(words: Sequence[str]) -> int:
@@ -111,9 +111,9 @@ def _settings(trained: Trained, inputs: Inputs, me: Place) -> PredictionSettings
 
 
 def _decoders(devices: Sequence[str], me: Place) -> int:
-    """Threads that decode for each device. CPU workers have a core each, for decoding and for the model."""
-    beside = any(name != "cpu" for name in devices)
-    return max(1, min(DECODERS, cores() // (len(devices) * me.local_size))) if beside else 1
+    """Threads that read images for each device; 0: a CPU worker whose one core both reads and has the model."""
+    each = cores() // (len(devices) * me.local_size)
+    return max(1, min(DECODERS, each)) if each > 1 or any(name != "cpu" for name in devices) else 0
 
 
 def _label_on(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import Finish
-from trainer.data.encoded import EncodedPhotos
 from trainer.data.images import open_image, reason, with_channels
 from trainer.data.photos import held_out
 from trainer.data.pictures import Picture
@@ -24,7 +23,6 @@ from trainer.modes.base import AUTOCAST
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 
-PIECES, FEWEST = 4, 16  # a batch is decoded beside the device in so many pieces, of so many images at least
 COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.batch_size is left out
 
 
@@ -68,9 +66,9 @@ class Labeller:
         recipe: Recipe,
         task: Task,
         source: PhotoSource | None,
-        threads: int = 1,
+        threads: int = 0,
     ) -> None:
-        """`threads` decode files while the device works on those before; 1: before it does."""
+        """`threads` read images while the model has those before; 0: the model waits while one reads them."""
         self.model, self.preparation, self.recipe, self.task, self.source = model, preparation, recipe, task, source
         self.threads = threads
 
@@ -87,12 +85,13 @@ class Labeller:
         self.model = self.model.to(device, memory_format=layout).eval()  # type: ignore[call-overload]
         self._finish = Finish(how.mean, how.std, how.image_size, recipe.channels_last, device)
         self._decoders: ThreadPoolExecutor | None = None
-        # Items of a user's own data set are read one after the other: nothing says that they may be read in threads.
-        if self.threads > 1 and (self.source is None or isinstance(self.source, EncodedPhotos)):
+        if self.threads:
             if device.type == "cuda":
                 torch.set_num_threads(1)  # in each thread that decodes
             warnings.simplefilter("ignore")  # reading does so for itself, and in several threads at once undoes it
-            self._decoders = ThreadPoolExecutor(self.threads, "decoding")
+            # Items of a user's own data set are read one after the other: nothing says that they may be read at once.
+            several = self.source is None or isinstance(self.source, EncodedPhotos)
+            self._decoders = ThreadPoolExecutor(self.threads if several else 1, "decoding")
         self._compiled = 0  # images of each compiled pass: of all sizes, or every new one would be compiled again
         if recipe.compile:
             self._compiled = recipe.predict.batch_size or COMPILED[device.type]
@@ -100,10 +99,14 @@ class Labeller:
             blank = torch.zeros(how.channels, how.image_size, how.image_size, dtype=torch.uint8)
             self._labels(self._classified([self._prepared(blank)]))  # compiles here, where no image's time is counted
 
+    def prepare(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Begin to read them; the pool calls this as soon as a batch arrives, while the one before is labelled."""
+        return [self._decoders.submit(self._tried, item) for item in items] if self._decoders else items
+
     def batch(self, items: Sequence[Any]) -> list[Labels]:
-        """The labels of each item; one that cannot be read has its reason instead."""
-        ready = self._decoders.map(self._tried, items) if self._decoders else map(self._tried, items)
-        rows = self._compiled or (max(FEWEST, -(-len(items) // PIECES)) if self._decoders else len(items))
+        """The labels of each item, or of what `prepare` made of it; one that cannot be read has its reason instead."""
+        ready = (item.result() if isinstance(item, Future) else self._tried(item) for item in items)
+        rows = self._compiled or len(items)
         found: list[Labels | None] = []
         images: list[Tensor] = []
         pieces = []

@@ -139,7 +139,9 @@ class ThreadHandle:
         while (task := self.tasks.get()) is not None:
             kind, value = task
             began = time.perf_counter()
-            fetched = partial(_same, value)
+            fetched: Callable[[], Any] = partial(_same, value)
+            if kind is Kind.BATCH and caller.prepares:
+                fetched = caller.prepared(fetched)
             results = caller.job(fetched) if kind is Kind.JOB else list(caller.batch(fetched))
             self._answer(kind, results, time.perf_counter() - began)
 

@@ -42,6 +42,8 @@ class DevicePool:
         setup(device)   optional; called once, with the `torch.device`
         __call__(item)  one result, or
         batch(items)    a list of results, or a tensor or array of shape (len(items), ...)
+        prepare(items)  optional, beside `batch`, which gets what this returns, as many: called when a batch arrives,
+                        in another thread, while the worker still does the one before
 
     or a plain function of an item. It may be called again for an item whose worker was lost. Items given to a worker
     are views of shared memory that hold during the call: clone what is kept. Gradients do not travel, sparse tensors

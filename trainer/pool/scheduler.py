@@ -123,10 +123,12 @@ class Scheduler:
                 self._give_job(seat, jobs.popleft())
                 return True
             return False
-        if seat.has_job:
+        if seat.has_job or any(task.tries for task in seat.queue):
             return False
         for stream in list(self.streams):
             again = stream.again[self._lane(seat)]
+            if again and again[0].tries and seat.queue:  # alone: a worker may look at a task while it does another,
+                return False  # and of a worker that is lost the oldest task is taken for the reason
             chunk = again.popleft() if again else self._take(seat, stream)
             if chunk:
                 self._give(seat, chunk)

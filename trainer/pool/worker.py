@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -66,6 +68,19 @@ class Caller:
         if hasattr(self.worker, "setup"):
             self.worker.setup(device)
 
+    @property
+    def prepares(self) -> bool:
+        """Whether the worker begins with a batch while it still does another."""
+        return hasattr(self.worker, "prepare")
+
+    def prepared(self, items: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]]:
+        """What `batch` is to fetch in place of a batch's items."""
+        try:
+            begun = self.worker.prepare(items())
+        except BaseException as error:
+            return partial(_raise, error)
+        return lambda: begun
+
     def batch(self, items: Callable[[], Sequence[Any]]) -> Any:
         """A result or a `Failure` for each item, or one `Failure` of the whole batch; `items` fetches them."""
         enter(self.device)
@@ -99,6 +114,10 @@ class Caller:
         except Exception:
             return False
         return True
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
 
 
 def _checked(results: Any, count: int) -> Any:
@@ -160,23 +179,49 @@ def main(
     sys.stderr.flush()
 
 
+Opener = Callable[[], Any]  # fetches what a message is about
+
+
 def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> None:
     """Answer batches and jobs, in order."""
+    arrived = _arrivals(connection, slots, caller)
+    for message, items in _ahead(arrived, caller) if caller.prepares else arrived:
+        began = time.perf_counter_ns()
+        answer, failures = _job(caller, items) if message.kind == Kind.JOB else _batch(caller, items)
+        extent = store(answer, slots[message.slot], message.extent.end)
+        done = message._replace(extent=extent, failures=failures, nanoseconds=time.perf_counter_ns() - began)
+        usable = not failures or caller.usable()
+        del items, answer
+        if not _send(connection, done) or not usable:
+            return
+
+
+def _arrivals(connection: Connection, slots: list[MemoryFile], caller: Caller) -> Iterator[tuple[Message, Opener]]:
+    """What comes over the pipe until the parent closes it."""
     while True:
         try:
             message = Message.from_bytes(connection.recv_bytes())
         except (EOFError, OSError):
             return
-        began = time.perf_counter_ns()
-        slot, job = slots[message.slot], message.kind == Kind.JOB
-        parcel = fetch(slot.reach(message.extent.end), message.extent, own=job)
-        answer, failures = _job(caller, parcel) if job else _batch(caller, parcel)
-        extent = store(answer, slot, message.extent.end)
-        done = message._replace(extent=extent, failures=failures, nanoseconds=time.perf_counter_ns() - began)
-        usable = not failures or caller.usable()
-        del parcel, answer
-        if not _send(connection, done) or not usable:
-            return
+        job = message.kind == Kind.JOB
+        items = fetch(slots[message.slot].reach(message.extent.end), message.extent, own=job).open
+        yield message, caller.prepared(items) if caller.prepares and not job else items
+        del items
+
+
+def _ahead(arrived: Iterator[tuple[Message, Opener]], caller: Caller) -> Iterator[tuple[Message, Opener]]:
+    """The same, looked at by a thread as it comes; the parent sends no more than it has slots."""
+    found: queue.SimpleQueue[tuple[Message, Opener] | None] = queue.SimpleQueue()
+
+    def listen() -> None:
+        enter(caller.device)
+        for one in arrived:
+            found.put(one)
+            del one  # its batch's memory is the worker's alone
+        found.put(None)
+
+    threading.Thread(target=listen, name="listening", daemon=True).start()
+    return iter(found.get, None)
 
 
 def _send(connection: Connection, message: Message) -> bool:
@@ -188,8 +233,8 @@ def _send(connection: Connection, message: Message) -> bool:
     return True
 
 
-def _batch(caller: Caller, parcel: Parcel) -> tuple[Parcel, int]:
-    results = caller.batch(parcel.open)
+def _batch(caller: Caller, items: Opener) -> tuple[Parcel, int]:
+    results = caller.batch(items)
     try:
         if isinstance(results, list) and any(type(result) is Failure for result in results):
             failures = sum(type(result) is Failure for result in results)
@@ -212,8 +257,8 @@ def _packable(results: list[Any]) -> list[Any]:
     return checked
 
 
-def _job(caller: Caller, parcel: Parcel) -> tuple[Parcel, int]:
-    result = caller.job(parcel.open)
+def _job(caller: Caller, call: Opener) -> tuple[Parcel, int]:
+    result = caller.job(call)
     try:
         return pack(result), int(type(result) is Failure)
     except Exception as error:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import Finish
+from trainer.data.encoded import EncodedPhotos
 from trainer.data.images import open_image, reason, with_channels
 from trainer.data.photos import held_out
 from trainer.data.pictures import Picture

@@ -25,6 +25,7 @@ OTHERS = {  # what other programs' lines may look like
     "cd": r"trainer",
     "pip": r"install (\.|'?\.\[\w+\]'?|[a-z-]+)",
     "source": r"\.venv/bin/activate|~/\.trainer-completion|",
+    "tar": r"--sort=name -C photos -cf photos\.tar \.",
     "find": r"photos -name \*\.jpg",
 }
 CARDS = 8  # of the machine that a page may mean

@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Found:
+class Contents:
     """What a shard tells beside its images.
 
     Attributes:
@@ -72,7 +72,7 @@ class ShardIndex:
     places: Array
     labels: Array
     folders: Array
-    found: Found
+    found: Contents
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -84,7 +84,7 @@ class ShardIndex:
         places: Iterable[tuple[int, int]],
         labels: Iterable[int],
         folders: Iterable[int],
-        found: Found,
+        found: Contents,
     ) -> ShardIndex:
         listed = list(names)
         return cls(
@@ -131,7 +131,7 @@ def read(path: Path, about: Mapping[str, Any]) -> ShardIndex | None:
                 return None
             arrays = {key: stored[key] for key in ARRAYS}
         wrong = {key: (count, name) for key, (count, name) in said["found"].pop("wrong").items()}
-        index = ShardIndex(**arrays, found=Found(**said["found"], wrong=wrong))
+        index = ShardIndex(**arrays, found=Contents(**said["found"], wrong=wrong))
     except Exception:  # of what is damaged, reading raises anything at all
         return None
     same = all(arrays[key].dtype == kind for key, kind in ARRAYS.items())

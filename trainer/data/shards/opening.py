@@ -37,7 +37,7 @@ KINDS = {".tar": tars, ".parquet": parquet}
 Array = npt.NDArray[Any]
 
 
-class Split(NamedTuple):
+class ShardSplit(NamedTuple):
     """What trains and what is held out, as shards or the folders in them are called.
 
     Attributes:
@@ -61,7 +61,7 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     root = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
     names = [os.path.relpath(path, root) for path in paths]
     parts = [part_of(name) for name in names]
-    split, beside = Split(), list[str]()
+    split, beside = ShardSplit(), list[str]()
     if any(parts):
         split = split_of({*filter(None, parts)}, recipe.data.root)
         wanted = [row for row, part in enumerate(parts) if split.train is None or part in (split.train, split.held_out)]
@@ -82,7 +82,7 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     classes = classes_of(root, indexes, train, held_out)
     if split.held_out == "test" and not (classes.labels[held_out] >= 0).any():  # as competitions give them out
         beside += [name for name, part in zip(names, parts, strict=True) if part == "test"] or ["test"]
-        split, held_out = Split(split.train), np.zeros(len(own), bool)
+        split, held_out = ShardSplit(split.train), np.zeros(len(own), bool)
     whole = _photos(root, names, shards, indexes, classes)
     notes = _notes(recipe, whole, indexes, shards, classes.labels, train | held_out)
     _check(recipe, root, classes, train, notes)
@@ -102,7 +102,7 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     return replace(data, notes={**data.notes, **_slow(indexes)})
 
 
-def split_of(parts: set[str], root: str) -> Split:
+def split_of(parts: set[str], root: str) -> ShardSplit:
     """Which of the parts that are there train and are held out.
 
     Raises:
@@ -110,10 +110,10 @@ def split_of(parts: set[str], root: str) -> Split:
     """
     held_out = [part for part in HELD_OUT if part in parts]
     if "train" in parts:
-        return Split("train", held_out[0] if held_out else None)
+        return ShardSplit("train", held_out[0] if held_out else None)
     if len(held_out) > 1:
         raise SetupError(f"data.root={root} holds {' and '.join(held_out)} and no train: name one, or what trains too")
-    return Split()  # of that a share is held out, or all where it is other data than the run's
+    return ShardSplit()  # of that a share is held out, or all where it is other data than the run's
 
 
 def _parts_inside(index: ShardIndex, told: bool) -> Array:

@@ -18,7 +18,7 @@ import numpy as np
 
 from trainer.data.images import LARGEST, reason
 from trainer.data.items import INPUTS, TARGETS
-from trainer.data.shards.indexes import Found, ShardIndex, kept
+from trainer.data.shards.indexes import Contents, ShardIndex, kept
 from trainer.data.shards.shard_files import OPEN, Bytes, ShardFile
 from trainer.errors import SetupError
 
@@ -82,7 +82,7 @@ def look(shard: ShardFile) -> ShardIndex:
     except SetupError:
         raise
     except Exception as error:  # of a damaged file pyarrow raises anything at all
-        return ShardIndex.of((), (), (), (), Found([], broken=f"it cannot be read as Parquet ({reason(error)})"))
+        return ShardIndex.of((), (), (), (), Contents([], broken=f"it cannot be read as Parquet ({reason(error)})"))
     largest = max((_bytes(group, image) for group in groups), default=0)
     if largest > GROUP:
         raise SetupError(
@@ -98,7 +98,7 @@ def look(shard: ShardFile) -> ShardIndex:
     rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
     most = max((group.num_rows for group in groups), default=0)
     note = f"{most:,} rows of {largest / 2**20:.1f} MiB" if most > 1 else ""
-    found = Found(texts, class_names(schema, label), note=note)
+    found = Contents(texts, class_names(schema, label), note=note)
     return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), found)
 
 

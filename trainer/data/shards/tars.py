@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.data.images import LARGEST
 from trainer.data.scanning import NEEDS, is_junk, readable_suffixes
-from trainer.data.shards.indexes import Found, ShardIndex, kept
+from trainer.data.shards.indexes import Contents, ShardIndex, kept
 from trainer.data.shards.shard_files import Bytes, ShardFile, opened
 from trainer.data.shards.tar_headers import BrokenError, Member, Window, members
 from trainer.errors import SetupError
@@ -95,7 +95,7 @@ class Samples:
         self._below: dict[str, int] = {}
         self._others: Counter[str] = Counter()
         self._wrong: dict[str, tuple[int, str]] = {}
-        self._found = Found([])
+        self._found = Contents([])
 
     def add(self, member: Member) -> None:
         folder, _, base = tidied(member.name).rpartition("/")

@@ -1,5 +1,6 @@
 """A cache is built by whoever is there, goes on where a killed one was, and says what does not fit."""
 
+import errno
 import os
 import random
 import resource
@@ -138,8 +139,8 @@ def test_what_does_not_fit_is_not_begun(home):
     with pytest.raises(
         DiskFullError, match=r"the cache of 10 photos takes about 1,048,576\.0 GiB.*data\.cache_format="
     ):
-        require_room(home, Estimate(10, 2**50, 1.0), HOW)
-    require_room(home, Estimate(10, 1000, 1.0), HOW)
+        require_room(home, Estimate(10, 2**50, 1.0), HOW, False)
+    require_room(home, Estimate(10, 1000, 1.0), HOW, False)
 
 
 def test_an_estimate_is_near(photos):
@@ -147,3 +148,47 @@ def test_an_estimate_is_near(photos):
     found = estimate(paths, HOW)
     assert found.photos == 120 and found.bytes == 120 * 24 * 24 * 3 and found.seconds > 0
     assert estimate([b"/no/such.png"], HOW).bytes == 0
+
+
+def test_a_photo_that_is_exchanged_while_it_is_stored_is_not(photos, home, tmp_path, monkeypatch):
+    """Its block is not made, and nobody waits for it."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for path in sorted(photos.glob("*.png"))[:8]:
+        (mine / path.name).write_bytes(path.read_bytes())
+    found = packed(mine)
+    real = building.prepared
+
+    def exchanging(path, how):
+        os.utime(path)
+        return real(path, how)
+
+    monkeypatch.setattr(building, "prepared", exchanging)
+    made = [
+        building.make(str(home), key, list(paths), HOW) for key, paths in zip(names(found), found.paths, strict=True)
+    ]
+    assert {*made} == {building.Made.EXCHANGED} and not list(home.iterdir())
+    monkeypatch.setattr(building, "fork_server", building.fork_server)
+    again = packed(mine)
+    assert names(again) != names(found)
+    for path in sorted(mine.glob("*.png"))[:1]:
+        os.utime(path)
+    build(again, HOW, home, workers=1, show=False, patience=1)  # returns, with the others made
+    assert len(missing(again, home)) == 1
+
+
+@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ENOENT, False), (None, False)])
+def test_what_may_pass_is_no_reason_to_leave_a_photo_out(photos, home, monkeypatch, number, passes):
+    def broken(path, how):
+        raise OSError(number, "broken on purpose") if number else OSError("broken on purpose")
+
+    monkeypatch.setattr(building, "prepared", broken)
+    found = packed(photos)
+    words = str(home), names(found)[0], found.paths[0], HOW
+    if passes:
+        with pytest.raises(building.UnreadableError, match=r"png cannot be read \(broken on purpose\); type the same"):
+            building.make(*words)
+        assert not list(home.iterdir())
+    else:
+        assert building.make(*words) is building.Made.THERE
+        assert read(block_path(str(home), words[1]), words[1], 0) is None

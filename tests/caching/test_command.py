@@ -1,5 +1,6 @@
 """Caches listed, made beforehand, verified and deleted."""
 
+import os
 import time
 
 import pytest
@@ -10,7 +11,8 @@ from trainer.caching import blocks, homes
 from trainer.caching.command import command
 from trainer.caching.packing import Format
 from trainer.errors import FolderInUseError, RecipeError
-from trainer.recipe import DataRecipe
+from trainer.recipe import load
+from trainer.saving import locks
 
 
 @pytest.fixture
@@ -79,12 +81,11 @@ def test_deleted_once_one_agrees(built, where, capsys):
 
 
 def test_what_is_in_use_is_not_deleted(built, where):
-    data = DataRecipe(cache="disk", cache_dir=where.partition("=")[2])
-    home = homes.opened(data, built.parent.parent / "photos", Format("raw", 44, 3))
-    assert home.path == built
+    lock = locks.share(built / homes.USED)
     with pytest.raises(FolderInUseError, match="is in use by a run"):
         command(["delete", built.name, where, "yes=true"])
-    home.close()
+    assert built.exists()
+    os.close(lock)
     command(["delete", built.name, where, "yes=true"])
     assert not built.exists()
 
@@ -114,14 +115,13 @@ def test_two_names_of_one_beginning(photos, built, where):
         command(["delete", "photos", where])
 
 
-def test_a_cache_on_memory_of_a_run_that_was_killed_goes(photos, tmp_path):
-    env = {"TRAINER_FAULT": "kill@0:1"}
+def test_a_cache_in_memory_of_a_run_that_was_killed_goes_with_the_next_look(photos, tmp_path):
     words = words_for(photos, "data.cache=ram", f"output={tmp_path / 'run'}")
-    assert trainer(*words, env=env).returncode != 0
-    home = homes.name_of(photos, Format("raw", 44, 3))
-    above = homes.parent(DataRecipe(cache="ram"))
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:1"}).returncode != 0
+    recipe = load(None, *words)
+    home = homes.memory() / homes.name_of(recipe.data, Format("raw", 44, 3))
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and (above / home).exists():
-        homes.sweep(above)
+    while time.monotonic() < deadline and home.exists():  # its loader workers may have it a moment longer
+        homes.sweep()
         time.sleep(0.1)
-    assert not (above / home).exists()
+    assert not home.exists()

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def test_decoding_and_transforming_are_told_apart(folder, monkeypatch):
-    opened = PhotoFolder.open
+    opened = module.open_encoded
 
     def slow(decode):
         def decoded(factor):
@@ -33,11 +33,11 @@ def test_decoding_and_transforming_are_told_apart(folder, monkeypatch):
 
         return decoded
 
-    def open_slowly(self, index, channels):
-        picture, label = opened(self, index, channels)
-        return replace(picture, decode=slow(picture.decode)), label
+    def open_slowly(data, channels):
+        picture = opened(data, channels)
+        return replace(picture, decode=slow(picture.decode))
 
-    monkeypatch.setattr(PhotoFolder, "open", open_slowly)
+    monkeypatch.setattr(module, "open_encoded", open_slowly)
     apply = module.PhotoDraws.apply
 
     def apply_slowly(*given):

@@ -85,3 +85,20 @@ def test_extremes(tmp_path):
     assert held_out(picture, 32).shape == (3, 32, 32)
     tiny = Picture(1000, 1000, lambda _: torch.zeros(3, 2, 2, dtype=torch.uint8))
     assert tiny.pixels((999, 999, 1, 1), 1).shape == (3, 1, 1), "of an image that is stored much smaller"
+
+
+def test_orientation_is_exifs_however_small_it_becomes(tmp_path):
+    """Pillow alone would also take it from XMP, which torchvision does not read."""
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+    Image.fromarray(scene(400, 600)).save(tmp_path / "a.jpg", xmp=xmp)
+    picture = open_image(str(tmp_path / "a.jpg"), 3)
+    assert (picture.height, picture.width) == (400, 600)
+    for least in (400, 200, 50):
+        small = picture.whole(least)
+        assert small.shape[2] == round(1.5 * small.shape[1])
+
+
+def test_pillows_limit_of_pixels_is_not_ours(tmp_path, monkeypatch):
+    path = saved(tmp_path / "a.jpg")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert open_image(path, 3).whole(30).numel() > 0

@@ -6,6 +6,7 @@ when it is whole and on the disk; who dies lets go of its claim. So a build that
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -15,14 +16,16 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
 
 from trainer.caching import blocks
 from trainer.caching.blocks import Prepared
-from trainer.caching.packing import Format, Packing
+from trainer.caching.packing import Format, Packing, key_of
 from trainer.caching.stored import block_path, prepared
+from trainer.data.images import reason
 from trainer.errors import FULL, DiskFullError, PeerError, SetupError
 from trainer.processes import fork_server
 from trainer.saving import locks
@@ -30,6 +33,7 @@ from trainer.telemetry.tracking import bar_kind
 
 LOOKED_AT, SECONDS = 24, 2.0  # photos that are prepared to estimate size and time, and when to be content with fewer
 SPARE = 2**28  # bytes that are left free on the disk
+PASSING = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EAGAIN}
 POLL, SPEAK = 0.5, 10.0  # seconds between two looks at what others make, and between two lines
 
 
@@ -72,7 +76,7 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
 
     Args:
         show: draw a bar, or write lines, of how far it is.
-        patience: seconds without a new block, of anybody, after which it is given up.
+        patience: seconds without anything new, of anybody, after which it is given up.
 
     Raises:
         DiskFullError, SetupError: `home` cannot be written.
@@ -81,18 +85,22 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     absent = missing(packing, home)
     if not absent:
         return
-    progress, moved = BuildProgress(len(absent), show), time.monotonic()
+    progress, moved, written = BuildProgress(len(absent), show), time.monotonic(), _drafted(home)
+    exchanged: set[int] = set()  # blocks of photos that changed meanwhile: they are read as they are now
     context = fork_server.context("torchvision", "trainer.caching.building")
     pool = ProcessPoolExecutor(workers, context, fork_server.begin_worker)
     try:
         while absent:
             random.shuffle(absent)  # ranks and jobs that begin together claim different ones
-            made = [pool.submit(make, str(home), packing.keys[n].tobytes(), packing.paths[n], how) for n in absent]
-            for done in as_completed(made):
-                if done.result():
+            asked = {pool.submit(make, str(home), packing.keys[n].tobytes(), packing.paths[n], how): n for n in absent}
+            for done in as_completed(asked):
+                if done.result() is Made.EXCHANGED:
+                    exchanged.add(asked[done])
+                if done.result() is not Made.ELSEWHERE:
                     progress.one_more()
-            before, absent = len(absent), missing(packing, home)
-            if len(absent) < before:
+            before, absent = len(absent), [n for n in missing(packing, home) if n not in exchanged]
+            drafts, written = written, _drafted(home)
+            if len(absent) < before or written != drafts:
                 moved = time.monotonic()
             elif time.monotonic() - moved > patience:
                 raise PeerError(
@@ -108,6 +116,8 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
             "data.workers=1 takes less memory. Where its error is above, it imports the script that trains, which "
             'needs if __name__ == "__main__": around train(...)'
         ) from None
+    except UnreadableError as error:
+        raise SetupError(str(error)) from None
     except OSError as error:
         raise _refused(home, error) from error
     finally:
@@ -115,45 +125,89 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
         progress.close()
 
 
-def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> bool:
-    """Make one block, if nobody else is at it. Returns whether it was made here."""
+class Made(Enum):
+    """What came of a block: it is there; another process is at it; its photos were exchanged meanwhile."""
+
+    THERE, ELSEWHERE, EXCHANGED = range(3)
+
+
+def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
+    """Make one block, if nobody else is at it.
+
+    Raises:
+        OSError: it cannot be written.
+        UnreadableError: a photo cannot be read now, for a reason that may pass.
+    """
     torch.set_num_threads(1)
     path = Path(block_path(home, key))
     draft = path.with_suffix(blocks.DRAFT)
     with locks.claimed(draft) as file:
         if file is None:
-            return False
+            return Made.THERE if path.exists() else Made.ELSEWHERE
         try:
             if not path.exists():
                 blocks.write(file, key, (_or_none(name, how) for name in paths), len(paths))
+                if key_of(paths, how) != key:
+                    return Made.EXCHANGED
                 os.replace(draft, path)
-                return True
+        except FileNotFoundError:  # on a disk whose locks do not reach other machines, they may have been faster
+            if not path.exists():
+                raise
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(draft)  # still claimed: nobody else writes to it
-    return False
+    return Made.THERE
+
+
+class UnreadableError(Exception):
+    """A photo that cannot be read at the moment."""
 
 
 def _or_none(path: bytes, how: Format) -> Prepared | None:
+    """A photo to be stored; None for what is no photo, of which training says what is wrong with it."""
     try:
         return prepared(path, how)
-    except Exception:  # decoders raise anything at all; training says what is wrong with it
+    except Exception as error:  # decoders raise anything at all
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in PASSING):
+            where = os.fsdecode(path.partition(b"\0")[0])
+            raise UnreadableError(f"{where} cannot be read ({reason(error)}); type the same again") from None
         return None
 
 
-def require_room(home: Path, needed: Estimate, how: Format) -> None:
+def _drafted(home: Path) -> int:
+    """Bytes of the blocks that are being made."""
+    found = 0
+    with os.scandir(home) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                found += entry.stat().st_size if entry.name.endswith(blocks.DRAFT) else 0
+    return found
+
+
+def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> None:
     """Refuse to begin what does not fit.
 
     Raises:
         DiskFullError: the line says what to type instead.
     """
-    free = shutil.disk_usage(home).free
-    if needed.bytes + SPARE > free:
+    free = free_of(home, in_memory)
+    if needed.bytes + SPARE * (4 if in_memory else 1) > free:  # memory is for the run, too
         smaller = "data.cache_format=jpeg takes a tenth, " if how.layout == "raw" else ""
+        other = "data.cache=disk" if in_memory else "data.cache_dir=FOLDER on another disk"
         raise DiskFullError(
             f"the cache of {needed.photos:,} photos takes about {size_of(needed.bytes)}, and {home} has "
-            f"{size_of(free)} free: {smaller}data.cache_dir=FOLDER on another disk, or data.cache=off"
+            f"{size_of(free)} free: {smaller}{other}, or data.cache=off"
         )
+
+
+def free_of(home: Path, in_memory: bool) -> int:
+    """Bytes that may be written: on a disk in memory no more than there is memory."""
+    free = shutil.disk_usage(home).free
+    if in_memory:
+        with suppress(OSError, ValueError, StopIteration):
+            told = Path("/proc/meminfo").read_text().splitlines()
+            free = min(free, 1024 * int(next(line for line in told if line.startswith("MemAvailable")).split()[1]))
+    return free
 
 
 def size_of(count: int) -> str:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trainer.caching.building import size_of
 from trainer.caching.opening import cached
 from trainer.data import open_datasets
 from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
+from trainer.models.inputs import with_own_input
 from trainer.processes.world import locate
 from trainer.recipe import DataRecipe, load
 from trainer.recipe.words import split_words
@@ -59,6 +60,7 @@ def command(words: Sequence[str]) -> int:
     unknown = [name for name in names if "=" in name or name.startswith("-")]
     if unknown:
         raise RecipeError(f"'{unknown[0]}' is not a word of cache {task}: {USAGE}")
+    homes.sweep()
     there = list(caches(own.get("data.cache_dir")))
     if task in ("list", "ls") and not names:
         print(table(there), end="")
@@ -79,9 +81,11 @@ def build(words: Sequence[str]) -> int:
     if recipe.data.cache == "ram":
         raise RecipeError("data.cache=ram lasts as long as a run: it is made when that begins; data.cache=disk stays")
     recipe = recipe.replace(data__cache="disk")
+    recipe = with_own_input(recipe)
     data = open_datasets(recipe)
+    alone = locate(load(None, "mode=single", "devices=[cpu]"))
     with ExitStack() as closing:
-        after, _ = cached(data, recipe, locate(recipe), print, closing)
+        after, _ = cached(data, recipe, alone, print, closing)
     if after is data:
         raise RecipeError(
             f"the images of data.name={recipe.data.name} lie in memory as they are: there is nothing to cache"
@@ -157,9 +161,12 @@ def verify(found: Sequence[CacheFacts]) -> int:
         for path in sorted(one.path.glob(f"*{blocks.SUFFIX}")):
             try:
                 right += blocks.verified(path)
-            except (blocks.DamagedError, ValueError):
+            except FileNotFoundError:  # a run has just put another in its place
+                continue
+            except (blocks.DamagedError, ValueError, OSError):  # a disk that reads wrong, too
                 damaged += 1
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
         told = f"{damaged} damaged blocks removed: they are made anew when it is next used" if damaged else "no damage"
         print(f"{one.path.name}: {right:,} photos are right, {told}")
         worst = max(worst, 3 * bool(damaged))
@@ -170,21 +177,24 @@ def verify(found: Sequence[CacheFacts]) -> int:
 
 def delete(found: Sequence[CacheFacts], yes: str | None) -> None:
     """Remove caches once the user agrees; none where one of them is in use."""
-    for one in found:
-        if locks.is_shared(one.path / homes.USED):
-            raise FolderInUseError(f"{one.path.name} is in use by a run: stop that first; nothing was deleted")
-    if yes != "true":
-        if sys.stdin is None or not sys.stdin.isatty():
-            raise RecipeError("cache delete asks before it deletes, and nobody is there to answer: add yes=true")
-        print(table(found), end="")
-        try:
-            if input("delete? y/N ").strip().lower() not in ("y", "yes"):
-                print("nothing was deleted")
-                return
-        except (EOFError, KeyboardInterrupt):
-            raise Interrupted("stopped; nothing was deleted") from None
-    for one in found:
-        shutil.rmtree(one.path, ignore_errors=True)
-        if one.path.exists():
-            raise SetupError(f"{one.path} cannot be removed: look at its owner and rights (ls -l)")
-        print(f"deleted {one.path.name} ({size_of(one.size)})")
+    with ExitStack() as closing:
+        for one in found:
+            held = locks.unheld(one.path / homes.USED)
+            closing.callback(os.close, held)
+            if not locks.alone(held):
+                raise FolderInUseError(f"{one.path.name} is in use by a run: stop that first; nothing was deleted")
+        if yes != "true":
+            if sys.stdin is None or not sys.stdin.isatty():
+                raise RecipeError("cache delete asks before it deletes, and nobody is there to answer: add yes=true")
+            print(table(found), end="")
+            try:
+                if input("delete? y/N ").strip().lower() not in ("y", "yes"):
+                    print("nothing was deleted")
+                    return
+            except (EOFError, KeyboardInterrupt):
+                raise Interrupted("stopped; nothing was deleted") from None
+        for one in found:  # a run that begins now waits, and makes its cache anew
+            shutil.rmtree(one.path, ignore_errors=True)
+            if one.path.exists():
+                raise SetupError(f"{one.path} cannot be removed: look at its owner and rights (ls -l)")
+            print(f"deleted {one.path.name} ({size_of(one.size)})")

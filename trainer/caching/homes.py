@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ import xxhash
 from trainer.caching import blocks
 from trainer.caching.packing import Format, Packing
 from trainer.data.downloads import data_folder
-from trainer.errors import SetupError
+from trainer.errors import SetupError, TrainerError
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
 from trainer.saving.run_folder import write_atomically
@@ -43,7 +44,7 @@ def parent(data: DataRecipe) -> Path:
         return Path(data.cache_dir).expanduser() if data.cache_dir else data_folder(DataRecipe()) / "cache"
     if not os.path.isdir(MEMORY):
         raise SetupError(f"data.cache=ram needs {MEMORY}, which this system has not: data.cache=disk")
-    return Path(MEMORY, f"trainer-{os.getuid()}")
+    return memory()
 
 
 @dataclass
@@ -54,19 +55,6 @@ class Home:
     in_memory: bool
     lock: int
 
-    def prune(self, packing: Packing) -> None:
-        """Remove what no photo of today lies in, unless another process uses the cache."""
-        if not locks.alone(self.lock):
-            return
-        try:
-            keep = {key.tobytes().hex() + blocks.SUFFIX for key in packing.keys}
-            for name in os.listdir(self.path):
-                if name not in keep and name.endswith((blocks.SUFFIX, blocks.DRAFT)):
-                    with suppress(OSError):
-                        os.unlink(self.path / name)
-        finally:
-            locks.share_again(self.lock)
-
     def close(self) -> None:
         if self.in_memory and locks.alone(self.lock):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -75,38 +63,42 @@ class Home:
         os.close(self.lock)
 
 
-def opened(data: DataRecipe, root: Path, how: Format) -> Home:
-    """The cache of the photos under `root`, made where there is none.
+def opened(data: DataRecipe, how: Format, packing: Packing) -> Home:
+    """The cache of the photos of data.root, made where there is none.
+
+    What no photo of today lies in is removed from it, unless another process uses it.
 
     Raises:
-        SetupError: it cannot be written.
+        SetupError, DiskFullError: it cannot be written.
     """
     above = parent(data)
     in_memory = data.cache == "ram"
+    keep = {key.tobytes().hex() + blocks.SUFFIX for key in packing.keys}
+    path = above / name_of(data, how)
     try:
-        path, lock = above / name_of(root, how), None
+        lock = None
         while lock is None:
             above.mkdir(parents=True, exist_ok=True, mode=0o700 if in_memory else 0o777)
-            if in_memory:
-                if os.lstat(above).st_uid != os.getuid() or above.is_symlink():
-                    raise PermissionError(errno.EPERM, "it is another user's")
-                with suppress(FileNotFoundError):  # the last of its readers removes it
-                    sweep(above)
-            lock = _held(path)
-        about = {"root": str(root), "format": how.layout, "size": how.size, "channels": how.channels}
-        write_atomically(path / ABOUT, json.dumps(about, indent=1) + "\n")
+            if in_memory and (os.lstat(above).st_uid != os.getuid() or above.is_symlink()):
+                raise PermissionError(errno.EPERM, "it is another user's")
+            lock = _held(path, keep)
+        _tell(path, {"root": str(data.root), "format": how.layout, "size": how.size, "channels": how.channels})
+    except TrainerError:
+        raise
     except OSError as error:
-        raise SetupError(
-            f"{above} cannot be written ({error.strerror or error}); data.cache_dir=FOLDER chooses another folder"
-        ) from None
+        other = "set data.cache=disk" if in_memory else "data.cache_dir=FOLDER chooses another folder"
+        raise SetupError(f"{above} cannot be written ({error.strerror or error}); {other}") from None
     return Home(path, in_memory, lock)
 
 
-def _held(path: Path) -> int | None:
+def _held(path: Path, keep: Set[str]) -> int | None:
     """A folder's lock, shared; None where the folder was swept away between our making it and our holding it."""
     with suppress(FileNotFoundError):
         path.mkdir(exist_ok=True)
-        lock = locks.share(path / USED)
+        lock = locks.unheld(path / USED)
+        if locks.alone(lock):
+            _prune(path, keep)
+        locks.share_again(lock)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path / USED)):
                 return lock
@@ -114,15 +106,47 @@ def _held(path: Path) -> int | None:
     return None
 
 
-def name_of(root: Path, how: Format) -> str:
-    whole = os.path.realpath(root)
+def _prune(path: Path, keep: Set[str]) -> None:
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            if name not in keep and name.endswith((blocks.SUFFIX, blocks.DRAFT)):
+                with suppress(OSError):
+                    os.unlink(path / name)
+
+
+def _tell(path: Path, about: dict[str, object]) -> None:
+    """Whose cache it is, and, by that file's time, that it is used."""
+    text = json.dumps(about, indent=1) + "\n"
+    try:
+        if (path / ABOUT).read_text() == text:
+            with suppress(OSError):  # somebody else's, or read-only
+                os.utime(path / ABOUT)
+            return
+    except (OSError, ValueError):
+        pass
+    write_atomically(path / ABOUT, text)
+
+
+def name_of(data: DataRecipe, how: Format) -> str:
+    """Of the folder for a set: one for each table of labels, which may name other photos."""
+    whole = os.path.realpath(Path(data.root or ".").expanduser())
     name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]  # of a pattern or a list not all
-    return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(whole) + str(how).encode())}"
+    told = "\0".join((whole, data.labels or "", str(how)))
+    return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(told))}"
 
 
-def sweep(above: Path) -> None:
-    """Remove the caches in memory that nobody reads any more."""
-    for path in above.iterdir():
-        with suppress(OSError):
-            if not locks.is_held(path, USED):
-                shutil.rmtree(path, ignore_errors=True)
+def sweep() -> None:
+    """Remove the caches in memory that nobody reads any more: those of processes that were killed."""
+    with suppress(OSError):
+        for path in memory().iterdir():
+            with suppress(OSError):
+                lock = locks.unheld(path / USED)
+                if locks.alone(lock):
+                    shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+        memory().rmdir()
+
+
+def memory() -> Path:
+    """The folder of the caches in memory, of this user."""
+    return Path(MEMORY, f"trainer-{os.getuid()}")

@@ -15,12 +15,13 @@ from trainer.caching.stored import CachedFolder
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos import shorter_side
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, TrainerError
 from trainer.processes.rank import Place
 from trainer.processes.world import World, cores
 from trainer.recipe import Recipe
 
 AUTO = ("raw", "jpeg")  # the ways of storing that data.cache=auto tries, in this order
+PATIENCE = 86400.0  # seconds that a rank waits for machines that are not done yet
 SHARE = 0.5  # of a disk's free room that data.cache=auto takes
 
 Folders = tuple[EncodedPhotos, EncodedPhotos]  # to train on, and held out
@@ -42,7 +43,7 @@ def cached(
     """
     wish = recipe.data
     if wish.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
-        return data, recipe
+        return as_stored(data, recipe), recipe  # a run that had a cache goes on with its pixels
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
         if wish.cache == "auto":
             return data, recipe.replace(data__cache="off")
@@ -57,7 +58,15 @@ def cached(
             say("  cache: off, for the disk has no room for it")
             return data, recipe
     how = _how(recipe, data, recipe.data.cache_format or "raw")
-    home, packing = _filled(folders, how, recipe, world.place, say, closing)
+    found: tuple[Path, Packing] | TrainerError
+    try:
+        found = _filled(folders, how, recipe, world.place, say, closing)
+    except TrainerError as error:
+        found = error
+    wrong = [one for one in world.wait_for(found if isinstance(found, TrainerError) else None, PATIENCE) if one]
+    if isinstance(found, TrainerError) or wrong:
+        raise found if isinstance(found, TrainerError) else wrong[0]
+    home, packing = found
     train, val = (CachedFolder(part, how, number, home, packing) for number, part in enumerate(folders))
     recipe = recipe.replace(data__cache_format=how.layout, data__cache_size=how.size)
     return replace(data, train=train, val=val), recipe
@@ -66,7 +75,7 @@ def cached(
 def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
     """The same set with the pixels that a run's cache has, whether that is still there or not; nothing is made."""
     wish, folders = recipe.data, (data.train, data.val)
-    if wish.cache == "off" or wish.cache_size is None or wish.cache_format is None:
+    if wish.cache_size is None or wish.cache_format is None:
         return data
     how = _how(recipe, data, wish.cache_format)
     train, val = (CachedFolder(part, how) if isinstance(part, EncodedPhotos) else part for part in folders)
@@ -82,9 +91,12 @@ def _fitting(folders: Folders, recipe: Recipe, data: Datasets) -> int:
     for number, layout in enumerate(AUTO):
         if recipe.data.cache_format in (None, layout):
             how = _how(recipe, data, layout)
-            with ExitStack() as closing:
-                home, packing = _opened(folders, how, recipe, closing)
-                needed = estimate(_absent(home, packing), how)
+            try:
+                with ExitStack() as closing:
+                    home, packing = _opened(folders, how, recipe, closing)
+                    needed = estimate(_absent(home, packing), how)
+            except TrainerError:  # a folder that cannot be written, or a disk that is full
+                continue
             if needed.bytes + SPARE <= SHARE * shutil.disk_usage(home).free or not needed.photos:
                 return number
     return len(AUTO)
@@ -99,9 +111,9 @@ def _choice(fitting: Sequence[int]) -> dict[str, str]:
 def _opened(folders: Folders, how: Format, recipe: Recipe, closing: ExitStack) -> tuple[Path, Packing]:
     """The folder of a cache, in use until `closing` is closed, and what has to lie in it."""
     packing = pack(folders, how)
-    home = homes.opened(recipe.data, Path(recipe.data.root or ".").expanduser(), how)
+    home = homes.opened(recipe.data, how, packing)
     closing.callback(home.close)
-    home.prune(packing)
+    homes.sweep()
     return home.path, packing
 
 
@@ -119,7 +131,7 @@ def _filled(
     if not needed.photos:
         say(f"  cache: {home}, whole")
         return home, packing
-    building.require_room(home, needed, how)
+    building.require_room(home, needed, how, recipe.data.cache == "ram")
     workers = recipe.data.workers or max(1, cores() // place.local_size)
     say(
         f"  cache: {needed.photos:,} photos to {home}, about {size_of(needed.bytes)} in "

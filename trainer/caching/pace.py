@@ -13,8 +13,9 @@ import xxhash
 from torch import Tensor
 
 from trainer.caching.packing import Format
-from trainer.caching.stored import picture_of, prepared
+from trainer.caching.stored import CachedFolder, picture_of, prepared
 from trainer.data.encoded import EncodedPhotos, encoded
+from trainer.data.images import open_encoded
 from trainer.data.photos import PhotoDraws, own_draws, shorter_side
 from trainer.data.sampling import Array
 from trainer.recipe import Recipe
@@ -35,7 +36,7 @@ def pace(folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, second
     index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
     with _one_thread(), own_draws():
         draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
-        rows = [_of(folder, place, row, draws, size, channels) for row, place in _within(index, seconds)]
+        rows = [_of(folder, place, row, draws, recipe, size, channels) for row, place in _within(index, seconds)]
     known = [row for row in rows[1 if len(rows) > 1 else 0 :] if row is not None]  # the first one warms up
     return Reading(*(sum(part) / len(known) for part in zip(*known, strict=True))) if known else None
 
@@ -60,7 +61,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _of(
-    folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, size: int, channels: int
+    folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, recipe: Recipe, size: int, channels: int
 ) -> tuple[float, float, float, float] | None:
     """Seconds of reading, decoding and transforming a photo, and of all of it from the cache."""
     spent: list[float] = []
@@ -76,15 +77,18 @@ def _of(
 
     with suppress(Exception):  # decoders raise anything at all; training says what is wrong with it
         began = time.perf_counter()
-        encoded(folder.address(place))
-        read = time.perf_counter() - began
-        began = time.perf_counter()
-        picture, _ = folder.open(place, channels)
-        opened = time.perf_counter() - began  # some kinds are decoded by then
+        if isinstance(folder, CachedFolder):
+            picture = folder.open(place, channels)[0]
+            read, opened = time.perf_counter() - began, 0.0
+        else:
+            data = encoded(folder.address(place))
+            read = time.perf_counter() - began
+            picture = open_encoded(data, channels)
+            opened = time.perf_counter() - began - read  # some kinds are decoded by then
         began = time.perf_counter()
         draws.apply(row, replace(picture, decode=timed(picture.decode)), size)
         whole = time.perf_counter() - began
-        how = Format("raw", shorter_side(size), channels)
+        how = Format(recipe.data.cache_format or "raw", recipe.data.cache_size or shorter_side(size), channels)
         stored = prepared(folder.address(place), how)
         began = time.perf_counter()
         xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as it comes from the cache

@@ -71,11 +71,12 @@ def pack(folders: Sequence[EncodedPhotos], how: Format) -> Packing:
         blocks.pop()
     found = {path: (block, row) for block, names in enumerate(blocks) for row, path in enumerate(names)}
     places = [np.array([found[path] for path in part], np.int32).reshape(-1, 2) for part in paths]
-    keys = np.frombuffer(b"".join(_key(names, how) for names in blocks), np.uint8).reshape(-1, KEY)
+    keys = np.frombuffer(b"".join(key_of(names, how) for names in blocks), np.uint8).reshape(-1, KEY)
     return Packing(keys, blocks, places)
 
 
-def _key(paths: Sequence[bytes], how: Format) -> bytes:
+def key_of(paths: Sequence[bytes], how: Format) -> bytes:
+    """The name of a block of the photos at these addresses, as they are now."""
     whole = xxhash.xxh3_128(str(how).encode())
     for path in paths:
         whole.update(identity(path) + b"\0")

@@ -6,7 +6,9 @@ import os
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torchvision.io import encode_jpeg
@@ -71,19 +73,25 @@ class CachedFolder(EncodedPhotos):
         self.folder = folder
         self.how, self.home = how, str(home)
         self._keys = packing.keys if packing else None
-        self._places = packing.places[part] if packing else None
+        self._rows = packing.places[part] if packing else None
 
     def address(self, index: int) -> bytes:
         return self.folder.address(index)
+
+    def part(self, rows: npt.NDArray[Any]) -> Self:
+        part = super().part(rows)
+        part.folder = self.folder.part(rows)
+        part._rows = None if self._rows is None else self._rows[rows]
+        return part
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
         stored = self._stored(index) or prepared(self.address(index), self.how)
         return picture_of(stored, self.how), torch.as_tensor(self.labels[index])
 
     def _stored(self, index: int) -> Prepared | None:
-        if self._keys is None or self._places is None:
+        if self._keys is None or self._rows is None:
             return None
-        block, row = self._places[index].tolist()
+        block, row = self._rows[index].tolist()
         key = self._keys[block].tobytes()
         path = block_path(self.home, key)
         try:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,8 +42,12 @@ Photos = TypeVar("Photos", bound=EncodedPhotos)
 class PhotoFolder(EncodedPhotos):
     """The images of one split, in a file each."""
 
+    @cached_property
+    def _real(self) -> str:
+        return os.path.realpath(self.root)
+
     def address(self, index: int) -> bytes:
-        return os.fsencode(self.where(index))
+        return os.fsencode(os.path.join(self._real, self.name(index)))
 
 
 def open_folder(recipe: Recipe, before: Before) -> Datasets:

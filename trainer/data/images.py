@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
@@ -64,40 +65,48 @@ def open_encoded(data: Bytes, channels: int) -> Picture:
     if not data.size:
         raise ValueError("the file is empty")
     if data[:2].tobytes() == b"\xff\xd8":
-        height, width, turned = jpeg_header(data)
+        height, width, orientation = jpeg_header(data)
         if height * width * channels > LARGEST:
             raise ValueError(f"{width} x {height} pixels are more than an image has")
         if height and width:
-            size = (width, height) if turned else (height, width)
-            return Picture(*size, partial(_jpeg, data, channels))
+            size = (width, height) if orientation >= 5 else (height, width)
+            return Picture(*size, partial(_jpeg, data, channels, orientation))
     if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
         raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
     return Picture.of(_by_pillow(data, channels))
 
 
-def _jpeg(data: Bytes, channels: int, factor: int) -> Tensor:
+def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
     if factor == 1:
         with contextlib.suppress(RuntimeError):
-            return jpeg_pixels(torch.from_numpy(data), channels)
-    return _by_pillow(data, channels, factor)
+            return _turned(jpeg_pixels(torch.from_numpy(data), channels), orientation)
+    with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:  # how large it is we have looked at
+        if factor > 1:
+            opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
+        return _turned(from_pillow(opened, channels), orientation)
 
 
 def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
-    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8.
+    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8, as it lies.
 
     Raises:
         RuntimeError: torchvision does not take it.
     """
     mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
     with without_warnings():
-        image: Tensor = decode_jpeg(data, mode=mode, apply_exif_orientation=True)
+        image: Tensor = decode_jpeg(data, mode=mode)
     return image
 
 
-def _by_pillow(data: Bytes, channels: int, factor: int = 1) -> Tensor:
+def _turned(image: Tensor, orientation: int) -> Tensor:
+    """An image (C, H, W) upright, by its EXIF orientation (Exif 2.32, page 36)."""
+    image = image.transpose(1, 2) if orientation >= 5 else image
+    flipped = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
+    return image.flip(flipped) if flipped else image
+
+
+def _by_pillow(data: Bytes, channels: int) -> Tensor:
     with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
-        if factor > 1:
-            opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
         return from_pillow(upright(opened), channels)
 
 
@@ -131,25 +140,25 @@ def upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def jpeg_header(data: Bytes) -> tuple[int, int, bool]:
+def jpeg_header(data: Bytes) -> tuple[int, int, int]:
     """Height and width as a JPEG's frame header tells them, before any pixel is allocated; (0, 0) without one.
 
-    And whether its EXIF orientation swaps the two.
+    And its EXIF orientation: 1 to 8, 1 where it has none.
     """
-    place, end, turned = 2, len(data) - 8, False
+    place, end, orientation = 2, len(data) - 8, 0
     while place < end and data[place] == 0xFF:
         kind = data[place + 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[place + 5 : place + 9].tolist()
-            return 256 * high + low, 256 * wide + narrow, turned
+            return 256 * high + low, 256 * wide + narrow, orientation or 1
         # Fill bytes and markers that stand alone are one and two bytes long; the others tell their length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[place + 2]) + int(data[place + 3])
-        if kind == 0xE1 and data[place + 4 : place + 8].tobytes() == b"Exif":
-            turned = _orientation(data[place + 4 : place + step].tobytes()) >= 5
+        if not orientation and kind == 0xE1 and data[place + 4 : place + 8].tobytes() == b"Exif":
+            orientation = _orientation(data[place + 4 : place + step].tobytes())
         place += step
-    return 0, 0, False
+    return 0, 0, 1
 
 
 def _orientation(exif: bytes) -> int:

@@ -247,6 +247,19 @@ class World:
             dist.gather_object(value, boxes)
         return boxes or []
 
+    def wait_for(self, value: Any, patience: float) -> list[Any]:
+        """Every rank's value (picklable and small) on every rank, once the last has come, within `patience` seconds."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        boxes: list[Any] = [None] * self.size
+        with lost_peers():
+            group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience))
+            dist.all_gather_object(boxes, value, group=group)
+            dist.destroy_process_group(group)
+        return boxes
+
     def heartbeat(self) -> None:
         """Find out on the CPU whether all ranks are alive, before a wait for a device that may wait for a dead one."""
         if self.size > 1 and self.device.type == "cuda":

@@ -25,6 +25,8 @@ def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     was, now = flatten(old.to_dict()), flatten(new.to_dict())
 
     free = FREE_ON_RESUME | ({"optimizer"} if new.resume_weights_only else set())
+    if old.data.cache_format is not None:  # wherever the pixels lie, they are those of that cache
+        free |= {"data.cache"}
 
     def fixed(key: str) -> bool:
         return key not in free and key.split(".")[0] not in free

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 
@@ -106,30 +107,37 @@ def claimed(path: Path) -> Iterator[BufferedRandom | None]:
 def share(path: Path) -> int:
     """Make a file and hold it together with others who share it; closing the descriptor lets go.
 
-    Who holds it `alone` is waited for.
+    Who holds it `alone` is waited for. Where it cannot be written, one that is there is enough.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be made.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = unheld(path)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
-def is_shared(path: Path) -> bool:
-    """Whether a living process holds what `share` makes."""
+def unheld(path: Path) -> int:
+    """The same file, not held yet.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not alone(descriptor)
-    finally:
-        os.close(descriptor)
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            with suppress(OSError):
+                return os.open(path, os.O_RDONLY | flags)
+        raise
 
 
 def alone(descriptor: int) -> bool:
-    """Whether nobody else shares what `share` returned; if so nobody else will, until it is closed or shared again."""
+    """Whether nobody else holds it; if so nobody else will, until it is closed or shared again.
+
+    If not, it is not held any more at all: the kernel lets go of one lock before it looks for another.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -138,5 +146,5 @@ def alone(descriptor: int) -> bool:
 
 
 def share_again(descriptor: int) -> None:
-    """Let others share what was held alone."""
+    """Hold it together with others, whether it was held `alone` before or not."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)

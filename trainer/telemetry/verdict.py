@@ -64,7 +64,7 @@ class Reading:
         read: its file.
         decode: to pixels, no more of them than are needed.
         transform: cropping, resizing and augmenting.
-        cached: all of it, from data.cache=disk.
+        cached: all of it, from the cache.
     """
 
     read: float

@@ -232,7 +232,7 @@ def _slow(indexes: Sequence[ShardIndex]) -> dict[str, str]:
     costs = [index.found.note for index in indexes if index.found.note]
     if not costs:
         return {}
-    return {"parquet": f"each photo is read with its row group, {costs[0]}: data.cache=disk reads every group once"}
+    return {"parquet": f"each photo is read with its row group, {costs[0]}: data.cache=disk does so once and for all"}
 
 
 def there(root: str) -> bool:

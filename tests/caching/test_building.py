@@ -168,7 +168,6 @@ def test_a_photo_that_is_exchanged_while_it_is_stored_is_not(photos, home, tmp_p
         building.make(str(home), key, list(paths), HOW) for key, paths in zip(names(found), found.paths, strict=True)
     ]
     assert {*made} == {building.Made.EXCHANGED} and not list(home.iterdir())
-    monkeypatch.setattr(building, "fork_server", building.fork_server)
     again = packed(mine)
     assert names(again) != names(found)
     for path in sorted(mine.glob("*.png"))[:1]:

@@ -97,7 +97,8 @@ def _filled(
     if recipe.data.cache == "auto" and needed.bytes + SPARE > SHARE * shutil.disk_usage(home.path).free:
         return None
     building.require_room(home.path, needed, how)
-    workers = recipe.data.workers or max(1, cores() // ranks)
+    wish = recipe.data.workers
+    workers = wish if isinstance(wish, int) and wish else max(1, cores() // ranks)
     say(
         f"  cache: {needed.photos:,} photos to {home.path}, about {size_of(needed.bytes)} in "
         f"{needed.seconds / (workers * ranks):.0f} s"

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.data import sampling
+from tests.simulated.simcuda import simulated
+from trainer.data import policies, sampling
 from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
 from trainer.data.images import with_channels
 from trainer.data.photos import for_evaluation
@@ -60,6 +61,51 @@ def test_normalisation(channels_last):
     expected = (pictures / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     assert torch.allclose(found, expected, atol=1e-5)
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+class Counting(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_operations_of_a_policy_do_not_grow_with_the_batch():
+    """Each is one kernel or several, but not one for each image, on a GPU."""
+    magnitudes = {"Rotate": (17.0, 0.0, 90.0, 180.0, 270.0), "Posterize": (4.0,), "Solarize": (0.5,)}
+    plans = [[(name, value), ("Invert", 0.0)] for name in policies.OPERATIONS for value in magnitudes.get(name, (0.3,))]
+    counts = set()
+    for times in (1, 8):
+        images = torch.randint(256, (times * len(plans), 16, 16, 3), dtype=torch.uint8)
+        alone = torch.cat(
+            [policies.apply(images[n : n + 1].clone(), [plans[n % len(plans)]]) for n in range(len(images))]
+        )
+        with Counting() as counting:
+            whole = policies.apply(images, plans * times)
+        counts.add(counting.count)
+        assert torch.equal(whole, alone)
+    assert len(counts) == 1
+
+
+def test_erasing_on_a_gpu_is_erasing_here():
+    boxes = np.array([[0, 0, 0, 0], [1, 2, 3, 4], [0, 0, 8, 8], [5, 5, 3, 3]])
+    inputs, found = torch.randn(4, 3, 8, 8), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        with simulated(1) as machine:
+            card = torch.device("cuda", 0)
+            finish = Finish((0.5,) * 3, (0.5,) * 3, 8, True, card)
+            there = inputs.contiguous(memory_format=layout).to(card)
+            machine.waits.seen.clear()
+            found.append(finish.erased(there, boxes))
+            assert dict(machine.waits.seen) == {} and machine.errors == []
+            found[-1] = found[-1].cpu()
+    plain = Finish((0.5,) * 3, (0.5,) * 3, 8, True, torch.device("cpu")).erased(inputs.clone(), boxes)
+    assert all(torch.equal(one, plain) for one in found) and not torch.equal(plain, inputs)
 
 
 def test_erasing_sets_the_box_alone():

@@ -54,7 +54,7 @@ def test_a_sample_that_comes_again_is_the_same_photo(tmp_path):
     ).train
     images, labels = torch.zeros(1, 2, 8, 8, 3, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int64)
     reader = Reader(folder, images, labels, AugmentRecipe(), 0, False)
-    reader.__getitems__((0, 0, np.array([1, 1 + 3 * len(folder)])))
+    reader.fill(0, 0, np.array([1, 1 + 3 * len(folder)]))
     assert torch.equal(images[0, 0], images[0, 1]) and labels[0, 0] == labels[0, 1]
 
 

@@ -170,12 +170,15 @@ def probed(machine):
 
 
 def copied(machine):
-    """Batches go past the computing, and their memory is given away as soon as nobody holds it."""
+    """Batches go past the computing, two at a time, and their memory is given away as soon as nobody holds it."""
     copies = Copies(CARD)
-    for _ in range(3):
-        batch = copies(torch.ones(4))
-        batch + 1
-        del batch
+    following, results = copies.begin(torch.zeros(4)), []
+    for step in range(4):
+        now, following = following, copies.begin(torch.full((4,), step + 1.0))
+        batch = now.arrived()
+        results.append(batch + 1)
+        del batch, now
+    expect(torch.stack(results).tolist() == [[step + 1.0] * 4 for step in range(4)])
 
 
 USES = {

@@ -132,7 +132,8 @@ def _filled(
         say(f"  cache: {home}, whole")
         return home, packing
     building.require_room(home, needed, how, recipe.data.cache == "ram")
-    workers = recipe.data.workers or max(1, cores() // place.local_size)
+    wish = recipe.data.workers
+    workers = wish if isinstance(wish, int) and wish else max(1, cores() // place.local_size)
     say(
         f"  cache: {needed.photos:,} photos to {home}, about {size_of(needed.bytes)} in "
         f"{needed.seconds / (workers * place.local_size):.0f} s"

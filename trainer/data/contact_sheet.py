@@ -109,7 +109,7 @@ def _seen(part: EncodedPhotos | ImageSet, index: Array, data: Datasets, recipe: 
     images = torch.empty(len(index), 1, data.image_size, data.image_size, data.channels, dtype=torch.uint8)
     labels = torch.empty(len(index), 1, dtype=torch.int64)
     reader = Reader(part, images, labels, augment, seed, skip=False)
-    counts = [reader.__getitems__((slot, 0, index[slot : slot + 1]))[0] for slot in range(len(index))]
+    counts = [reader.fill(slot, 0, index[slot : slot + 1]).rows for slot in range(len(index))]
     return [image[0] if count else None for image, count in zip(images, counts, strict=True)]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
-from trainer.data.copies import on_device
+from trainer.data.copies import on_device, set_on_device
 from trainer.data.photos import Unreadable
 from trainer.data.sampling import Array
 from trainer.data.sets import ImageSet, LabelledSource, PhotoSource, TensorSet
@@ -47,7 +47,7 @@ class MemoryFeed:
         self._length, self._pool = len(images), len(images.labels)
         self._rows, self._augment, self._seed, self._device = rows, augment, seed, device
         self._gallery = Gallery(images.images, augment.crop_padding if augment.crop == "pad" else 0, device)
-        self._labels = images.labels.to(device)
+        self._labels = set_on_device(images.labels, device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
         for block in _blocks(batches, self._rows):
@@ -79,7 +79,7 @@ class TensorFeed:
 
     def __init__(self, samples: TensorSet, rows: int, device: torch.device) -> None:
         self.failures: list[Unreadable] = []
-        self._inputs, self._labels = samples.inputs.to(device), samples.labels.to(device)
+        self._inputs, self._labels = (set_on_device(part, device) for part in (samples.inputs, samples.labels))
         self._rows, self._device = rows, device
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -103,7 +103,7 @@ class LabelFeed:
     def __init__(self, labels: Tensor, length: int, rows: int, device: torch.device) -> None:
         """Sample i of `length` has the label i % len(labels), as in an `ImageSet`."""
         self.failures: list[Unreadable] = []
-        self._labels, self._nothing = labels.to(device), torch.empty(0, device=device)
+        self._labels, self._nothing = set_on_device(labels, device), torch.empty(0, device=device)
         self._length, self._rows, self._device = length, rows, device
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:

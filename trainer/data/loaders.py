@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,15 +13,18 @@ from torch import Tensor
 from trainer.data import sampling
 from trainer.data.augment import Finish
 from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, TensorFeed, labels_at_hand
+from trainer.data.photo_feeds import PhotoFeed, readers_of
 from trainer.data.photos import Unreadable
 from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
-from trainer.data.workers import PhotoFeed, buffered, check_shared_memory, slots
+from trainer.data.worker_counts import Search, allowed, check_shared_memory, here, slots
+from trainer.data.workers import buffered
 from trainer.errors import RecipeError
 from trainer.processes import faults
-from trainer.processes.world import cores
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.tasks import Task
+
+MORE = 2  # times as many workers as cores, at most: more than that never found use for them
 
 
 def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
@@ -65,11 +69,26 @@ def _filling(samples: int, recipe: Recipe, count: int) -> str:
     return f"use fewer than {count} processes"
 
 
-def worker_count(recipe: Recipe, readers: int) -> int:
-    """Loader workers of one rank, where images are read as they are needed and `readers` ranks share the machine."""
-    if recipe.data.workers is not None:
-        return recipe.data.workers
-    return max(1, min(8, cores() // readers))
+def worker_search(recipe: Recipe, readers: int, batch_bytes: int, found: Mapping[str, Any]) -> Search:
+    """Loader workers of one rank, where images are read as they are needed and `readers` ranks share the machine.
+
+    As many as the recipe says. With data.workers=auto what was `found` before on such a machine, else it is searched
+    for: at first, as where the recipe says nothing, there are as many as cores and memory allow.
+
+    Raises:
+        SetupError: too little shared memory for them.
+    """
+    wish = recipe.data.workers
+    most = allowed(readers, batch_bytes)
+    if isinstance(wish, int):
+        search = Search(wish)
+    elif wish is None:
+        search = Search(most)
+    else:
+        before = found.get("count") if here(readers).items() <= found.items() else None
+        search = Search(before) if isinstance(before, int) and 1 <= before <= MORE * most else Search(most, MORE * most)
+    check_shared_memory(readers * slots(search.count) * batch_bytes if search.count else 0)
+    return search
 
 
 def in_memory(part: ImageSet | TensorSet | PhotoSource) -> bool:
@@ -88,7 +107,6 @@ class Loader:
         steps_per_epoch: optimizer steps; only training needs a full one.
         samples_per_step: training images of all shards together in one step, on average.
         readers: ranks of this machine that read images.
-        workers: processes that read training images for this rank; None where they lie in memory.
     """
 
     def __init__(
@@ -99,8 +117,10 @@ class Loader:
         shard: Shard,
         device: torch.device,
         readers: int = 1,
+        found: Mapping[str, Any] | None = None,
     ) -> None:
-        """`readers` is the number of ranks on this machine that read, and share its cores and memory.
+        """`readers` is the number of ranks on this machine that read, and share its cores and memory; `found` is what
+        an earlier part of the run found.
 
         Raises:
             SetupError: too little shared memory for the loader workers.
@@ -111,9 +131,9 @@ class Loader:
         self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
         self._mixes = recipe.augment.together > 1
         self._task = task
+        self._known: tuple[int, list[Array]] | None = None
         self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device)
-        workers = worker_count(recipe, readers)
-        self.readers, self.workers = readers, None if in_memory(datasets.train) else workers
+        self.readers = readers
         skip = recipe.data.on_error == "skip"
 
         def reads(part: ImageSet | TensorSet | PhotoSource) -> bool:
@@ -121,10 +141,11 @@ class Loader:
             wanted = shard.inputs or (shard.targets and labels_at_hand(part, skip) is None)
             return wanted and not in_memory(part)
 
-        photos = sum(reads(part) for part in (datasets.train, datasets.val))
-        if workers and photos:
-            batch_bytes = self._rows * (buffered(datasets).bytes + datasets.targets.bytes)
-            check_shared_memory(photos * readers * slots(workers) * batch_bytes)
+        sources = [part for part in (datasets.train, datasets.val) if reads(part)]
+        self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8) if sources else 0
+        self._search = worker_search(recipe, readers, self._slot, found or {}) if sources else Search(0)
+        photos = cast(list[PhotoSource], sources)
+        pool = readers_of(datasets, photos, self._rows, recipe, self._search) if photos else None
 
         def feed(part: ImageSet | TensorSet | PhotoSource, augment: AugmentRecipe) -> Feed:
             if not shard.inputs and not shard.targets:
@@ -136,7 +157,8 @@ class Loader:
                 return MemoryFeed(part, self._rows, augment, recipe.seed, device, once)
             if isinstance(part, TensorSet):
                 return TensorFeed(part, self._rows, device)
-            return PhotoFeed(part, datasets, self._rows, recipe, workers, device)
+            assert pool is not None
+            return PhotoFeed(pool, next(n for n, one in enumerate(sources) if one is part), self._rows, device)
 
         self._train = feed(datasets.train, recipe.augment)
         self._val = feed(datasets.val, AugmentRecipe())
@@ -160,24 +182,57 @@ class Loader:
         failures = self._train.failures or self._val.failures
         return failures[-1] if failures else None
 
-    def training(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """`accumulate` micro-batches a step, from `start_step` on.
+    @property
+    def workers(self) -> int | None:
+        """Processes that read training images for this rank; None where they lie in memory."""
+        return None if in_memory(self._datasets.train) else self._search.count
+
+    @property
+    def found(self) -> dict[str, int]:
+        """What data.workers=auto has found, once it has, and where."""
+        if self._recipe.data.workers != "auto" or not self._search.settled or not self._search.count:
+            return {}
+        return {"count": self._search.count, **here(self.readers)}
+
+    def told(self) -> str | None:
+        """For people: how many processes read, and the memory that they take; None where none do."""
+        count = self._search.count
+        if not count:
+            return None
+        size = slots(count) * self._slot / 2**20
+        text = f"{count} process{'es' * (count > 1)} a rank, {slots(count)} batches in {size:,.0f} MiB of shared memory"
+        return text if self._search.settled else f"{text}; data.workers=auto looks for the number that is needed"
+
+    def training(self, epoch: int, start_step: int = 0, stop_step: int | None = None) -> Iterator[Batch]:
+        """`accumulate` micro-batches a step, from `start_step` on to the epoch's end or `stop_step`.
+
+        The evaluation's first batches are read while the last ones are used.
 
         Raises:
             SetupError: an image cannot be read, and data.on_error=stop.
             PeerError: a loader worker died or hangs.
         """
-        recipe, shard = self._recipe, self._shard
-        samples = self._order(epoch)
-        rows = sampling.own_rows if shard.every_sample else sampling.shard_rows
-        steps = rows(samples, recipe.batch_size, shard.index, shard.count, recipe.accumulate)
-        batches = [piece for step in steps[start_step:] for piece in step]
-        for n, (images, labels) in enumerate(self._train.training(epoch, batches)):
-            step, piece = divmod(n, recipe.accumulate)
-            batch = self._batch(images, labels, batches[n], epoch, start_step + step, piece)
+        pieces = self._recipe.accumulate
+        indices = self._indices(epoch)
+        steps, wanted = len(indices) // pieces, slice(start_step * pieces, stop_step and stop_step * pieces)
+        batches = self._train.training(epoch, indices[wanted])
+        if isinstance(self._val, PhotoFeed):
+            self._val.expect_evaluation(self.evaluation_spans)
+        for n, ((images, labels), index) in enumerate(zip(batches, indices[wanted], strict=True)):
+            step, piece = divmod(n, pieces)
+            batch = self._batch(images, labels, index, epoch, start_step + step, piece)
             if faults.active:
-                faults.spoil(batch.inputs, epoch * len(steps) + start_step + step + 1)
+                faults.spoil(batch.inputs, epoch * steps + start_step + step + 1)
             yield batch
+
+    def _indices(self, epoch: int) -> list[Array]:
+        """The samples of each micro-batch of an epoch; of the last that was asked for they are known."""
+        if self._known is None or self._known[0] != epoch:
+            recipe, shard = self._recipe, self._shard
+            rows = sampling.own_rows if shard.every_sample else sampling.shard_rows
+            steps = rows(self._order(epoch), recipe.batch_size, shard.index, shard.count, recipe.accumulate)
+            self._known = epoch, [piece for step in steps for piece in step]
+        return self._known[1]
 
     def _order(self, epoch: int) -> Array:
         """The samples of an epoch, in order."""
@@ -199,12 +254,16 @@ class Loader:
         """Which held-out samples this shard's batches of one evaluation hold, (start, stop)."""
         return sampling.evaluation_spans(len(self._datasets.val), self._rows, self._shard.index, self._shard.count)
 
-    def evaluation(self) -> Iterator[Batch]:
+    def evaluation(self, then: int | None = None) -> Iterator[Batch]:
         """The held-out set: over all shards each sample once, in as many full-shape batches on every shard.
 
-        With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing.
+        With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing. Of the
+        epoch `then` the first batches are read while the last ones are used.
         """
-        for images, labels, count in self._val.evaluation(self.evaluation_spans):
+        batches = self._val.evaluation(self.evaluation_spans)
+        if then is not None and isinstance(self._train, PhotoFeed):
+            self._train.expect_training(then, self._indices(then))
+        for images, labels, count in batches:
             yield Batch(self._inputs(images), self._targets(labels), count)
 
     def close(self) -> None:

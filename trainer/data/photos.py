@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +25,26 @@ from trainer.recipe import AugmentRecipe
 TINY = 64  # images of this size and less are not zoomed into
 NEIGHBOURS = 100  # how many further samples are tried in place of one that cannot be read
 
-# Slot to fill; epoch, or None for evaluation; sample indices, in training modulo the samples (`sampling.balanced`).
+# Which of the readers; epoch, or None for evaluation; sample indices, in training modulo the samples
+# (`sampling.balanced`).
 Key = tuple[int, int | None, Array]
 Unreadable = tuple[str, str]  # what could not be read, and why
+
+
+class Report(NamedTuple):
+    """What came of filling a slot.
+
+    Attributes:
+        rows: that are real.
+        failures: what could not be read.
+        end: whether the first of them is not to be got over.
+        seconds: that it took.
+    """
+
+    rows: int
+    failures: list[Unreadable]
+    end: bool = False
+    seconds: float = 0.0
 
 
 def for_evaluation(image: Tensor, size: int) -> Tensor:
@@ -104,7 +122,7 @@ class PhotoDraws:
 
 
 class Reader:
-    """Fills a slot of the shared batch buffers with the samples of a key. The data set that DataLoader workers hold.
+    """Fills slots of batch buffers with samples. What loader workers hold.
 
     It never raises for a sample: a worker's traceback is no message for a user.
     """
@@ -127,31 +145,27 @@ class Reader:
         self.draws = not isinstance(source, LabelledSource)  # a user's own, which may draw at random
         self.pictures = source if isinstance(source, PictureSource) else None
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitems__(self, key: Key) -> tuple[int, list[Unreadable], bool]:
-        """Fill a slot. Returns how many rows are real, what could not be read, and whether that is the end."""
-        slot, epoch, index = key
+    def fill(self, slot: int, epoch: int | None, index: Array) -> Report:
+        """Read the samples of a `Key`."""
         images, labels = self.images[slot], self.labels[slot]
         with own_draws():
             if epoch is None:
                 return self._evaluation(images, labels, index)
             return self._training(images, labels, epoch, index)
 
-    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> tuple[int, list[Unreadable], bool]:
+    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> Report:
         prepare = self._for_training(epoch, index)
         failures: list[Unreadable] = []
         for row, place in enumerate(index.tolist()):
             image, label, failed = self._readable(place, epoch, partial(prepare, row))
             failures += failed
             if image is None:
-                return 0, failures, True
+                return Report(0, failures, end=True)
             images[row] = image
             labels[row] = label
-        return len(index), failures, False
+        return Report(len(index), failures)
 
-    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> tuple[int, list[Unreadable], bool]:
+    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> Report:
         failures: list[Unreadable] = []
         row = 0
         for sample in index.tolist():
@@ -159,14 +173,14 @@ class Reader:
             failures += failed
             if image is None:
                 if not self.skip:
-                    return 0, failures, True
+                    return Report(0, failures, end=True)
                 continue
             images[row] = image
             labels[row] = label
             row += 1
         images[row:] = images[row - 1] if row else 0
         labels[row:] = labels[row - 1] if row else 0
-        return row, failures, False
+        return Report(row, failures)
 
     def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
         """From (row, image) to what lies in the buffer."""

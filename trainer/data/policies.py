@@ -137,9 +137,10 @@ def _rotated(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
     angles = [m % 360 for m in magnitudes]
     matrices = [_get_inverse_affine_matrix([0.0, 0.0], -angle, [0.0, 0.0], 1.0, [0.0, 0.0]) for angle in angles]
     turned = _moved(images, matrices)
-    for row, angle in enumerate(angles):
-        if angle % 90 == 0:  # torchvision moves whole pixels, where it can
-            turned[row] = vision.rotate(images[row], angle, interpolation=vision.InterpolationMode.BILINEAR)
+    for angle in sorted({angle for angle in angles if angle % 90 == 0}):  # torchvision moves whole pixels, where it can
+        rows = on_device(torch.tensor([row for row, own in enumerate(angles) if own == angle]), images.device)
+        whole = vision.rotate(images[rows], angle, interpolation=vision.InterpolationMode.BILINEAR)
+        turned.index_copy_(0, rows, whole)
     return turned
 
 

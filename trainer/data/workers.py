@@ -1,59 +1,52 @@
-"""Photos through loader workers: a DataLoader that hands out slots of shared memory."""
+"""Processes that read photos into memory which this one shares: what comes next is asked of them in good time."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
-import re
-import threading
+import struct
 import time
-import warnings
-import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker as torchs
 
-from trainer.data.copies import Copies
-from trainer.data.folders import unreadable
-from trainer.data.photos import DenseReader, Key, PlainReader, Reader, Unreadable
-from trainer.data.sampling import Array
+from trainer.data.photos import Key, Reader, Report
 from trainer.data.sets import Datasets, PhotoSource, TensorSpec
+from trainer.data.worker_counts import PREFETCH, Search, slots
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
-from trainer.recipe import Recipe
 
-PREFETCH = 2  # batches each worker reads ahead
 POLL = 1.0  # seconds between two looks at whether the workers live
-SHARED_MEMORY = "/dev/shm"
+
+_MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
 
 
-def slots(workers: int) -> int:
-    """Batches that are being filled or read at once: what DataLoader sends ahead, and the one in use."""
-    return workers * PREFETCH + 1 if workers else 1
+class Buffers(NamedTuple):
+    """Slots for batches: inputs (slots, rows, ...), labels (slots, rows, ...), and indices (slots, rows) to read."""
 
+    inputs: Tensor
+    labels: Tensor
+    order: Tensor
 
-def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
-    """Refuse to start what would die of a bus error later.
-
-    Raises:
-        SetupError: less than `needed` bytes of shared memory are free.
-    """
-    if not os.path.isdir(folder):
-        return
-    state = os.statvfs(folder)
-    free = state.f_bavail * state.f_frsize
-    if free < needed:
-        raise SetupError(
-            f"loader workers need {needed / 2**20:.0f} MiB of shared memory, {folder} has {free / 2**20:.0f} free: "
-            f"use fewer data.workers (data.workers=0 needs none), "
-            f"or start the container with --shm-size={-(-needed // 2**30)}g or more"
+    @classmethod
+    def new(cls, datasets: Datasets, rows: int, count: int, shared: bool) -> Buffers:
+        inputs, targets = buffered(datasets), datasets.targets
+        made = cls(
+            torch.empty(count, rows, *inputs.shape, dtype=inputs.dtype),
+            torch.zeros(count, rows, *targets.shape, dtype=targets.dtype),
+            torch.zeros(count, rows, dtype=torch.int64),
         )
+        for tensor in made if shared else ():
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        return made
 
 
 def buffered(datasets: Datasets) -> TensorSpec:
@@ -62,178 +55,295 @@ def buffered(datasets: Datasets) -> TensorSpec:
     return datasets.plain or TensorSpec((size, size, datasets.channels), torch.uint8)
 
 
-class PhotoFeed:
-    """Reads batches of one split of photos, in workers or (workers=0) in this process.
+Makes = Callable[[Buffers], Sequence[Reader]]  # a reader of each part, which fills these
 
-    A worker writes into a slot of a buffer that all share, and only the slot's number travels: nothing is allocated in
-    a step, what is needed is known before the start, and a stopped worker cannot block this process half-way through
-    handing over a tensor.
+
+class Filled(NamedTuple):
+    """A batch that has been read: in a slot that is the caller's until it asks for the next."""
+
+    inputs: Tensor
+    labels: Tensor
+    report: Report
+
+
+class Here:
+    """In place of workers: this process reads, when it is asked."""
+
+    def __init__(self, buffers: Buffers, make: Makes) -> None:
+        self._buffers, self._readers = buffers, make(buffers)
+
+    def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
+        for part, epoch, index in keys:
+            report = self._readers[part].fill(0, epoch, index)
+            yield Filled(self._buffers.inputs[0], self._buffers.labels[0], report)
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """Nothing is read ahead."""
+
+    def ready(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Request:
+    """A batch that a worker has been asked for."""
+
+    def __init__(self, key: Key, worker: Worker, slot: int) -> None:
+        self.key, self.worker, self.slot = key, worker, slot
+        self.report: Report | None = None
+        self.wanted = True
+
+
+class Worker:
+    """A process, its slots, and what it has been asked for, the oldest first."""
+
+    def __init__(self, process: BaseProcess, connection: Connection, buffers: Buffers) -> None:
+        self.process, self.connection, self.buffers = process, connection, buffers
+        self.free = deque(range(len(buffers.inputs)))
+        self.requests: deque[Request] = deque()
+
+    def ask(self, key: Key) -> Request:
+        request = Request(key, self, self.free.popleft())
+        part, epoch, index = key
+        self.buffers.order[request.slot, : len(index)] = torch.from_numpy(np.ascontiguousarray(index))
+        self.requests.append(request)
+        with suppress(OSError):  # it died: its answer will not come
+            self.connection.send_bytes(_MESSAGE.pack(part, request.slot, -1 if epoch is None else epoch, len(index)))
+        return request
+
+
+class Workers:
+    """Keeps processes busy with the batches that are read now, and those that will be.
+
+    A worker fills slots of its own in shared memory, and only their numbers travel: nothing is allocated in a step, and
+    a stopped worker cannot block this process half-way through handing over a tensor. Batches come in order, whoever
+    read them.
     """
 
     def __init__(
         self,
-        source: PhotoSource,
-        datasets: Datasets,
-        rows: int,
-        recipe: Recipe,
-        workers: int,
-        device: torch.device,
+        sources: Sequence[PhotoSource],
+        buffers: Callable[[int], Buffers],
+        make: Makes,
+        search: Search,
+        patience: float,
     ) -> None:
-        self.source, self.rows, self.workers, self.device = source, rows, workers, device
-        self.skip, self.patience = recipe.data.on_error == "skip", recipe.timeout
-        inputs, targets = buffered(datasets), datasets.targets
-        self.images = torch.empty(slots(workers), rows, *inputs.shape, dtype=inputs.dtype)
-        self.labels = torch.zeros(slots(workers), rows, *targets.shape, dtype=targets.dtype)
-        if workers:
-            for buffer in (self.images, self.labels):
-                buffer.share_memory_()  # type: ignore[no-untyped-call]
-        self.failures: list[Unreadable] = []
-        prepare = PlainReader if datasets.plain else DenseReader if len(targets.shape) > 1 else Reader
-        self._reader = prepare(source, self.images, self.labels, recipe.augment, recipe.seed, self.skip)
-        self._keys: list[Key] = []
-        self._loader: Any = None
-        self._batches: Any = None
+        """`buffers` allocates so many slots; `search` says how many processes there are."""
+        self._sources, self._new, self._make, self.search, self._patience = sources, buffers, make, search, patience
+        self._workers: list[Worker] = []
+        self._leaving: list[Worker] = []  # they do what they were asked for, and no more
         self._processes: list[BaseProcess] = []
-        self._busy = False
-        self._copies = Copies(device)
+        self._asked: deque[Request] = deque()  # in the order in which they are wanted
+        self._todo: deque[Key] = deque()  # not asked for yet
+        self._turn = 0
+        # Also when this process ends without close(), before multiprocessing waits for them: they ignore its signal.
+        util.Finalize(self, _kill, (self._processes,), exitpriority=10)
 
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A batch for each array of at most `rows` sample indices: images (n, H, W, C) uint8 and labels (n, ...)."""
-        for images, labels, _ in self._read([(n % len(self.images), epoch, index) for n, index in enumerate(batches)]):
-            yield images, labels
+    def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
+        """Each key's batch; begins to read at once. What an earlier call has left is given up.
 
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Batches of samples start to stop, in full shape, with the number of rows that count."""
-        return self._read([(n % len(self.images), None, np.arange(*span)) for n, span in enumerate(spans)])
+        Raises:
+            PeerError: a worker died or hangs.
+            RecipeError, SetupError: none can be started.
+        """
+        self._turn += 1
+        self.search.pause()
+        known = len(self._asked) <= len(keys) and all(
+            _same(request.key, key) for request, key in zip(self._asked, keys, strict=False)
+        )
+        if not known:
+            self._drop()
+        self._todo = deque(keys[len(self._asked) :])
+        self._fill()
+        return self._batches(keys, self._turn)
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """What will be read after that: workers without other work begin."""
+        self._todo.extend(keys)
+        self._fill()
+
+    def ready(self) -> bool:
+        """Whether the next batch is there."""
+        self._listen(0)
+        return bool(self._asked) and self._asked[0].report is not None
 
     def close(self) -> None:
         """End the workers: they get a moment to finish, a hung one is killed."""
-        self._busy = False
-        if not self._processes:
-            return
-        killer = threading.Timer(2 * POLL, _kill, [self._processes])
-        killer.daemon = True
-        killer.start()
-        self._batches = self._loader = None  # DataLoader tells its workers when it goes, and waits for them
-        killer.cancel()
+        self._turn += 1
+        self._drop()
+        self._todo.clear()
+        for worker in [*self._workers, *self._leaving]:
+            worker.connection.close()
+        deadline = time.monotonic() + 2 * POLL
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
         _kill(self._processes)
-        self._processes = []
+        for rest in (self._workers, self._leaving, self._processes):
+            rest.clear()
 
-    def _read(self, keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        if self._busy:  # the last epoch was left half-way: its batches are still coming
+    def _batches(self, keys: Sequence[Key], turn: int) -> Iterator[Filled]:
+        try:
+            for key in keys:
+                if turn != self._turn:
+                    raise RuntimeError("these batches were given up when others were asked for")
+                request = self._await(key)
+                worker, slot = request.worker, request.slot
+                assert request.report is not None
+                try:
+                    yield Filled(worker.buffers.inputs[slot], worker.buffers.labels[slot], request.report)
+                finally:
+                    worker.free.append(slot)
+                if key[1] is not None and turn == self._turn:  # evaluation has another pace
+                    self._resize(self.search.batch())
+        except GeneratorExit:
+            if turn == self._turn:
+                self._drop()
+                self._todo.clear()
+            raise
+        except PeerError:
             self.close()
-        if self.workers and keys:
-            self._start(keys)
-        self._busy = True
-        try:
-            for n, key in enumerate(keys):
-                count, failures, end = self._next(n, key) if self.workers else self._reader.__getitems__(key)
-                self._busy = n < len(keys) - 1
-                self.failures += failures
-                if end:
-                    raise unreadable(*failures[0])
-                slot, epoch, index = key
-                filled = len(index) if epoch is not None else self.rows  # evaluation pads to full shape
-                images, labels = self.images[slot, :filled], self.labels[slot, :filled]
-                if self.device.type == "cuda":
-                    images, labels = self._copies(images), self._copies(labels)
-                else:  # the slot is filled again as soon as the next batch is asked for
-                    labels = labels.clone()
-                yield images, labels, count
-        finally:
-            if self._busy:
-                self.close()
+            raise
 
-    def _start(self, keys: list[Key]) -> None:
-        self._keys[:] = keys
-        if self._loader is not None and self._continued(keys[0]):
-            return
-        self.close()
-        others = set(multiprocessing.active_children())
+    def _await(self, key: Key) -> Request:
+        """The next batch, within `timeout` seconds; those in which this process was stopped do not count."""
+        waited = 0.0
+        while True:
+            self._fill()
+            begun = time.perf_counter()
+            if self._asked and self._asked[0].report is not None:
+                return self._asked.popleft()
+            if waited >= self._patience:
+                raise PeerError(self._late(key))
+            self._listen(min(POLL, self._patience - waited))
+            seconds = time.perf_counter() - begun
+            self.search.waited += seconds
+            waited += min(seconds, 2 * POLL)
+
+    def _fill(self) -> None:
+        while self._todo and (worker := self._idlest()) is not None:
+            self._asked.append(worker.ask(self._todo.popleft()))
+
+    def _idlest(self) -> Worker | None:
+        """Who is to have the next request: a new one before any has two. None: all have enough."""
+        if len(self._workers) < self.search.count and all(worker.requests for worker in self._workers):
+            self._workers.append(self._start())
+        able = (worker for worker in self._workers if worker.free and len(worker.requests) < PREFETCH)
+        return min(able, key=lambda worker: len(worker.requests), default=None)
+
+    def _listen(self, seconds: float) -> None:
+        """Take what workers have answered, or wait so long for it.
+
+        Raises:
+            PeerError: one has died.
+        """
+        busy: dict[Any, Worker] = {
+            worker.connection: worker for worker in [*self._workers, *self._leaving] if worker.requests
+        }
+        for connection in wait(list(busy), seconds):
+            worker = busy[connection]
+            try:
+                report = worker.connection.recv()
+            except (EOFError, OSError):
+                raise PeerError(self._died(worker)) from None
+            request = worker.requests.popleft()
+            request.report = report
+            self.search.read += report.seconds
+            if not request.wanted:
+                worker.free.append(request.slot)
+        for worker in [worker for worker in self._leaving if not worker.requests]:
+            worker.connection.close()
+            self._leaving.remove(worker)
+
+    def _drop(self) -> None:
+        """Forget what was asked for: its slots are free once it is there."""
+        for request in self._asked:
+            request.wanted = False
+            if request.report is not None:
+                request.worker.free.append(request.slot)
+        self._asked.clear()
+
+    def _resize(self, count: int) -> None:
+        self._leaving += self._workers[count:]
+        del self._workers[count:]
+
+    def _start(self) -> Worker:
+        number = len(self._workers)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # that so many workers were asked for; what else it warns of fails below
-                self._loader = DataLoader(
-                    self._reader,  # type: ignore[arg-type]  # a list of samples is all it is asked for
-                    batch_sampler=self._keys,  # type: ignore[arg-type]
-                    num_workers=self.workers,
-                    collate_fn=_as_it_is,
-                    timeout=min(POLL, self.patience),
-                    worker_init_fn=_begin,
-                    multiprocessing_context=fork_server.context("torchvision", "trainer.data.photos"),
-                    generator=torch.Generator(),  # else it draws from the global one
-                    prefetch_factor=PREFETCH,
-                    persistent_workers=True,
-                )
-                self._batches = iter(self._loader)
+            context = fork_server.context("torchvision", "trainer.data.photos")
+            buffers = self._new(slots(number + 1) - slots(number) if number else slots(1))
+            ours, theirs = context.Pipe()
+            info = {"id": number, "num_workers": self.search.count}
+            process = context.Process(
+                target=_main, args=(theirs, self._make(buffers), buffers.order, info), daemon=True
+            )
+            process.start()
         except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
-            if not getattr(self.source, "by_value", True):  # a lambda, or a class within a function
-                self.source.by_value, self._loader = True, None  # type: ignore[attr-defined]
-                return self._start(keys)
-            raise RecipeError(
-                f"the data set cannot be sent to loader workers ({error}); "
-                "define its class in a module, or set data.workers=0"
-            ) from None
+            fixed = [source for source in self._sources if not getattr(source, "by_value", True)]
+            if not fixed:
+                raise RecipeError(
+                    f"the data set cannot be sent to loader workers ({error}); "
+                    "define its class in a module, or set data.workers=0"
+                ) from None
+            for source in fixed:  # a lambda, or a class within a function
+                source.by_value = True  # type: ignore[attr-defined]
+            return self._start()
         except OSError as error:
             raise SetupError(f"loader workers cannot be started ({error}); set data.workers=0") from None
-        self._processes = [child for child in multiprocessing.active_children() if child not in others]
-        self._processes.sort(key=lambda child: child.pid or 0)
-        weakref.finalize(self, _kill, self._processes)  # also when this process ends without close()
+        theirs.close()
+        self._processes.append(process)
+        return Worker(process, ours, buffers)
 
-    def _continued(self, key: Key) -> bool:
-        """Begin another epoch with the workers of the last; False when one is too slow to answer."""
-        try:
-            self._batches = iter(self._loader)
-        except RuntimeError as error:
-            if "timed out" not in str(error):
-                raise PeerError(self._lost(0, key, error)) from None
-            return False
-        return True
-
-    def _next(self, n: int, key: Key) -> tuple[int, list[Unreadable], bool]:
-        """The report of the n-th batch, within `timeout` seconds."""
-        deadline = time.monotonic() + self.patience
-        while True:
-            try:
-                report: tuple[int, list[Unreadable], bool] = next(self._batches)
-                return report
-            except (RuntimeError, OSError, EOFError) as error:
-                if "timed out" in str(error) and time.monotonic() < deadline:
-                    continue
-                raise PeerError(self._lost(n, key, error)) from None
-
-    def _lost(self, n: int, key: Key, error: BaseException) -> str:
-        index = key[2]
-        awaited = (
-            f"{len(index)} samples from {self.source.where(int(index[0]) % len(self.source))} on were awaited"
-            if len(index)
-            else "nothing was awaited"
-        )
-        died = re.search(r"\(pid\(s\) ([\d, ]+)\) exited", str(error))
-        if any((child.exitcode or 0) > 0 for child in self._processes):  # killed ones have a negative code
+    def _died(self, worker: Worker) -> str:
+        worker.process.join(POLL)
+        time.sleep(0.1)  # what killed it may have killed others
+        codes = {process.pid: process.exitcode for process in self._processes}
+        if any((code or 0) > 0 for code in codes.values()):  # killed ones have a negative code
             return (
                 "loader workers failed to start, their error is above; they import the script that trains: "
                 'it needs if __name__ == "__main__": around train(...), or data.workers=0'
             )
-        if died:
-            what = f"loader worker {died[1]} died (killed, or out of memory)"
-        elif "timed out" in str(error):
-            pids = [child.pid for child in self._processes]
-            what = f"loader worker {pids[n % len(pids)]} did not answer for timeout={self.patience:g} seconds"
-        else:
-            what = f"a loader worker was lost ({str(error).partition(chr(10))[0]})"
+        pids = [str(pid) for pid, code in codes.items() if code] or [str(worker.process.pid)]
+        return self._told(worker.requests[0].key, f"loader worker {', '.join(pids)} died (killed, or out of memory)")
+
+    def _late(self, key: Key) -> str:
+        busy = [worker for worker in [*self._leaving, *self._workers] if worker.requests]
+        worker = self._asked[0].worker if self._asked else busy[0]
+        return self._told(
+            key, f"loader worker {worker.process.pid} did not answer for timeout={self._patience:g} seconds"
+        )
+
+    def _told(self, key: Key, what: str) -> str:
+        part, _, index = key
+        source = self._sources[part]
+        awaited = (
+            f"{len(index)} samples from {source.where(int(index[0]) % len(source))} on were awaited"
+            if len(index)
+            else "nothing was awaited"
+        )
         return f"{what}; {awaited}; data.workers=0 reads in this process"
 
 
-def _as_it_is(report: Any) -> Any:
-    return report
+def _same(one: Key, other: Key) -> bool:
+    return one[:2] == other[:2] and np.array_equal(one[2], other[2])
 
 
-def _begin(_: int) -> None:
-    """In a new worker."""
+def _main(connection: Connection, readers: Sequence[Reader], order: Tensor, info: dict[str, int]) -> None:
+    """A worker, until its pipe is closed at the other end."""
     fork_server.begin_worker()
+    torch.set_num_threads(1)
+    told: Any = {**info, "seed": info["id"], "dataset": getattr(readers[0].source, "items", readers[0].source)}
+    torchs._worker_info = torchs.WorkerInfo(**told)  # for a user's data set that asks get_worker_info()
+    while True:
+        try:
+            part, slot, epoch, count = _MESSAGE.unpack(connection.recv_bytes())
+            index = order[slot, :count].numpy().copy()
+            begun = time.perf_counter()
+            report = readers[part].fill(slot, None if epoch < 0 else epoch, index)
+            connection.send(report._replace(seconds=time.perf_counter() - begun))
+        except (EOFError, OSError):
+            return
 
 
 def _kill(processes: list[BaseProcess]) -> None:

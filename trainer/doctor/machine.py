@@ -48,9 +48,9 @@ def resources(found: Findings) -> None:
 
 def try_loader_memory() -> None:
     """Raises SetupError where loader workers would find too little."""
-    from trainer.data import workers  # needs torch
+    from trainer.data import worker_counts  # needs torch
 
-    workers.check_shared_memory(BUFFERS)
+    worker_counts.check_shared_memory(BUFFERS)
 
 
 def limits(found: Findings) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from trainer.caching.building import estimate
 from trainer.caching.pace import pace
 from trainer.caching.packing import Format
-from trainer.data.loaders import worker_count
 from trainer.data.photos import shorter_side
+from trainer.data.worker_counts import allowed
 from trainer.planning.dataset_facts import DatasetFacts
 from trainer.planning.run_plan import ReadingFigures
 from trainer.processes.world import cores
@@ -25,7 +25,8 @@ def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | 
     found = pace(images.photos, recipe, images.size, images.channels)
     if found is None:
         return None
-    processes = min(cores(), readers * max(1, worker_count(recipe, readers)))
+    wish = recipe.data.workers
+    processes = min(cores(), readers * max(1, wish if isinstance(wish, int) else allowed(readers, 0)))
     paths = [images.photos.address(index) for index in range(len(images.photos))]
     size = recipe.data.cache_size or shorter_side(images.size)
     raw, jpeg = (estimate(paths, Format(layout, size, images.channels)) for layout in ("raw", "jpeg"))

@@ -24,6 +24,12 @@ def _devices(value: Any) -> Any:
     return value
 
 
+def _workers(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 256):
+        raise ValueError("must be a number from 0 to 256, auto or null")
+    return value
+
+
 def _count(value: Any) -> Any:
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError("must be auto or a number, as in 8")
@@ -89,6 +95,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
+Workers = Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256)], BeforeValidator(_workers)]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Cache = Annotated[Literal["off", "ram", "disk", "auto"], BeforeValidator(_cache)]

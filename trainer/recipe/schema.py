@@ -24,6 +24,7 @@ from trainer.recipe.kinds import (
     Root,
     Shares,
     Spreads,
+    Workers,
 )
 from trainer.recipe.text import flatten, neighbours
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
@@ -78,7 +79,9 @@ class DataRecipe(_Section):
     mean: Shares | None = key(None, "of pixels, from 0 to 1 a channel; null: the data set's or the model's")
     std: Spreads | None = key(None, "of pixels, their standard deviation; null: as mean")
     balance: bool = key(False, "draw all classes equally often, whatever their numbers of images")
-    workers: int | None = key(None, "processes that read photos, a rank; null: from cores and ranks", ge=0, le=256)
+    workers: Workers | Literal["auto"] | None = key(
+        None, "processes that read photos, a rank; auto: as many as it needs, found while it trains; null: a core each"
+    )
     download: bool = key(True, "fetch a published set that is not there yet")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
     cache: Cache = key("off", "photos kept decoded and small; auto: where there is room")

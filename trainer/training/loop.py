@@ -22,7 +22,7 @@ from trainer.training.meeting import Meeting, leave
 from trainer.training.mistakes import Mistakes
 from trainer.training.optimization import learning_rate
 from trainer.training.results import Result
-from trainer.training.run import Run
+from trainer.training.run import WORKERS, Run
 from trainer.training.wiring import prepare
 
 
@@ -68,7 +68,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = run.position.step_in_epoch
     stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)
-    batches = run.loader.training(epoch, start)
+    batches = run.loader.training(epoch, start, stop)
     meeting = Meeting(run)
     run.interrupts.beat()
     strategy.train()
@@ -146,9 +146,11 @@ def end_epoch(run: Run, epoch: int) -> None:
     found = Mistakes(run.task, run.loader.evaluation_spans) if last and run.recipe.logging.tensorboard else None
     begun = time.perf_counter()
     with run.ledger.span("evaluation"):
-        history.validation = measure(run, found)
+        history.validation = measure(run, found, None if last else epoch + 1)
     speed = history.validation["val_samples"] / (time.perf_counter() - begun)
     note_skipped(run)
+    if run.loader.found:
+        tracker.remember({**run.strategy.known, WORKERS: run.loader.found})
     improved = run.task.improves(history.validation[f"val_{run.task.metric}"], history.best)
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
@@ -175,8 +177,11 @@ def end_epoch(run: Run, epoch: int) -> None:
     tracker.result(reporting.result(run, "running"))
 
 
-def measure(run: Run, mistakes: Mistakes | None = None) -> dict[str, float]:
-    """Evaluate under the averaged weights where there are any. Signals are heard between batches."""
+def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None) -> dict[str, float]:
+    """Evaluate under the averaged weights where there are any. Signals are heard between batches.
+
+    The epoch `then` trains afterwards: its first batches are read meanwhile.
+    """
     look = {"look": mistakes.add} if mistakes is not None else {}
     run.interrupts.beat()
     averages = run.average.tensors() if run.average is not None else {}
@@ -193,7 +198,7 @@ def measure(run: Run, mistakes: Mistakes | None = None) -> dict[str, float]:
 
     try:
         with run.strategy.weights(averages):
-            return evaluate(run.strategy, run.loader.evaluation(), run.world, boundary, **look)
+            return evaluate(run.strategy, run.loader.evaluation(then), run.world, boundary, **look)
     except (Interrupted, Preempted) as error:
         leave(run, type(error))
         raise

@@ -20,6 +20,8 @@ from trainer.telemetry.tracking import NullTracker
 from trainer.training.callbacks import Callbacks
 from trainer.training.optimization import MovingAverage, Updater
 
+WORKERS = "workers"  # what is known of the number that reads photos
+
 
 @dataclass
 class History:

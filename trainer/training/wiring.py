@@ -37,7 +37,7 @@ from trainer.training.callbacks import Callbacks
 from trainer.training.optimization import MovingAverage, Updater, loss_scaler, total_steps
 from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
-from trainer.training.run import Run
+from trainer.training.run import WORKERS, Run
 from trainer.training.same_images import check_same_images
 from trainer.training.speed_test import speed_recipe
 from trainer.training.trainable import normalises_batches, notes, roles_of
@@ -71,6 +71,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         recipe = speed_recipe(recipe, model, data, world, tracker.say)
+    known = world.share(tracker.known())
     size = sum(parameter.numel() for parameter in model.parameters())
     batch_norm = normalises_batches(model, recipe)
     peak, flops = utilisation_base(model, data, world, recipe.precision)
@@ -80,12 +81,12 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         task=task,
         example=data.example(recipe.batch_size // (shard.count * recipe.accumulate)),
         samples=len(data.train),
-        known=world.share(tracker.known()),
+        known=known,
         say=tracker.say,
     )
     told = notes(model, recipe)
     strategy, optimizer, updater = wire(context, model)
-    tracker.remember(strategy.known)
+    tracker.remember({**known, **strategy.known})
     run = Run(
         recipe=recipe,
         interrupts=interrupts,
@@ -95,7 +96,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         world=world,
         tracker=tracker,
         strategy=strategy,
-        loader=Loader(data, recipe, task, shard, world.device, local_readers(world, shard)),
+        loader=Loader(data, recipe, task, shard, world.device, local_readers(world, shard), known.get(WORKERS)),
         optimizer=optimizer,
         updater=updater,
         average=None,

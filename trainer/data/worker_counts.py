@@ -1,0 +1,123 @@
+"""How many processes read photos for a rank: from cores, ranks and memory, and as measured while it trains."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+from trainer.errors import SetupError
+from trainer.processes.world import cores
+
+PREFETCH = 2  # batches that a worker has been asked for
+SHARED_MEMORY = "/dev/shm"
+SHARE = 0.5  # of the shared memory that is free: what nobody asked for by number takes no more
+
+SECONDS = 1.0  # that a measurement takes at least
+KEEPS_UP = 0.03  # of the time: readers for which nobody waits longer are enough
+SPARE = 1.25  # times as many workers as were busy, for batches that take longer than others
+GROWTH = 1.5
+PAYS = 1.05  # how much faster more workers must make it
+
+
+def slots(workers: int) -> int:
+    """Batches that are being filled or used at once: those asked for, and the one in use."""
+    return workers * PREFETCH + 1 if workers else 1
+
+
+def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
+    """Bytes; None where there is no such folder to run out of."""
+    if not os.path.isdir(folder):
+        return None
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
+
+
+def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
+    """Refuse to start what would die of a bus error later.
+
+    Raises:
+        SetupError: less than `needed` bytes of shared memory are free.
+    """
+    free = free_shared_memory(folder)
+    if free is not None and free < needed:
+        raise SetupError(
+            f"loader workers need {needed / 2**20:.0f} MiB of shared memory, {folder} has {free / 2**20:.0f} free: "
+            f"use fewer data.workers (data.workers=0 needs none), "
+            f"or start the container with --shm-size={-(-needed // 2**30)}g or more"
+        )
+
+
+def allowed(readers: int, batch_bytes: int) -> int:
+    """Workers of one rank where `readers` ranks of this machine read: a core each, and room for their batches."""
+    free, each = free_shared_memory(), max(1, cores() // readers)
+    if free is None or not batch_bytes:
+        return each
+    room = int(free * SHARE / (readers * batch_bytes))
+    return max(1, min(each, (room - 1) // PREFETCH))
+
+
+def here(readers: int) -> dict[str, int]:
+    """Where a number of workers was found: it is that of such a machine."""
+    return {"cores": cores(), "readers": readers}
+
+
+class Search:
+    """Finds, while a rank trains, how few workers keep up with it.
+
+    It looks at stretches of about a second. Where nobody waited, as many stay as were busy, and some to spare. Where
+    somebody did, more are tried, and kept if that made it faster: what waits for a disk has use for more than cores.
+
+    Attributes:
+        count: workers that there are to be.
+        settled: whether that is what was found, or asked for; nothing changes any more.
+        waited, read: seconds of this stretch in which batches were waited for, and of all workers' reading.
+    """
+
+    def __init__(self, count: int, most: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Without `most` it stays at `count`."""
+        self.count, self.most, self._clock = count, most or count, clock
+        self.settled = most is None
+        self._before: tuple[int, float] | None = None  # a smaller number, and batches a second with that
+        self._begin()
+
+    def _begin(self) -> None:
+        """A stretch begins once the batches are used that had been read before."""
+        self._skip, self._batches, self._seconds = slots(self.count), 0, 0.0
+        self.waited = self.read = 0.0
+        self._last: float | None = None
+        self._counted = 0.0, 0.0
+
+    def pause(self) -> None:
+        """What happens until the next batch, as an evaluation does, is no part of the stretch."""
+        self._last = None
+
+    def batch(self) -> int:
+        """One more batch was used; returns how many workers there are to be."""
+        if self.settled:
+            return self.count
+        now = self._clock()
+        if self._skip:
+            self._skip -= 1
+        elif self._last is not None:
+            self._batches += 1
+            self._seconds += now - self._last
+            self._counted = self.waited, self.read
+        self._last, (self.waited, self.read) = now, self._counted
+        if self._seconds >= SECONDS and self._batches >= 2 * self.count:
+            self._decide(self._seconds)
+            self._begin()
+        return self.count
+
+    def _decide(self, seconds: float) -> None:
+        waits, rate, before = self.waited > KEEPS_UP * seconds, self._batches / seconds, self._before
+        if waits and before is not None and rate < PAYS * before[1]:
+            self.count, self.settled = before[0], True
+        elif waits and self.count < self.most:
+            self._before = self.count, rate
+            self.count = min(self.most, math.ceil(GROWTH * self.count))
+        else:
+            if not waits:
+                self.count = max(1, min(self.count, math.ceil(SPARE * self.read / seconds)))
+            self.settled = True

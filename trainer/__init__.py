@@ -74,11 +74,13 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'trainer' has no attribute '{name}'")
-    module, attribute = _HOME[name]
-    return getattr(import_module(module), attribute)
+if not TYPE_CHECKING:  # a type checker would take every name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'trainer' has no attribute '{name}'")
+        module, attribute = _HOME[name]
+        return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

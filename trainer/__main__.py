@@ -21,6 +21,7 @@ from trainer.launch import endings, launching
 from trainer.processes import family, interrupts
 from trainer.processes.interrupts import leave_now
 from trainer.processes.rank import place
+from trainer.processes.started import as_typed
 from trainer.recipe import checks
 from trainer.recipe import command as recipe_pages
 from trainer.recipe.words import split_words
@@ -96,13 +97,13 @@ def run(words: Sequence[str]) -> int:
         from trainer import exporting
 
         interrupts.raise_at_ctrl_c()
-        _show(exporting.command(rest))
+        _show(as_typed(exporting.command(rest)))
         return 0
     if command == "runs":
         from trainer import runs
 
         interrupts.raise_at_ctrl_c()
-        _show(runs.command(rest))
+        _show(as_typed(runs.command(rest)))
         return 0
     if command == "doctor":
         from trainer import doctor

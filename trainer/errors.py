@@ -20,6 +20,10 @@ class TrainerError(Exception):
 
     code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: the sentence, without our own frames that led to it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class RecipeError(TrainerError, ValueError):
     """The recipe or the words on the command line cannot mean anything (exit 2)."""

@@ -25,6 +25,7 @@ from trainer.comparison.entries import parse_sweep
 from trainer.comparison.tables import as_text, method
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
 from trainer.recipe import MODES, load
+from trainer.telemetry.events import read_events
 
 BAD = [
     (["modes=[sngle]"], "'sngle' is not a mode; did you mean single?"),
@@ -200,7 +201,11 @@ def test_the_files(machine, tmp_path):
     assert "| entry | ranks x threads | images/s |" in markdown and "Machine: " in markdown
     assert "python -m trainer compare recipe=digits 'modes=[single,ddp,dp,local_sgd]'" in markdown
     assert (out / "compare.png").stat().st_size > 5000 and (out / "memory.png").exists()
-    assert list((out / "tensorboard/compare").glob("events*")) and list((out / "tensorboard/ddp").glob("events*"))
+    shown = {path.name for path in (out / "tensorboard").iterdir()}
+    assert shown == {"single", "ddp", "dp", "local_sgd"}, "each has curves"
+    files = (out / "tensorboard/single").glob("events*")
+    first = {value.tag for path in files for event in read_events(path) for value in event.summary.value}
+    assert {"compare/text_summary", "compare/1_compare", "compare/2_memory"} <= first
     assert not list(out.rglob("*.safetensors")) and not list(out.rglob("checkpoints"))
 
 

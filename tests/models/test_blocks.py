@@ -90,3 +90,17 @@ def test_normalisation_that_is_frozen():
     model = made("resnet18")
     freeze(model, ["conv1", "bn1", "layer1.0.bn1.weight"], "resnet18")
     assert frozen_norms(model) == [model.bn1], "of the other the bias still trains"
+
+
+def test_normalisation_without_parameters_is_frozen_with_its_part():
+    """It has nothing that could be frozen, and would go on counting what it sees."""
+
+    def part():
+        return nn.Sequential(nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, affine=False))
+
+    model = nn.Sequential(part(), part(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 4, 1))
+    assert frozen_norms(model) == []
+    freeze(model, ["0"], "two parts")
+    assert frozen_norms(model) == [model[0][0], model[0][2]]
+    freeze(model, ["2"], "two parts")
+    assert frozen_norms(model) == [model[0][0], model[0][2], model[3]], "a layer among others: as the one before it"

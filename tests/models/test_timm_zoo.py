@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 
 import pytest
 import torch
@@ -71,13 +72,14 @@ def test_what_cannot_be_built_says_what_can(model, said):
 
 
 @without
-def test_weights_out_of_reach_name_their_place(monkeypatch):
+def test_weights_out_of_reach_name_their_place(monkeypatch, capsys, caplog):
     import timm
 
     plain = timm.create_model
 
     def unreachable(name, pretrained=False, **options):
         if pretrained:
+            logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
             raise OSError("no network\nand more of it")
         return plain(name, **options)
 
@@ -85,7 +87,10 @@ def test_weights_out_of_reach_name_their_place(monkeypatch):
     recipe = ModelRecipe(name="timm:resnet10t", weights="DEFAULT")
     with pytest.raises(SetupError, match=r"of timm/resnet10t.c3_in1k elsewhere, .*model.weights=null model.init_from="):
         zoo.build(recipe, 3, 3, 64)
+    assert capsys.readouterr().err == "Looking for timm's weights of resnet10t: timm/resnet10t.c3_in1k\n"
+    assert not caplog.records, "each time that it is tried again"
     assert zoo.build(recipe, 3, 3, 64, starting=False)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+    assert not capsys.readouterr().err
 
 
 @without

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.models.blocks import freeze
 from trainer.modes.deferred_batchnorm import DeferredBatchNorm, convert_deferred_batchnorm, recomputing
 
 EVEN, UNEVEN = (4, 4, 4), (5, 4, 2, 1)
@@ -183,3 +184,9 @@ def test_statistics_on_a_gpu():
         ours(piece)
     ours.commit()
     torch.testing.assert_close(statistics(ours), statistics(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_frozen_gathers_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    freeze(model, ["0"], "model")
+    assert convert_deferred_batchnorm(model) == [model[3]] and type(model[1]) is nn.BatchNorm2d

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.commands import losses, ok, steps, trainer
 from tests.training.test_resume_modes import kill
@@ -166,7 +167,8 @@ def test_batch_norm_that_is_synchronised_stays_frozen():
     before = dict(model.named_parameters())
     synchronised = convert_sync_batchnorm(model, torch.device("cpu"))
     assert all(p is before[name] for name, p in synchronised.named_parameters())
-    assert [type(norm) for norm in frozen_norms(synchronised)] == [SyncBatchNorm]
+    assert [type(norm) for norm in frozen_norms(synchronised)] == [nn.BatchNorm2d], "which has nothing to tell others"
+    assert sum(isinstance(layer, SyncBatchNorm) for layer in synchronised.modules()) == 2
 
 
 @pytest.mark.parametrize(("wanted", "looks"), [("null", True), ("1", True), ("-1", False)])

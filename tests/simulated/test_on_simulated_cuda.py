@@ -169,7 +169,7 @@ def everywhere(folder):
         ):
             with pytest.raises(TrainerError, match="not here"):
                 refused()
-        convert_sync_batchnorm(torch.nn.BatchNorm2d(3), CARD)
+        convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), CARD)
         world = World(Place(), CARD, 1, ("cuda:0",))
         data = open_datasets(load(None, *runs.BASE.split()))
         speed_recipe(load(None, *runs.BASE.split()), build(ModelRecipe(name="mlp"), 10, 1, 8), data, world, print)

@@ -53,15 +53,15 @@ def test_parts_of_a_step_are_laid_on_each_other():
 
 
 def layout(**settings):
-    settings = {"metrics": ("loss", "top1"), "titles": {"top1": "top-1"}, "ranks": False, "pipeline": False} | settings
-    [value] = dashboards.layout(**settings).value
+    settings = {"communication": False, "pipeline": False} | settings
+    [value] = dashboards.layout(("loss", "top1"), {"top1": "top-1"}, **settings).value
     return Layout.FromString(value.tensor.string_val[0])
 
 
 def test_charts_of_all_modes_are_the_same_so_that_runs_share_them():
     """TensorBoard takes two charts for one only where they are equal."""
-    every = [layout(ranks=ranks, pipeline=pipeline) for ranks in (False, True) for pipeline in (False, True)]
-    for rows in zip(*(one.category for one in every), strict=True):
+    every = [layout(communication=known, pipeline=pipeline) for known in (False, True) for pipeline in (False, True)]
+    for rows in zip(*(one.category for one in every), strict=False):
         known = {chart.title: chart for chart in rows[-1].chart}
         assert all(chart == known[chart.title] for row in rows for chart in row.chart)
 
@@ -78,20 +78,24 @@ def charts(**settings):
     }
 
 
-def test_the_charts_answer_three_questions():
-    found = charts(pipeline=True, ranks=True)
-    assert list(found) == ["does it learn", "how fast", "how full"]
+ROWS = ["does it learn", "how fast", "where a step's time goes", "each part of a step", "how full"]
+
+
+def test_the_charts_answer_questions():
+    found = charts(pipeline=True, communication=True)
+    assert list(charts()) == ROWS and list(found) == [*ROWS, "how busy are the stages"]
     assert list(found["does it learn"]) == [
         "loss: training, and validation",
         "top-1 of validation",
         "learning rate",
         "gradient norm",
     ]
-    parts = [title.split(",")[0] for title in found["how fast"] if "ms of a step" in title]
-    assert parts == ["data", "compute", "communication", "bubble", "optimizer"]
-    assert found["how fast"]["a step, ms: its parts laid on each other"] == ["z_step/1_data", "z_step/0"]
-    assert not any("bubble" in title for title in charts()["how fast"])
-    assert not any("communication" in title for title in charts()["how fast"])
+    parts = [title.split(",")[0] for title in found["each part of a step"]]
+    assert parts == ["data", "compute", "optimizer", "communication", "bubble"]
+    [(title, tags)] = found["where a step's time goes"].items()
+    assert title == "a step, ms: data, compute, bubble, optimizer, from below"
+    assert tags == ["z_step/1_data", "z_step/0"]
+    assert len(charts()["each part of a step"]) == 3, "no empty charts of what a mode does not have"
 
 
 def test_global_and_a_devices_speed_are_not_in_one_chart():
@@ -103,7 +107,8 @@ def test_global_and_a_devices_speed_are_not_in_one_chart():
 
 
 def test_predicted_and_measured_bubble_are_told_apart():
-    [chart] = [tags for title, tags in charts(pipeline=True)["how fast"].items() if "predicted" in title]
+    row = charts(pipeline=True)["how busy are the stages"]
+    [chart] = [tags for title, tags in row.items() if "predicted" in title]
     assert chart == ["z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"]
 
 

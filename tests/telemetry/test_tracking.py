@@ -58,8 +58,12 @@ def test_plain_lines_and_files(tmp_path, capsys):
     tracker.progress(5, 1)
     tracker.scalars({"train/loss": 0.25}, 5)
     tracker.result({"status": "running"})
+    tracker._spoke = 0.0
+    tracker.progress(6, 1)
     tracker.close()
-    assert "step 5/10, epoch 1/30, loss 0.2500, 1,234 images/s" in capsys.readouterr().out
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "step 5/10, epoch 1/30, loss 0.2500, 1,234 images/s", "the first one waited for the start"
+    assert second.startswith("step 6/10, epoch 1/30") and second.endswith(" left")
     names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
     assert {"recipe", "steps", "result", "events"} <= names
     assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,1,1.0,0.25,0.1,1234.5"

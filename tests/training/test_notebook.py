@@ -54,13 +54,18 @@ except trainer.errors.RecipeError as error:
     print(error)
 """
 
+TOLD = """
+trainer.train("digits", epoch=2)
+"""
+
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory):
     """Each cell's outputs, by its name, and the folder that the kernel worked in."""
     folder = tmp_path_factory.mktemp("notebook")
-    sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG}
+    sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG, "told": TOLD}
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in (PREPARED, *sources.values())])
+    book.cells[-1].metadata["tags"] = ["raises-exception"]
     client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
     before = dict(os.environ)
     os.environ.update(environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder)))
@@ -100,3 +105,5 @@ def test_a_model_that_a_notebook_registers_is_known_to_them(cells):
 
 def test_an_error_is_a_sentence(cells):
     assert printed(cells[0]["wrong"]) == "digits: epoch is not a key; did you mean epochs?\n"
+    [shown] = cells[0]["told"]
+    assert shown.traceback == ["RecipeError: digits: epoch is not a key; did you mean epochs?"], "and nothing around it"

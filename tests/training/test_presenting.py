@@ -112,7 +112,10 @@ def test_a_continued_run_is_one_curve(page):
 @pytest.mark.parametrize("run", ["single", "ddp", "pipe"])
 def test_every_chart_of_custom_scalars_has_values(page, run):
     layout = page.ask("plugin/custom_scalars/layout")
-    assert [row["title"] for row in layout["category"]] == ["does it learn", "how fast", "how full"]
+    assert [row["title"] for row in layout["category"]] == [
+        "does it learn", "how fast", "where a step's time goes", "each part of a step", "how full",
+        "how busy are the stages",
+    ]  # fmt: skip
     for row in layout["category"]:
         titles = [chart["title"] for chart in row["chart"]]
         assert len(titles) == len(set(titles)), "a chart is of all runs"
@@ -122,10 +125,8 @@ def test_every_chart_of_custom_scalars_has_values(page, run):
             found = {}
             for tag in wanted:
                 found |= page.ask("plugin/custom_scalars/scalars", run=run, tag=tag)["tag_to_events"]
-            # What a mode has not, and what so short a run cannot tell, is empty.
-            if not re.search("bubble|stages at work|communication, ms", chart["title"]) or (
-                run == "pipe" and "communication, ms" not in chart["title"]
-            ):
+            shared = not re.search("bubble|stages at work|communication, ms", chart["title"])
+            if shared or (run == "pipe" and "communication, ms" not in chart["title"]):
                 assert found and all(found.values()), chart["title"]
                 # An area is drawn where both its edges have values at the same steps.
                 assert not margin or len({tuple(step for _, step, _ in line) for line in found.values()}) == 1
@@ -133,6 +134,16 @@ def test_every_chart_of_custom_scalars_has_values(page, run):
             assert len({"speed/samples_per_sec", "speed/samples_per_sec_per_device"} & set(found)) < 2
             if chart["title"].startswith("loss"):
                 assert set(found) == {"train/loss", "val/loss"}
+
+
+def test_no_chart_of_custom_scalars_is_empty(page):
+    """What a run cannot tell, such as its communication where it is short, has no chart."""
+    for row in page.ask("plugin/custom_scalars/layout")["category"]:
+        for chart in row["chart"]:
+            tags = chart.get("multiline", {}).get("tag") or [one["value"] for one in chart["margin"]["series"]]
+            asked = [(run, tag) for run in ("single", "ddp", "pipe") for tag in tags]
+            found = [page.ask("plugin/custom_scalars/scalars", run=run, tag=tag)["tag_to_events"] for run, tag in asked]
+            assert any(found), chart["title"]
 
 
 def test_the_table_of_runs(page):

@@ -44,4 +44,5 @@ def main() -> float | None:
     outputs: Tensor = predict(net, images, devices=["cpu"])
     print(outputs.shape, second["throughput"], trainer.evaluate(str(second["output"])), DevicePool.__doc__)
     assert_type(second["val_top1"], float | None)
+    print(trainer.trian)  # type: ignore[attr-defined]  # a name that is not there is none of any kind
     return second["val_top1"]

@@ -41,7 +41,7 @@ TAKEN = {
     "recipe=digits 'optimizer={lr: 0.1}'": "recipe=digits 'optimizer={lr: 0.1}'",
     "recipe=digits logging.wandb=my_project": "recipe=digits logging.wandb=my_project",
     "recipe=digits model.freeze=-1 data.workers=0": "recipe=digits model.freeze=-1 data.workers=0",
-    "recipe=digits optimizer.lr=.1 optimizer.eps=1E-4": "recipe=digits optimizer.lr=.1 optimizer.eps=1E-4",
+    "recipe=digits optimizer.lr=.1 schedule.min_lr=1E-4": "recipe=digits optimizer.lr=.1 schedule.min_lr=1E-4",
     "recipe=digits pipeline.microbatches=auto": "recipe=digits pipeline.microbatches=auto",
     "recipe=digits 'epochs=3\r'": "recipe=digits epochs=3",  # a script that Windows wrote
     "recipe=digits '\r'": "recipe=digits",
@@ -163,7 +163,7 @@ TOLD = {
     "recipe=digits imgsz=224x224": "recipe=digits data.image_size=224",
     "recipe=digits data.image_size=224,224": "recipe=digits data.image_size=224",
     "recipe=digits timeout=30s": "recipe=digits timeout=30",
-    "recipe=digits betas=0.9,0.999": "recipe=digits 'optimizer.betas=[0.9,0.999]'",
+    "optimizer.name=adam betas=0.9,0.999": "optimizer.name=adam 'optimizer.betas=[0.9,0.999]'",
     "recipe=digits 'data.mean=(0.5, 0.5, 0.5)'": "recipe=digits 'data.mean=[0.5,0.5,0.5]'",
     "recipe=digits data.std=[0.5 0.5 0.5]": "recipe=digits 'data.std=[0.5,0.5,0.5]'",
     "recipe=digits workers=auto": "recipe=digits data.workers=null",

@@ -105,21 +105,26 @@ def _falls_far(curves: Iterable[Curve]) -> bool:
 
 
 def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Entry], pictures: Sequence[Path]) -> None:
-    """The table as text and the pictures as images; beside each entry's curves its speed in every repeat."""
+    """The table as text and the pictures as images; beside each entry's curves its speed in every repeat.
+
+    Table and pictures are told with the first entry's curves: a run of their own would have no curves, of which
+    Custom Scalars warns.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     home = folder / "tensorboard"
     for old in home.glob("*/*.compared"):
         old.unlink()
-    writer = Events(home / "compare", ".compared")
+    ran = [(entry, row) for entry, row in zip(entries, report["entries"], strict=True) if row["samples_per_sec"]]
+    writer = Events(home / (ran[0][0] if ran else entries[0]).slug, ".compared")
     writer.text("compare", as_markdown(report), 0)
-    for path in pictures:
+    for n, path in enumerate(pictures, 1):
         picture = Summary.Image(encoded_image_string=path.read_bytes())
-        writer.add(Summary(value=[Summary.Value(tag=f"compare/{path.stem}", image=picture)]), 0)
+        writer.add(Summary(value=[Summary.Value(tag=f"compare/{n}_{path.stem}", image=picture)]), 0)
     writer.close()
-    for entry, row in zip(entries, report["entries"], strict=True):
-        if row["samples_per_sec"]:
-            writer = Events(home / entry.slug, ".compared")
-            for repeat, speed in row["samples_per_sec"]["runs"].items():
-                writer.scalars({"compare/samples_per_sec": speed}, int(repeat))
-            writer.close()
+    for entry, row in ran:
+        assert row["samples_per_sec"] is not None
+        writer = Events(home / entry.slug, ".compared")
+        for repeat, speed in row["samples_per_sec"]["runs"].items():
+            writer.scalars({"compare/samples_per_sec": speed}, int(repeat))
+        writer.close()

@@ -31,6 +31,7 @@ from trainer.inference.watching import Watch
 from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
 from trainer.processes.rank import Place, place
+from trainer.processes.started import as_typed
 from trainer.processes.world import World, cores, cuda_for
 from trainer.recipe import Recipe
 from trainer.recipe.words import split_words
@@ -82,7 +83,7 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
         _complete(before, final, inputs)
         return
     if inputs.ignored and me.is_main:
-        print(f"ignored: {inputs.ignored}", flush=True)
+        print(f"ignored: {as_typed(inputs.ignored)}", flush=True)
     written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)

@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer.errors import PeerError, TrainerError, sentence
 from trainer.processes import family, stacks
 from trainer.processes.rank import place
+from trainer.processes.started import as_typed
 
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
 
@@ -129,7 +130,7 @@ def say(line: str, code: int) -> None:
     """Print a run's last word: one line on stderr (and the stack of a bug that has no file)."""
     prefix = "trainer: " if code in (130, 143) else "trainer: error: "
     with suppress(OSError):  # the terminal may be gone
-        print(f"{prefix}{line}", file=sys.stderr, flush=True)
+        print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
 
 
 def has_speaker() -> bool:

@@ -97,6 +97,8 @@ def freeze(model: nn.Module, wanted: int | Sequence[str], name: str) -> None:
         raise RecipeError(f"model.freeze leaves nothing of {name} to train: take its last layer out of the list")
     for parameter in chosen:
         parameters[parameter].requires_grad_(False)
+    for norm in _still(model):
+        norm.keeps_statistics = True  # type: ignore[assignment]
 
 
 def _fitting(model: nn.Module, pattern: str, model_name: str) -> list[str]:
@@ -138,14 +140,35 @@ def frozen(model: nn.Module) -> list[str]:
 
 
 def frozen_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Batch normalisation that does not train: its weight and bias are frozen."""
-    return [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, _BatchNorm)
-        and any(True for _ in layer.parameters())
-        and not any(p.requires_grad for p in layer.parameters())
-    ]
+    """Batch normalisation that `freeze` named, which goes on with the statistics that it has."""
+    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and keeps_statistics(layer)]
+
+
+def keeps_statistics(layer: nn.Module) -> bool:
+    """Whether `freeze` named this layer."""
+    return bool(getattr(layer, "keeps_statistics", False))
+
+
+def _still(model: nn.Module) -> Iterator[_BatchNorm]:
+    """Batch normalisation that does not train.
+
+    One without weight and bias is like the part around it, or where only some of that trains, like the layer before it.
+    """
+    before = False  # whether the layer before is frozen
+    for name, layer in model.named_modules():
+        own = [p.requires_grad for p in layer.parameters(recurse=False)]
+        before = not any(own) if own else before
+        if isinstance(layer, _BatchNorm) and (before if own else _like_its_part(model, name, before)):
+            yield layer
+
+
+def _like_its_part(model: nn.Module, name: str, before: bool) -> bool:
+    while name:
+        name = name.rpartition(".")[0]
+        training = {p.requires_grad for p in model.get_submodule(name).parameters()}
+        if training:
+            return before if len(training) == 2 else not training.pop()
+    return before
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +32,8 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
         _check_weights(timm, recipe, name)
     pretrained = starting and recipe.weights is not None
     try:
-        return _created(timm, name, image_size, **options, pretrained=pretrained)
+        with _told(timm, name) if pretrained else nullcontext():
+            return _created(timm, name, image_size, **options, pretrained=pretrained)
     except Exception as error:  # what downloads raises anything at all
         if not pretrained and isinstance(error, RuntimeError | ValueError):
             raise AssertionError(text_of(error)) from None  # it cannot be of this shape
@@ -39,6 +44,21 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
             f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({type(error).__name__}); fetch "
             f"model.safetensors of {place} elsewhere, and start from it: model.weights=null model.init_from=FILE"
         ) from None
+
+
+@contextmanager
+def _told(timm: Any, name: str) -> Iterator[None]:
+    """One line about a download, as torchvision has it, instead of two for each time that it is tried again."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
+    print(
+        f"Looking for timm's weights of {name}: {timm.get_pretrained_cfg(name).hf_hub_id}", file=sys.stderr, flush=True
+    )
+    try:
+        yield
+    finally:
+        hub.setLevel(level)
 
 
 def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:

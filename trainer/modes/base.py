@@ -101,9 +101,8 @@ class Strategy:
 
     def keep_frozen(self, modules: Iterable[nn.Module]) -> None:
         """Batch normalisation that `model.freeze` names goes on with the statistics that it has, in training too."""
-        if self.recipe.model.freeze is not None:
-            for norm in (norm for module in modules for norm in frozen_norms(module)):
-                norm.eval()
+        for norm in (norm for module in modules for norm in frozen_norms(module)):
+            norm.eval()
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Add the gradients of weight x the loss summed over the batch's rows.

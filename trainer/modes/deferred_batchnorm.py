@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.models.blocks import keeps_statistics
+
 
 class DeferredBatchNorm(_BatchNorm):
     """Batch normalisation that gathers its statistics until `commit`. Inputs (N, C, ...)."""
@@ -66,10 +68,11 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def convert_deferred_batchnorm(module: nn.Module) -> list[DeferredBatchNorm]:
-    """Replace every batch normalisation within `module`; names, parameters and buffers stay the same objects."""
+    """Replace batch normalisation that trains within `module`; names, parameters and buffers stay the same objects."""
     for owner in list(module.modules()):
         for name, child in list(owner.named_children()):
-            if isinstance(child, _BatchNorm) and type(child) is not DeferredBatchNorm:
+            known = type(child) is DeferredBatchNorm or keeps_statistics(child)
+            if isinstance(child, _BatchNorm) and not known:
                 setattr(owner, name, _deferred(child))
     return [layer for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
 

@@ -70,8 +70,7 @@ class LocalSGD(Strategy):
 
     def _weights(self) -> list[Tensor]:
         """What differs from worker to worker: what is frozen stays as it is, to the last bit."""
-        norms = frozen_norms(self.module) if self.recipe.model.freeze is not None else []
-        still = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        still = {id(buffer) for norm in frozen_norms(self.module) for buffer in norm.buffers()}
         buffers = [buffer for buffer in self.module.buffers() if id(buffer) not in still]
         return [*(p for p in self.module.parameters() if p.requires_grad), *buffers]
 

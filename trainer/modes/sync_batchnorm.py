@@ -9,13 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.models.blocks import keeps_statistics
+
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace every batch normalisation by one that sees the global batch, with the same parameters and buffers."""
-    if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
+    """Replace batch normalisation that trains by one that sees the global batch, with the same parameters, buffers."""
     for name, child in list(model.named_children()):
-        if isinstance(child, _BatchNorm):
+        if isinstance(child, _BatchNorm) and keeps_statistics(child):
+            continue
+        if isinstance(child, _BatchNorm) and device.type == "cuda":
+            setattr(model, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))  # type: ignore[no-untyped-call]
+        elif isinstance(child, _BatchNorm):
             synchronised = SyncBatchNorm(
                 child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
             )

@@ -15,6 +15,7 @@ from trainer.launch import launching
 from trainer.planning import amounts
 from trainer.planning.layout import lay_out
 from trainer.planning.run_plan import RunPlan
+from trainer.processes.started import as_typed
 from trainer.recipe import Recipe, checks
 from trainer.recipe.words import split_words
 
@@ -40,7 +41,7 @@ def command(words: Sequence[str]) -> int:
     else:
         from trainer.planning.page import page_of
 
-        print(page_of(found))
+        print(as_typed(page_of(found)))
     return 0
 
 

@@ -69,9 +69,8 @@ class Shadow:
         self._cpu = kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._build().train()
-        if recipe.model.freeze is not None:
-            for norm in frozen_norms(self.model):
-                norm.eval()
+        for norm in frozen_norms(self.model):
+            norm.eval()
         self._roles = roles_of(self.model, recipe)
         self._fit = cache(self._measure)
 

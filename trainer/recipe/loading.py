@@ -18,6 +18,7 @@ from trainer.errors import RecipeError
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.text import flatten, nearest, one_line, shown, typed
+from trainer.recipe.unread import check_read, reads
 
 YOURS = "your words"  # the origin of what the command line says
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
@@ -43,7 +44,9 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
         raise RecipeError(f"{name}: {one_line(error)}") from None
     said = _origins(layers)
     try:
-        return validated(plain, name, {key: name if label == YOURS else label for key, label in said.items()})
+        made = validated(plain, name, {key: name if label == YOURS else label for key, label in said.items()})
+        check_read(made, (key for key, label in said.items() if label == YOURS))
+        return made
     except RecipeError as error:
         raise RecipeError(as_keyword(str(error), keywords)) from None
 
@@ -189,10 +192,10 @@ def describe(path: Path) -> str:
 
 
 def words_of(recipe: Recipe) -> list[str]:
-    """What to type for a recipe: its name where it is a shipped one, and every key that differs from that."""
+    """What to type for a recipe: its name where it is a shipped one, and every key that differs and matters."""
     shipped = recipe.name in shipped_recipes()
     was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
-    changed = [f"{key}={typed(value)}" for key, value in now.items() if value != was[key]]
+    changed = [f"{key}={typed(value)}" for key, value in now.items() if value != was[key] and reads(recipe, key)]
     return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
 
 

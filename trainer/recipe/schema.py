@@ -118,9 +118,9 @@ class OptimizerRecipe(_Section):
     weight_decay: Amount = key(0.0, "pulls weights to zero; BatchNorm and biases as well, see norm_weight_decay")
     norm_weight_decay: Amount | None = key(None, "that of normalisation layers and biases; null: as weight_decay")
     betas: list[Decay] = key(
-        [0.9, 0.999], "adam, and muon's AdamW: memory of gradients and of squares", min_length=2, max_length=2
+        [0.9, 0.999], "adam, adamw, muon: memory of gradients and of squares", min_length=2, max_length=2
     )
-    eps: float = key(1e-8, "adam: added to the divisor", gt=0, allow_inf_nan=False)
+    eps: float = key(1e-8, "adam, adamw, muon: added to the divisor", gt=0, allow_inf_nan=False)
     trust: float = key(0.001, "lars: a layer's step as a share of its weights", gt=0, allow_inf_nan=False)
 
 

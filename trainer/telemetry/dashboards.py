@@ -49,20 +49,21 @@ def _stacked(values: Mapping[str, float]) -> dict[str, float]:
     return dict(zip(EDGES, accumulate(heights, initial=0.0), strict=True))
 
 
-def layout(metrics: Sequence[str], titles: Mapping[str, str], ranks: bool, pipeline: bool) -> Any:
-    """Custom Scalars: three rows of charts that answer a question each.
+def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: bool, pipeline: bool) -> Any:
+    """Custom Scalars: rows of charts that answer a question each.
 
-    TensorBoard puts the charts of all runs together, and takes two for one only where they are quite the same.
+    TensorBoard puts the charts of all runs together, and takes two for one only where they are quite the same. What
+    not every run has comes last in its row. Its page draws the areas of a row behind the lines.
 
     Args:
         metrics: the task's, by their names.
         titles: what people call them, where that is another name.
-        ranks: whether there are several, which communicate.
+        communication: whether it is known how long a step waits for that, which only a run's end tells.
         pipeline: whether there are stages.
     """
     others = [name for name in metrics if name != "loss"]
-    parts = ["data", "compute", *["communication"] * ranks, *["bubble"] * pipeline, "optimizer"]
-    when = {"communication": ": counted as compute until the end tells it"}
+    parts = ["data", "compute", "optimizer", *["communication"] * communication, *["bubble"] * pipeline]
+    when = {"communication": ", told at the end: counted as compute before"}
     learning = [
         _lines("loss: training, and validation", "train/loss", "val/loss"),
         *(_lines(f"{titles.get(name, name)} of validation", f"val/{name}") for name in others),
@@ -74,15 +75,23 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], ranks: bool, pipel
         _lines("images/s, one device", "speed/samples_per_sec_per_device"),
         _lines("images/s, validation", "speed/val_samples_per_sec"),
         _lines("step, ms", "speed/step_ms"),
-        _areas("a step, ms: its parts laid on each other", pairwise(EDGES)),
-        *(_lines(f"{part}, ms of a step{when.get(part, '')}", f"speed/part_{part}_ms") for part in parts),
     ]
+    rows = {
+        "does it learn": learning,
+        "how fast": speed,
+        "where a step's time goes": [_areas(f"a step, ms: {', '.join(PARTS)}, from below", pairwise(EDGES))],
+        "each part of a step": [
+            _lines(f"{part}, ms of a step{when.get(part, '')}", f"speed/part_{part}_ms") for part in parts
+        ],
+        "how full": [_lines("peak memory, GiB", "z_memory/peak_gib/.*")],
+    }
     if pipeline:  # all lines of a run have its colour: what was predicted is the other edge of an area
         measured, predicted = "z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"
-        speed.append(_lines("stages at work, %", r"z_pipeline/stage\d+_busy_pct"))
-        speed.append(_areas("bubble measured, %; the area reaches to the predicted one", [(predicted, measured)]))
-    rows = {"does it learn": learning, "how fast": speed}
-    return _custom_scalars(rows | {"how full": [_lines("peak memory, GiB", "z_memory/peak_gib/.*")]})
+        rows["how busy are the stages"] = [
+            _lines("stages at work, %", r"z_pipeline/stage\d+_busy_pct"),
+            _areas("bubble measured, %; the area reaches to the predicted one", [(predicted, measured)]),
+        ]
+    return _custom_scalars(rows)
 
 
 def _lines(title: str, *tags: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from trainer.processes.started import as_typed
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import writing
@@ -95,6 +96,7 @@ class Tracker(NullTracker):
         self._kind = bar_kind() if recipe.logging.progress else None
 
     def say(self, text: str) -> None:
+        text = as_typed(text)
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
             return
@@ -103,7 +105,7 @@ class Tracker(NullTracker):
 
     def start(self, position: Position, total_steps: int, metric: str) -> None:
         self._total = total_steps
-        self._begun, self._first = time.perf_counter(), position.step
+        self._paced: tuple[int, float] | None = None
         with writing(self.path):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
@@ -153,10 +155,17 @@ class Tracker(NullTracker):
             self._bar.update(step - self._bar.n)
         elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
             self._spoke = time.perf_counter()
-            left = (self._spoke - self._begun) / max(1, step - self._first) * (self._total - step)
-            self.say(
-                f"step {step}/{self._total}, epoch {epoch}/{self.recipe.epochs}{self._news}, {_duration(left)} left"
-            )
+            left = self._left(step)
+            self.say(f"step {step}/{self._total}, epoch {epoch}/{self.recipe.epochs}{self._news}{left}")
+        elif self.recipe.logging.progress:
+            self._left(step)
+
+    def _left(self, step: int) -> str:
+        """How long it still takes, by the steps after the first one reported, which waited for everything to start."""
+        now = time.perf_counter()
+        self._paced = self._paced or (step, now)
+        first, begun = self._paced
+        return f", {_duration((now - begun) / (step - first) * (self._total - step))} left" if step > first else ""
 
     def evaluating(self, done: int, total: int) -> None:
         if self._bar is not None:

@@ -36,8 +36,7 @@ def begin(run: Run) -> None:
     tracker, task = run.tracker, run.task
     if not tracker.shows:
         return
-    ranks, pipeline = run.world.size > 1, run.recipe.traits.micro_batches
-    tracker.show(dashboards.layout(task.metric_names(), task.titles, ranks, pipeline), 0)
+    tracker.show(_layout(run), 0)
     words = words_of(run.recipe)
     for summary in dashboards.columns(_main(run), _changed(words), task.titles.get(task.metric, task.metric)):
         tracker.show(summary, 0)
@@ -109,8 +108,14 @@ def end(run: Run, result: Result, verdict: Verdict | None) -> None:
         alone = 1e3 * verdict.step_seconds * verdict.step["communication"]
         if alone:
             tracker.scalars({"speed/part_communication_ms": alone}, step)
+            tracker.show(_layout(run, communication=True), step)
     tracker.text(PAGE, outcome(run, result, verdict), step)
     tracker.show(dashboards.ended(), step)
+
+
+def _layout(run: Run, communication: bool = False) -> Any:
+    task = run.task
+    return dashboards.layout(task.metric_names(), task.titles, communication, run.recipe.traits.micro_batches)
 
 
 def opening(run: Run, words: Sequence[str]) -> str:

@@ -73,7 +73,7 @@ def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
 
 def normalises_batches(model: nn.Module, recipe: Recipe) -> bool:
     """Whether some batch normalisation looks at the batch in training; a frozen one keeps the statistics it has."""
-    still = frozen_norms(model) if recipe.model.freeze is not None else []
+    still = frozen_norms(model)
     return any(isinstance(layer, _BatchNorm) and layer not in still for layer in model.modules())
 
 
@@ -84,7 +84,7 @@ def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     if still:
         size = sum(p.numel() for p in named.values() if not p.requires_grad)
         lines["frozen"] = f"{', '.join(still)}: {size:,} of {sum(p.numel() for p in named.values()):,} parameters"
-        norms = len(frozen_norms(model)) if recipe.model.freeze is not None else 0
+        norms = len(frozen_norms(model))
         if norms:
             kept = "layer there keeps its" if norms == 1 else "layers there keep their"
             lines["frozen"] += f"; {norms} BatchNorm {kept} statistics"

@@ -1,0 +1,62 @@
+"""Words that nothing reads are refused, and only those that the user typed."""
+
+import pytest
+
+from trainer.errors import RecipeError
+from trainer.recipe import OptimizerRecipe, load
+from trainer.recipe.loading import words_of
+from trainer.recipe.schema import ScheduleRecipe
+from trainer.recipe.unread import READERS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("optimizer.name=adamw optimizer.nesterov=true", "optimizer.name=sgd or muon"),
+        ("optimizer.name=adam optimizer.momentum=0.8", "optimizer.name=sgd or muon or lars"),
+        ("optimizer.betas=[0.9,0.99]", "optimizer.betas=[0.9, 0.99] does nothing with optimizer.name=sgd"),
+        ("optimizer.trust=0.01", "leave it out, or type optimizer.name=lars"),
+        ("optimizer.name=lars optimizer.nesterov=true", "optimizer.name=sgd or muon"),
+        ("schedule.gamma=0.5", "schedule.gamma=0.5 does nothing with schedule.name=cosine"),
+        ("schedule.name=step schedule.min_lr=0.001", "schedule.name=cosine"),
+    ],
+)
+def test_what_nothing_reads_is_refused(words, says):
+    with pytest.raises(RecipeError) as caught:
+        load("digits", *words.split())
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "optimizer.name=adamw",  # the recipe's own nesterov and momentum are sgd's
+        "optimizer.name=lars optimizer.nesterov=false",  # what is off anyway
+        "optimizer.name=muon optimizer.nesterov=true optimizer.betas=[0.9,0.95]",
+        "schedule.name=step schedule.gamma=0.5 schedule.step_epochs=2",
+    ],
+)
+def test_what_is_read_or_comes_from_the_recipe_is_taken(words):
+    load("digits", *words.split())
+
+
+def test_a_keyword_is_a_word():
+    with pytest.raises(RecipeError, match="optimizer"):
+        load("digits", optimizer__trust=0.5)
+
+
+def test_a_saved_recipe_goes_on_being_read(tmp_path):
+    """It holds every key, those that nothing reads as well."""
+    recipe = load("digits", "optimizer.name=adamw")
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    again = load(tmp_path)
+    assert again.to_dict() == recipe.to_dict()
+    assert load(None, *words_of(again)).optimizer.name == "adamw", "and what it tells to type is accepted"
+
+
+def test_every_reader_is_one():
+    known = {"optimizer": OptimizerRecipe, "schedule": ScheduleRecipe}
+    for key, readers in READERS.items():
+        section, _, field = key.partition(".")
+        fields = known[section].model_fields
+        assert field in fields and set(readers) <= set(fields["name"].annotation.__args__)

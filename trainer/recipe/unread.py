@@ -1,0 +1,46 @@
+"""Words that other words leave without effect, as `optimizer.nesterov=true` for an optimizer that has no such thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trainer.errors import RecipeError
+from trainer.recipe.schema import Recipe
+from trainer.recipe.text import flatten, typed
+
+READERS = {
+    "optimizer.momentum": ("sgd", "muon", "lars"),
+    "optimizer.nesterov": ("sgd", "muon"),
+    "optimizer.betas": ("adam", "adamw", "muon"),
+    "optimizer.eps": ("adam", "adamw", "muon"),
+    "optimizer.trust": ("lars",),
+    "schedule.min_lr": ("cosine",),
+    "schedule.step_epochs": ("step",),
+    "schedule.gamma": ("step",),
+}  # keys that some optimizers or schedules read, by their `name`
+
+
+def reads(recipe: Recipe, key: str) -> bool:
+    """Whether anything in such a run depends on a key."""
+    return key not in READERS or flatten(recipe.to_dict())[_chooser(key)] in READERS[key]
+
+
+def check_read(recipe: Recipe, said: Iterable[str]) -> None:
+    """Refuse keys that the user said and nothing reads; what a file says may be for other words on top of it.
+
+    Raises:
+        RecipeError: with what to type instead.
+    """
+    values = flatten(recipe.to_dict())
+    for key in said:
+        if values.get(key) and not reads(recipe, key):
+            chooser = _chooser(key)
+            raise RecipeError(
+                f"{key}={typed(values[key])} does nothing with {chooser}={values[chooser]}: leave it out, "
+                f"or type {chooser}={' or '.join(READERS[key])}"
+            )
+
+
+def _chooser(key: str) -> str:
+    """The key whose value decides."""
+    return f"{key.partition('.')[0]}.name"

@@ -86,6 +86,12 @@ def what_is_asked_for() -> None:
     util.spawnv_passfds = spawnv_passfds
 
 
+def nothing() -> None:
+    """From now on this process starts all as Python does."""
+    subprocess.Popen._execute_child = _execute
+    util.spawnv_passfds = _spawn
+
+
 def without_nursery(pids: Iterable[str]) -> list[str]:
     """Process ids but for nurseries, which a command of subprocess's own has none of."""
     return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() != NURSERY]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from multiprocessing import util
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +16,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-util.spawnv_passfds = warm.spawnv_passfds  # multiprocessing's servers need not import torch either
+warm.what_is_asked_for()  # multiprocessing's servers need not import torch either
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the full counts instead of a sample of each")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """The processes that run tests are forked warm too; not where they use a GPU, which goes with no fork."""
+    if not Path("/dev/nvidiactl").exists():
+        warm.everything()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import trainer
@@ -23,10 +24,16 @@ def module(path: Path) -> str:
 MODULES = {module(path): path for path in FILES}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path, at_once: bool = False) -> set[str]:
     """Modules of ours that a file imports; `at_once`: as it is imported itself."""
     found = set()
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trainer":
             inner = {f"{node.module}.{alias.name}" for alias in node.names}

@@ -71,15 +71,15 @@ class Hit:
 
 
 class Job:
-    """One start of a run, all its processes known by a mark in their environment."""
+    """One start of a run, all its processes known by a mark in their environment; `start` is as `subprocess.Popen`."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, start: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
         self.blocks = blocks()
         self.out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the job
         self.begun = time.monotonic()
         self.rows = len(steps(folder)) if (folder / "steps.csv").exists() else 0
-        self.main = subprocess.Popen(
+        self.main = start(
             [sys.executable, "-m", "trainer", *words, f"output={folder}"],
             env=environment(STORM=self.mark),
             stdin=subprocess.DEVNULL,

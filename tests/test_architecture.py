@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.commands import PROJECT
-from tests.house import FILES, HOME, MODULES, imported, picture, room, table
+from tests.house import FILES, HOME, MODULES, imported, parsed, picture, room, table
 
 FLOORS = [  # the ground floor first; rooms of one floor do not know each other
     {"errors"},
@@ -59,8 +59,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
 def test_what_is_private_stays_in_its_file(path):
-    tree = ast.parse(path.read_text())
-    assert borrowed(tree) == []
+    assert borrowed(parsed(path)) == []
 
 
 def borrowed(tree: ast.Module) -> list[str]:
@@ -72,6 +71,8 @@ def borrowed(tree: ast.Module) -> list[str]:
         if isinstance(node, ast.Import):
             whole = [alias for alias in node.names if alias.name.split(".")[0] == "trainer"]
             ours |= {alias.asname or alias.name: alias.name for alias in whole}
+    if not ours:
+        return []
     used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ours]
     found = [f"{ours[ast.unparse(node.value)]}.{node.attr}" for node in used] + list(ours.values())
     return [name for name in found if re.search(r"\._(?!_)", name)]
@@ -110,7 +111,7 @@ def test_what_is_delicate_has_one_owner(call):
 
 
 def test_a_class_has_a_name_of_its_own():
-    bodies = {path: ast.parse(path.read_text()).body for path in FILES}
+    bodies = {path: parsed(path).body for path in FILES}
     named = [(node.name, path) for path, body in bodies.items() for node in body if isinstance(node, ast.ClassDef)]
     homes = dict(named)
     assert [(name, path) for name, path in named if homes[name] != path] == []

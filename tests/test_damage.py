@@ -21,7 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import QUIET, digest, ok, result, steps, trainer
+from tests import warm
+from tests.commands import PROJECT, QUIET, digest, environment, ok, result, steps, trainer
 from trainer.saving import checkpoint
 
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "epochs=2", "save.every_epochs=1"]
@@ -240,11 +241,22 @@ def test_killed_after_its_last_checkpoint_the_weights_file_is_the_last_epochs(tm
     assert last.keys() == weights.keys() and all(torch.equal(last[name], weights[name]) for name in last)
 
 
-def test_without_stdout_and_stderr_it_trains(tmp_path):
-    script = 'exec "$0" -m trainer "$@" 0<&- >&- 2>&-'
+CLOSED = """
+import os, runpy, sys
+os.closerange(0, 3)
+sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
+runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("by", ["python", pytest.param("shell", marks=pytest.mark.full("imports torch"))])
+def test_without_stdout_and_stderr_it_trains(by, tmp_path):
     words = [*RUN, "max_steps=3", f"output={tmp_path / 'run'}"]
-    folder = Path(__file__).parent.parent
-    done = subprocess.run(["sh", "-c", script, sys.executable, *words], cwd=folder, timeout=180)
+    if by == "shell":
+        script = 'exec "$0" -m trainer "$@" 0<&- >&- 2>&-'
+        done = subprocess.run(["sh", "-c", script, sys.executable, *words], cwd=PROJECT, timeout=180)
+    else:
+        done = warm.run([sys.executable, "-c", CLOSED, *words], env=environment(), timeout=180)
     assert done.returncode == 0
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "completed"
     assert (tmp_path / "run" / ".lock").read_text().count("\n") == 0, "nothing was printed into it"

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests import warm
 from tests.storms import MODES, SEVERAL, SIGNALS, TIMEOUT, WORDS, Job, Storms, strike
 
 SEED = 1
@@ -28,7 +29,7 @@ def test_nothing_is_lost(storms, kinds, count, modes):
 
 def test_a_stopped_rank_is_named_in_time(tmp_path):
     """The others wait `timeout` seconds; torchrun alone would wait thirty more for a process that cannot hear it."""
-    job = Job(tmp_path / "run", *WORDS, *MODES["ddp"], f"timeout={TIMEOUT}")
+    job = Job(tmp_path / "run", *WORDS, *MODES["ddp"], f"timeout={TIMEOUT}", start=warm.Popen)
     try:
         assert strike(job, "stop", "steps", random.Random(SEED))
     finally:

@@ -74,6 +74,24 @@ def run(command: Sequence[str], *, input=None, timeout=None, capture_output=Fals
     return done
 
 
+def everything() -> None:
+    """From now on this process starts all its Python warm."""
+    subprocess.Popen._execute_child = _execute_child
+    util.spawnv_passfds = spawnv_passfds
+
+
+def what_is_asked_for() -> None:
+    """From now on this process starts only multiprocessing's servers warm, and what is started by `Popen` and `run`."""
+    subprocess.Popen._execute_child = _execute
+    util.spawnv_passfds = spawnv_passfds
+
+
+def nothing() -> None:
+    """From now on this process starts all as Python does."""
+    subprocess.Popen._execute_child = _execute
+    util.spawnv_passfds = _spawn
+
+
 def without_nursery(pids: Iterable[str]) -> list[str]:
     """Process ids but for nurseries, which a command of subprocess's own has none of."""
     return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() != NURSERY]
@@ -251,8 +269,7 @@ def _have_nursery() -> None:
         _nurse(theirs)
         raise SystemExit  # as one that was forked there, whose command is done
     theirs.close()
-    subprocess.Popen._execute_child = _execute_child
-    util.spawnv_passfds = spawnv_passfds
+    everything()
 
 
 # ------------------------------------------------------------------------------------------------------------ who asks

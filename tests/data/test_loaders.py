@@ -586,6 +586,8 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(thread, tmp_path):
         import multiprocessing, sys, threading, time
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import test_loaders as t
+        if {thread == "lesser"}:
+            t.warm.nothing()  # what is forked warm has the main thread for a parent
         def begin():
             next(batches)
         if __name__ == "__main__":
@@ -603,8 +605,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(thread, tmp_path):
             time.sleep(1000)
     """)
     (tmp_path / "rank.py").write_text(script)
-    way = subprocess.Popen if thread == "lesser" else warm.Popen  # whose children have the main thread for a parent
-    rank = way(
+    rank = warm.Popen(
         [sys.executable, str(tmp_path / "rank.py")],
         env=environment(),
         stdin=subprocess.PIPE,

@@ -120,7 +120,14 @@ def test_tables_that_cannot_be_read(photos):
         open_datasets(load(None, "data.name=digits", "data.labels=odd.csv"))
 
 
-@pytest.mark.parametrize("mode", [["mode=ddp", "nproc=2"], ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"]])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(["mode=ddp", "nproc=2"], marks=pytest.mark.full("each rank reads images, as one does below")),
+        ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"],
+    ],
+    ids=["ddp", "pipeline"],
+)
 def test_large_photos_of_a_table_are_learned_by_workers(mode, tmp_path):
     """Photos with up to two labels, read as they are needed, on ranks that read images and ranks that do not."""
     rows = []

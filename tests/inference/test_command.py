@@ -152,7 +152,7 @@ def test_more_images_than_before_are_not_complete(labelled, digits, photos, tmp_
 
 def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
     """SIGKILL in the middle: the rows that are there stay, the rest follows, and all are as without a stop."""
-    paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 60
+    paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 30
     (tmp_path / "list.txt").write_text("\n".join(paths))
     words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", CPU, "predict.batch_size=16"]
     label(digits, tmp_path / "whole", *words[2:])

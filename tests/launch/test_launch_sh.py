@@ -167,6 +167,7 @@ def test_what_changes_is_installed_again(checkout: Checkout) -> None:
     assert checkout.installs() == 4
 
 
+@pytest.mark.full("makes an environment, with pip in it")
 def test_without_uv_a_python_that_works_is_chosen(checkout: Checkout) -> None:
     (checkout.bin / "uv").unlink()
     checkout.tool("python3.13", "#!/bin/bash\nexit 127\n")  # as a shim for a version that is not installed

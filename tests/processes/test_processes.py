@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import trainer
+from tests import warm
 from tests.commands import PROJECT, environment
 
 # --- the syntax trees ---------------------------------------------------------------------------------------------
@@ -115,10 +116,10 @@ def test_what_is_allowed(line):
 # --- processes that compute ---------------------------------------------------------------------------------------
 
 
-def finish(*command, timeout, **options):
+def finish(*command, timeout, start=subprocess.Popen, **options):
     """Run a command to its end, and hold that none of its processes outlives it by more than a moment."""
     pipe = subprocess.PIPE
-    started = subprocess.Popen(
+    started = start(
         [sys.executable, *map(str, command)],
         env=environment(),
         stdout=pipe,
@@ -191,7 +192,7 @@ def test_the_demonstration_ends_what_hangs(tmp_path):
             print(hung(multiprocessing.get_context("spawn"), workers=2, limit=1, task=sleep))
     """
     (tmp_path / "sleep.py").write_text(textwrap.dedent(script))
-    assert finish(tmp_path / "sleep.py", timeout=120) == "2\n"
+    assert finish(tmp_path / "sleep.py", timeout=120, start=warm.Popen) == "2\n"
 
 
 @pytest.mark.full

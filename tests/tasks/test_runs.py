@@ -123,7 +123,6 @@ METRICS = {"focal": "top1", "multilabel": "f1", "regression": "r2", "segmentatio
 DIAGONAL = {
     ("multilabel mixed", "1f1b"),
     ("regression", "split"),
-    ("segmentation", "ddp"),
     ("segmentation", "split"),
     ("segmentation", "1f1b"),
     ("measurements", "streams"),
@@ -268,7 +267,10 @@ def test_dense_targets_item_by_item_are_those_in_memory(single, home, tmp_path):
 CORNERS = {"top left", "top right", "bottom left", "bottom right"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALIKE = ("multilabel mixed", "focal", "weighted")  # to a plan, as another kind
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full if k in ALIKE else ()) for k in KINDS])
 def test_a_plan_for_each_task(kind, home):
     plain = [word for word in words(kind) if not word.startswith(("logging", "save"))]
     done = ok("plan", *plain, "mode=pipeline", "nproc=2", "devices=[cpu]", cwd=home)

@@ -71,7 +71,7 @@ def test_a_dataset_that_sleeps(slow):
 
 def test_a_slow_all_reduce(slow):
     words = ["recipe=digits", "plugin=slow_network", "nproc=2", "model.name=mlp", "batch_size=32", "epochs=100"]
-    found = judged(slow, *words, "ema=null", "max_steps=500")
+    found = judged(slow, *words, "ema=null", "max_steps=250")
     assert found["bound"] == "communication" and found["unmeasured"] is None, found
     assert found["try"][0] == "batch_size=64"
 
@@ -91,7 +91,7 @@ def test_nothing_but_computing(tmp_path):
 
 def test_the_probe_leaves_no_trace(tmp_path):
     """A run that was looked at and one that was not, the same to the last byte; BatchNorm, dropout and all."""
-    words = ["recipe=digits", "nproc=2", "model.name=cnn", "epochs=20", "max_steps=120", "logging.every_steps=10"]
+    words = ["recipe=digits", "nproc=2", "model.name=cnn", "epochs=10", "max_steps=60", "logging.every_steps=10"]
     looked, plain = tmp_path / "looked", tmp_path / "plain"
     for folder in (looked, plain):
         ok(*words, "logging.progress=false", f"logging.verdict={str(folder == looked).lower()}", f"output={folder}")

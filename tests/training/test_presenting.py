@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import warm
 from tests.commands import environment, ok, trainer
 from trainer.data import Batch
 from trainer.recipe import load
@@ -30,7 +31,7 @@ class Page:
 
     def __init__(self, folder):
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port=0", "--host=127.0.0.1"]
-        self.server = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+        self.server = warm.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
         for line in self.server.stderr:
             if found := re.search(r"http://127.0.0.1:\d+", line):
                 self.address = found[0]

@@ -22,7 +22,9 @@ from tests.commands import QUIET, environment, ok, orphaned_blocks, result, torc
 from tests.storms import Job, slack
 from trainer.errors import FolderInUseError, PredictionError
 from trainer.inference import sources
-from trainer.inference.command import _complete
+from trainer.inference.command import _complete, _decoders
+from trainer.processes.rank import Place
+from trainer.processes.world import cores
 
 CPU = "devices=[cpu]"
 
@@ -287,3 +289,13 @@ def test_compiling_takes_no_images_time(digits, photos, tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ok("predict", *words, *QUIET[:1], f"output={folder}", env=cache, timeout=600)
     assert not any(row["error"] for row in read(folder))
+
+
+def test_the_cpu_named_once_is_a_worker_for_each_core(digits, photos, tmp_path):
+    words = [f"data.root={photos}", CPU]
+    named = ", ".join(f"cpu:{core}" for core in range(min(8, cores()))) if cores() > 1 else "cpu"
+    assert f"on {named}\n" in label(digits, tmp_path / "out", *words).stdout
+    assert "on cpu\n" in label(digits, tmp_path / "threads", *words, "threads=2").stdout
+    same_but_for_rounding(read(tmp_path / "out"), read(tmp_path / "threads"))
+    assert _decoders(["cpu"], Place()) == cores() // 2 and _decoders(["cpu"] * cores(), Place()) == 0
+    assert _decoders(["cuda:0"], Place()) == min(32, cores()) and _decoders(["cuda:0"] * 2 * cores(), Place()) == 1

@@ -71,6 +71,8 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
     recipe, inputs = trained.recipe, _inputs(trained, me)
     settings = _settings(trained, inputs, me)
     devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), me.local_rank, me.local_size)
+    if devices == ["cpu"] and recipe.threads is None:  # named, it is what it is where there is no GPU: a worker a core
+        devices = prediction_devices("auto", 0, cores(), me.local_rank, me.local_size)
     world = World(me, torch.device("cpu"), 1, ())
     world.connect(PATIENCE)
     folder = Path(world.share(str(folder)))  # its name may hold the time
@@ -111,9 +113,14 @@ def _settings(trained: Trained, inputs: Inputs, me: Place) -> PredictionSettings
 
 
 def _decoders(devices: Sequence[str], me: Place) -> int:
-    """Threads that read images for each device; 0: a CPU worker whose one core both reads and has the model."""
+    """Threads that read images for each device; 0: a CPU worker whose one core both reads and has the model.
+
+    A CPU worker of several cores reads on half of them: its model's threads wait for each other, and for all of them
+    when one has to share its core.
+    """
     each = cores() // (len(devices) * me.local_size)
-    return max(1, min(DECODERS, each)) if each > 1 or any(name != "cpu" for name in devices) else 0
+    beside = any(name != "cpu" for name in devices)
+    return max(1, min(DECODERS, each)) if beside else min(DECODERS, each // 2)
 
 
 def _label_on(

@@ -22,8 +22,10 @@ def test_one_way_of_counting_everywhere(tmp_path):
     assert shown[found["best_epoch"] - 1] == f"{found['best_top1']:.2%}"
 
 
-@pytest.mark.parametrize(("best_epoch", "said"), [(1, "(best top-1 95.00% in epoch 2: best.safetensors)"), (2, "")])
-def test_the_last_line_tells_the_best_epoch(best_epoch, said, tmp_path):
+@pytest.mark.parametrize(
+    ("best_epoch", "said"), [(1, "(best top-1 95.00% in epoch 2: best.safetensors)"), (2, ""), (1, "")]
+)
+def test_the_last_line_tells_the_best_epoch_where_it_was_better(best_epoch, said, tmp_path):
     recipe = load("digits", "logging.tensorboard=false")
     best = 0.95 if said else 0.9
     history = History(losses=[1.0, 0.5, 0.4], validation={"val_top1": 0.9}, best=best, best_epoch=best_epoch)

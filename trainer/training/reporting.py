@@ -161,11 +161,11 @@ def last_line(run: Run, result: Result) -> str:
 
 
 def _best(run: Run) -> str:
-    """The best epoch, where it is not the last."""
-    history = run.history
-    if history.best_epoch is None or history.best_epoch + 1 == len(history.losses):
+    """The best epoch, where it was better than the last."""
+    history, metric = run.history, run.task.metric
+    if history.best_epoch is None or history.best == history.validation.get(f"val_{metric}"):
         return ""
-    best = run.task.told({run.task.metric: history.best})
+    best = run.task.told({metric: history.best})
     return f" (best {best} in epoch {history.best_epoch + 1}: best.safetensors)"
 
 

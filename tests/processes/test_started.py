@@ -12,8 +12,10 @@ TOLD = "4 .HEIC files: pip install pillow-heif; python -m trainer runs lists run
 @pytest.mark.parametrize(("pip", "install"), [(object(), "{} -m pip install"), (None, "uv pip install --python {}")])
 def test_commands_of_launch_sh(pip, install, monkeypatch):
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    monkeypatch.delenv("TRAINER_TENSORBOARD", raising=False)
     monkeypatch.setattr(started, "find_spec", lambda name: pip)
     install = install.format(sys.executable)
+    assert started.as_typed("python -m tensorboard.main --logdir x") == "./launch.sh tensorboard --logdir x"
     assert started.as_typed(TOLD) == f"4 .HEIC files: {install} pillow-heif; ./launch.sh runs lists runs"
 
 

@@ -17,7 +17,9 @@ def as_typed(text: str) -> str:
     command = os.environ.get("TRAINER_COMMAND")
     if not command:
         return text
-    return text.replace("python -m trainer", command).replace("pip install", _install())
+    board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
+    text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
+    return text.replace("pip install", _install())
 
 
 def _install() -> str:

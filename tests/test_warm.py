@@ -55,7 +55,7 @@ def test_its_parent_and_its_environment_are_to_the_kernel_what_they_are_to_itsel
 
 
 def test_a_session_a_mask_and_what_is_ignored_are_handed_down():
-    program = "import os, signal; print(os.getsid(0) == os.getpid(), *map(int, signal.pthread_sigmask(0, ())))\n"
+    program = "import os, signal; print(os.getsid(0) == os.getpid(), signal.SIGUSR1 in signal.pthread_sigmask(0, ()))\n"
     program += "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -64,7 +64,7 @@ def test_a_session_a_mask_and_what_is_ignored_are_handed_down():
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGHUP, before)
-    assert done.stdout == "True 10\nTrue\n"
+    assert done.stdout == "True True\nTrue\n"
 
 
 def test_what_it_starts_is_its_child_and_is_warm_too():

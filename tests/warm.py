@@ -1,44 +1,28 @@
 """Processes that have imported torch already: `Popen` and `run` are subprocess's, but for the seconds of that import.
 
-A nursery is a process that has imported what our commands import, and waits. Asked for a command, it forks twice and
-lets the first child die: the second is adopted by the process that asked, whose child it would have been, runs the
-same module or program as Python would, with words, environment, folder and files of its own, and ends as the
-interpreter ends. It forks before any thread of OpenMP or gloo exists. Each command begins with a nursery for what it
-starts itself: the ranks of a launcher, fork servers, probes.
-
-To the kernel such a process has its nursery's command line: what is to be found by that, or what Python does before the
-first import, takes a process of subprocess's own.
+They are forked by a nursery (see `tests.nursery`), as children of whoever asks. To the kernel such a process has its
+nursery's command line: what is to be found by that, or what Python does before the first import, takes a process of
+subprocess's own.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import fcntl
-import importlib
 import inspect
 import json
 import os
-import pkgutil
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-import traceback
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
-from typing import NoReturn
 
-PRELOADED = ["torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets"]  # beside all of trainer
 DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # in a nursery, for its whole group hears them
-ABOVE = 900  # no process here has as many files
 NURSERY = "nursery"  # its name in /proc
 ROOM = 30_000  # bytes for the environments of all that is forked
 ADOPTING = 36  # PR_SET_CHILD_SUBREAPER
@@ -93,189 +77,35 @@ def nothing() -> None:
 
 
 def without_nursery(pids: Iterable[str]) -> list[str]:
-    """Process ids but for nurseries, which a command of subprocess's own has none of."""
-    return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() != NURSERY]
+    """Processes that live, but for nurseries, which a command of subprocess's own has none of."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() != NURSERY:
+                found.append(pid)
+    return found
+
+
+def ask(nursery: socket.socket) -> None:
+    """From now on this is the nursery of this process."""
+    global _nursery
+    _nursery = nursery
 
 
 def _start_nursery() -> None:
     """A test process's, which has to import torch; gone with that process."""
-    global _nursery
     from tests.commands import environment
 
-    _nursery, theirs = socket.socketpair()
-    script = f"from tests.warm import serve; serve({theirs.fileno()})"
+    ours, theirs = socket.socketpair()
+    script = f"from tests.nursery import serve; serve({theirs.fileno()})"
     command = [sys.executable, "-c", script]
     first = environment(TMPDIR=tempfile.gettempdir(), ROOM=" " * ROOM)  # for every test; what is imported writes there
     subprocess.Popen(command, pass_fds=[theirs.fileno()], env=first, stdin=subprocess.DEVNULL)
     theirs.close()
+    ask(ours)
 
 
-def serve(number: int) -> None:
-    """Be the nursery of the process at the other end."""
-    import gc
-
-    import trainer
-
-    for name in [*PRELOADED, *(module.name for module in pkgutil.walk_packages(trainer.__path__, "trainer."))]:
-        if not name.endswith("__main__"):
-            importlib.import_module(name)
-    _think_less()
-    gc.collect()
-    gc.freeze()  # else each process would soon look at all of that, and so make it its own
-    _nurse(socket.socket(fileno=number))
-
-
-def _think_less() -> None:
-    """torch's launcher looks at each frame's source, a second in all, for a name that it writes into no log of ours."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
-
-
-# ------------------------------------------------------------------------------------------------------- who is asked
-
-
-def _nurse(wire: socket.socket) -> None:
-    """Fork what is asked for, until the other side is gone; returns in a process that is done with its command."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):
-        os.dup2(nothing, stream)
-    _name(NURSERY)
-    for number in DEAF:
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        while (asked := _next(wire)) is not None:
-            between = os.fork()
-            if between == 0:
-                child = os.fork()
-                if child == 0:
-                    break
-                wire.sendall(str(child).encode())
-                os._exit(0)
-            os.waitpid(between, 0)
-            wire.sendall(b"\n")
-            for fd in asked[1]:
-                os.close(fd)
-    except (OSError, ValueError):  # who asked is gone
-        os._exit(1)
-    if asked is None:
-        os._exit(0)
-    _become(*asked)
-
-
-def _next(wire: socket.socket) -> tuple[dict, list[int]] | None:
-    """What is asked for, and its files; None when nobody is there to ask."""
-    data, fds, _, _ = socket.recv_fds(wire, 1, 16)
-    return (json.loads(wire.makefile().readline()), fds) if data else None
-
-
-def _become(job: Mapping, fds: Sequence[int]) -> None:
-    """Be the command that is asked for."""
-    _name("python")
-    signal.pthread_sigmask(signal.SIG_SETMASK, job["mask"])
-    for number in DEAF:
-        heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN if number in job["ignored"] else heard)
-    late = time.monotonic() + 20
-    while os.getppid() != job["parent"]:
-        if time.monotonic() > late:
-            os._exit(1)  # it died meanwhile
-        time.sleep(0.001)
-    if job["session"]:
-        os.setsid()
-    _settle(dict(zip(job["numbers"], fds, strict=True)), job["environment"], job["cwd"])
-    kind, what, words = job["command"]
-    sys.argv = [what if kind == "file" else kind, *words]
-    sys.path[0] = {"-m": job["cwd"], "file": os.path.dirname(os.path.abspath(what))}.get(kind, "")
-    if not job["serves"]:
-        _have_nursery()
-    if job["serves"] or kind == "-m":
-        _leave_after(lambda: _execute_python(kind, what))
-    _execute_python(kind, what)
-
-
-def _execute_python(kind: str, what: str) -> None:
-    if kind == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-        return
-    name, source = {"-c": ("<string>", what), "-": ("<stdin>", None)}.get(kind, (what, None))
-    if source is None:
-        source = sys.stdin.read() if kind == "-" else Path(what).read_bytes()
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if kind == "file":
-        main.__file__ = what
-    exec(compile(source, name, "exec"), main.__dict__)
-
-
-def _leave_after(work: Callable[[], None]) -> NoReturn:
-    """As the interpreter does, but for taking all modules apart, which takes half a second."""
-    code = 0
-    try:
-        work()
-    except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    with suppress(ValueError):  # it may have closed them
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
-def _name(name: str) -> None:
-    """What /proc calls this process."""
-    _libc.prctl(15, name.encode(), 0, 0, 0)
-
-
-def _settle(files: Mapping[int, int], environment: Mapping[str, str], cwd: str) -> None:
-    """Have these files, under the numbers given, and no others but the streams; this environment and folder."""
-    moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, ABOVE) for number, fd in files.items()}
-    os.closerange(3, ABOVE)
-    for number, fd in moved.items():
-        os.dup2(fd, number)
-        os.close(fd)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        errors = "backslashreplace" if name == "stderr" else None
-        stream = open(number, "w" if number else "r", 1, errors=errors, closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    os.chdir(cwd)
-    ours, theirs = ([*filter(None, at.get("PYTHONPATH", "").split(os.pathsep))] for at in (os.environ, environment))
-    if ours != theirs:
-        sys.path[1:] = [*theirs, *(path for path in sys.path[1:] if path not in ours)]
-    os.environ.clear()
-    os.environ.update(environment)
-    _tell_kernel(environment)
-    tempfile.tempdir = None  # which is a variable's too
-    importlib.reload(sys.modules["trainer.processes.faults"])  # which looks at the environment once
-
-
-def _tell_kernel(environment: Mapping[str, str]) -> None:
-    """What /proc tells of this process's environment is in its own memory, where it began."""
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())[: end - begin]
-    ctypes.memmove(begin, block.ljust(end - begin, b"\0"), end - begin)
-
-
-def _have_nursery() -> None:
-    """A nursery for what this process starts, forked while nothing has happened in it."""
-    global _nursery
-    _nursery, theirs = socket.socketpair()
-    if os.fork() == 0:
-        _nursery.close()
-        _nurse(theirs)
-        raise SystemExit  # as one that was forked there, whose command is done
-    theirs.close()
-    everything()
-
-
-# ------------------------------------------------------------------------------------------------------------ who asks
-
-
-def _ask(command: tuple[str, str, list[str]], files: Mapping[int, int], **job: object) -> int:
+def _start(command: tuple[str, str, list[str]], files: Mapping[int, int], **job: object) -> int:
     """Have a command forked as a child of this process, with its files by number, and what `exec` would leave it."""
     mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     ignored = [number for number in DEAF if signal.getsignal(number) is signal.SIG_IGN]
@@ -288,8 +118,14 @@ def _ask(command: tuple[str, str, list[str]], files: Mapping[int, int], **job: o
         _nursery.sendall(json.dumps({**asked, **job}).encode() + b"\n")
         answer = _nursery.makefile().readline()
     if not answer:
-        raise RuntimeError("the nursery is gone: `python -c 'from tests.warm import serve'` may say why")
+        raise RuntimeError("the nursery is gone: `python -c 'from tests.nursery import serve'` may say why")
     return int(answer)
+
+
+def received(wire: socket.socket) -> tuple[dict, list[int]] | None:
+    """What a nursery is asked for, and its files; None when nobody is there to ask."""
+    data, fds, _, _ = socket.recv_fds(wire, 1, 16)
+    return (json.loads(wire.makefile().readline()), fds) if data else None
 
 
 @contextmanager
@@ -321,13 +157,13 @@ def _execute_child(process: subprocess.Popen, *given, **named) -> None:
     asked = inspect.signature(_execute).bind(process, *given, **named).arguments
     args = asked["args"]
     command = None if isinstance(args, str) else _warm([*map(os.fsdecode, args)])
-    if command is None or asked["pass_fds"] or asked["preexec_fn"]:
+    if command is None or asked["pass_fds"] or asked["preexec_fn"] or asked.get("process_group", -1) != -1:
         _execute(process, *given, **named)
         return
     pipes = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     environment = os.environ if asked["env"] is None else asked["env"]
     files = {stream: fd if fd >= 0 else stream for stream, fd in enumerate(pipes)}
-    process.pid = _ask(
+    process.pid = _start(
         command,
         files,
         environment={**environment},
@@ -344,4 +180,4 @@ def spawnv_passfds(path: str, args: list[str], passfds: list[int]) -> int:
     command = _warm([os.fsdecode(word) for word in args])
     if command is None:
         return _spawn(path, args, passfds)
-    return _ask(command, {fd: fd for fd in (0, 1, 2, *passfds)}, serves=True)
+    return _start(command, {fd: fd for fd in (0, 1, 2, *passfds)}, serves=True)

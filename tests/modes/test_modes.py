@@ -274,6 +274,8 @@ def sampled(option, column):
     mode = COLUMNS[column][1][0].removeprefix("mode=")
     if option == PLAIN or mode in ("single", "ddp") or option in TRAITS[mode].refuses:
         return True
+    if option == "fp16":  # which takes seconds on a CPU
+        return False
     return ([*OPTIONS].index(option) + [*COLUMNS].index(column)) % 3 == 0
 
 

@@ -344,7 +344,7 @@ def test_fuzzed_recipes_raise_nothing_but_recipe_errors(tmp_path: Path, full: bo
     generator = random.Random(0)
     file = tmp_path / "fuzzed.yaml"
     outcomes = {True: 0, False: 0}
-    for number in range(5000 if full else 150):
+    for number in range(5000 if full else 300):
         content = mutate(generator, Recipe().to_dict())
         file.write_bytes(content)
         try:

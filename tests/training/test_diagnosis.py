@@ -71,7 +71,7 @@ def test_a_dataset_that_sleeps(slow):
 
 def test_a_slow_all_reduce(slow):
     words = ["recipe=digits", "plugin=slow_network", "nproc=2", "model.name=mlp", "batch_size=32", "epochs=100"]
-    found = judged(slow, *words, "ema=null", "max_steps=250")
+    found = judged(slow, *words, "ema=null", "max_steps=500")
     assert found["bound"] == "communication" and found["unmeasured"] is None, found
     assert found["try"][0] == "batch_size=64"
 

@@ -1,0 +1,191 @@
+"""The process that `tests.warm` asks: it has imported what our commands import, and forks each command from there.
+
+Asked for a command, it forks twice and lets the first child die: the second is adopted by the process that asked, whose
+child it would have been, runs the same module or program as Python would, with words, environment, folder and files of
+its own, and ends as the interpreter ends. It forks before any thread of OpenMP or gloo exists. Each command begins with
+a nursery for what it starts itself: the ranks of a launcher, fork servers, probes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from tests import warm
+
+PRELOADED = ["torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets"]  # beside all of trainer
+ABOVE = 900  # no process here has as many files
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def serve(number: int) -> None:
+    """Be the nursery of the process at the other end."""
+    import trainer
+
+    for name in [*PRELOADED, *(module.name for module in pkgutil.walk_packages(trainer.__path__, "trainer."))]:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    _think_less()
+    gc.collect()
+    gc.freeze()  # else each process would soon look at all of that, and so make it its own
+    _nurse(socket.socket(fileno=number))
+
+
+def _think_less() -> None:
+    """torch's launcher looks at each frame's source, a second in all, for a name that it writes into no log of ours."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
+def _nurse(wire: socket.socket) -> None:
+    """Fork what is asked for, until the other side is gone; returns in a process that is done with its command."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    _name(warm.NURSERY)
+    for number in warm.DEAF:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        while (asked := warm.received(wire)) is not None:
+            between = os.fork()
+            if between == 0:
+                begun, begins = os.pipe()
+                child = os.fork()
+                if child == 0:
+                    if asked[0]["session"]:
+                        os.setsid()
+                    os.close(begins)
+                    break
+                os.close(begins)
+                os.read(begun, 1)
+                wire.sendall(str(child).encode())
+                os._exit(0)
+            os.waitpid(between, 0)
+            wire.sendall(b"\n")
+            for fd in asked[1]:
+                os.close(fd)
+    except (OSError, ValueError):  # who asked is gone
+        os._exit(1)
+    if asked is None:
+        os._exit(0)
+    _become(*asked)
+
+
+def _become(job: Mapping, fds: Sequence[int]) -> None:
+    """Be the command that is asked for."""
+    _name("python")
+    signal.pthread_sigmask(signal.SIG_SETMASK, job["mask"])
+    for number in warm.DEAF:
+        heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in job["ignored"] else heard)
+    late = time.monotonic() + 20
+    while os.getppid() != job["parent"]:
+        if time.monotonic() > late:
+            os._exit(1)  # it died meanwhile
+        time.sleep(0.001)
+    _settle(dict(zip(job["numbers"], fds, strict=True)), job["environment"], job["cwd"])
+    kind, what, words = job["command"]
+    sys.argv = [what if kind == "file" else kind, *words]
+    sys.path[0] = {"-m": job["cwd"], "file": os.path.dirname(os.path.abspath(what))}.get(kind, "")
+    if not job["serves"]:
+        _have_nursery()
+    if job["serves"] or kind == "-m":
+        _leave_after(lambda: _execute_python(kind, what))
+    _execute_python(kind, what)
+
+
+def _execute_python(kind: str, what: str) -> None:
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    name, source = {"-c": ("<string>", what), "-": ("<stdin>", None)}.get(kind, (what, None))
+    if source is None:
+        source = sys.stdin.read() if kind == "-" else Path(what).read_bytes()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if kind == "file":
+        main.__file__ = what
+    exec(compile(source, name, "exec"), main.__dict__)
+
+
+def _leave_after(work: Callable[[], None]) -> NoReturn:
+    """As the interpreter does, but for taking all modules apart, which takes half a second."""
+    code = 0
+    try:
+        work()
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with suppress(ValueError):  # it may have closed them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _name(name: str) -> None:
+    """What /proc calls this process."""
+    _libc.prctl(15, name.encode(), 0, 0, 0)
+
+
+def _settle(files: Mapping[int, int], environment: Mapping[str, str], cwd: str) -> None:
+    """Have these files, under the numbers given, and no others but the streams; this environment and folder."""
+    moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, ABOVE) for number, fd in files.items()}
+    os.closerange(3, ABOVE)
+    for number, fd in moved.items():
+        os.dup2(fd, number)
+        os.close(fd)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        errors = "backslashreplace" if name == "stderr" else None
+        stream = open(number, "w" if number else "r", 1, errors=errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.chdir(cwd)
+    ours, theirs = ([*filter(None, at.get("PYTHONPATH", "").split(os.pathsep))] for at in (os.environ, environment))
+    if ours != theirs:
+        sys.path[1:] = [*theirs, *(path for path in sys.path[1:] if path not in ours)]
+    os.environ.clear()
+    os.environ.update(environment)
+    _tell_kernel(environment)
+    tempfile.tempdir = None  # which is a variable's too
+    importlib.reload(sys.modules["trainer.processes.faults"])  # which looks at the environment once
+
+
+def _tell_kernel(environment: Mapping[str, str]) -> None:
+    """What /proc tells of this process's environment is in its own memory, where it began."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())[: end - begin]
+    ctypes.memmove(begin, block.ljust(end - begin, b"\0"), end - begin)
+
+
+def _have_nursery() -> None:
+    """A nursery for what this process starts, forked while nothing has happened in it."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        _nurse(theirs)
+        raise SystemExit  # as one that was forked there, whose command is done
+    theirs.close()
+    warm.ask(ours)
+    warm.everything()

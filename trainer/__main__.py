@@ -56,8 +56,11 @@ def answer(words: Sequence[str]) -> int:
         line, code = explain(error)
         line = endings.with_stack(line, error) if code == TrainerError.code else endings.last_look(line, code, error)
     endings.leave_report(line, code, now)
-    if not endings.has_speaker() and (not _launched() or place().is_main):
-        endings.say(line, code)
+    if not endings.has_speaker():
+        if not _launched() or place().is_main:
+            endings.say(line, code)
+        else:
+            endings.let_main_speak(code)
     return code
 
 

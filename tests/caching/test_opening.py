@@ -108,7 +108,11 @@ def test_damage_is_never_trained_on_and_made_anew(photos):
     for place in range(0, len(wrong), 1009):
         wrong[place] ^= 1 << place % 8
     block.write_bytes(wrong)
-    assert train(photos, "damaged", *words)[:2] == whole[:2] and not block.exists()
+    damaged = train(photos, "damaged", *words)
+    assert damaged[:2] == whole[:2] and not block.exists()
+    lost = result(photos.parent / "damaged")["data"]["uncached"]
+    assert lost > 0 and f"{lost} times the cache had lost a photo" in damaged[2]
+    assert result(photos.parent / "whole")["data"]["uncached"] == 0
     assert train(photos, "again", *words)[:2] == whole[:2] and block.read_bytes() == right
 
 

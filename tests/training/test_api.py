@@ -90,7 +90,8 @@ def test_a_module_has_the_last_weights_afterwards(tmp_path):
     before = model[1].weight.detach().clone()
     found = train(data=(DATA, DATA), **{**SHORT, "model": model}, batch_size=20, output=tmp_path / "run")
     assert found["data"] == {"name": "TensorDataset", "synthetic": False, "train_samples": 40, "val_samples": 40} | {
-        "skipped": 0
+        "skipped": 0,
+        "uncached": 0,
     }
     assert not torch.equal(model[1].weight, before)
     with torch.no_grad():

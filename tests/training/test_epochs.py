@@ -37,5 +37,5 @@ def test_the_last_line_tells_the_best_epoch_where_it_was_better(best_epoch, said
         speed_only=False,
     )
     parts = {"throughput": None, "short": False, "seconds": 5.0, "pipeline": None, "verdict": None}
-    line = reporting.last_line(told, {**parts, "data": {"val_samples": 360, "skipped": 0}})
+    line = reporting.last_line(told, {**parts, "data": {"val_samples": 360, "skipped": 0, "uncached": 0}})
     assert line.startswith(f"done: top-1 90.00% {said}{' ' * bool(said)}on 360 held-out images")

@@ -58,6 +58,9 @@ class CachedFolder(EncodedPhotos):
     """The photos of a folder or of shards, in the cache.
 
     What the cache has not, or not as it was written, is prepared from the photo: the same pixels, at the photo's pace.
+
+    Attributes:
+        uncached: how often that was so, in this process.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class CachedFolder(EncodedPhotos):
         self.__dict__.update(vars(folder))
         self.folder = folder
         self.how, self.home = how, str(home)
+        self.uncached = 0
         self._keys = packing.keys if packing else None
         self._rows = packing.places[part] if packing else None
 
@@ -85,7 +89,10 @@ class CachedFolder(EncodedPhotos):
         return part
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        stored = self._stored(index) or prepared(self.address(index), self.how)
+        stored = self._stored(index)
+        if stored is None:
+            stored = prepared(self.address(index), self.how)
+            self.uncached += self._keys is not None
         return picture_of(stored, self.how), torch.as_tensor(self.labels[index])
 
     def _stored(self, index: int) -> Prepared | None:

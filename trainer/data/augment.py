@@ -192,8 +192,14 @@ class Finish:
         """(n, H, W, C) uint8 as normalised (n, C, H, W) float32."""
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
-        inputs = images.float().mul_(self.scale).add_(self.shift)
+        inputs = self._empty(images.shape).copy_(images).mul_(self.scale).add_(self.shift)
         return inputs.permute(0, 3, 1, 2) if self.channels_last else inputs
+
+    def _empty(self, shape: torch.Size) -> Tensor:
+        """float32. NumPy asks for fresh memory in large pages and torch does not: half of the time would go there."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(np.empty(shape, np.float32))
+        return torch.empty(shape, device=self.device)
 
     def erased(self, inputs: Tensor, boxes: Array) -> Tensor:
         """Set each image's box to the mean, in place."""

@@ -177,6 +177,11 @@ class Loader:
         return len(self._train.failures) + len(self._val.failures) if self._shard.inputs else 0
 
     @property
+    def uncached(self) -> int:
+        """Photos that a cache did not give, each time: they were prepared anew."""
+        return sum(feed.uncached for feed in (self._train, self._val) if isinstance(feed, PhotoFeed))
+
+    @property
     def last_skipped(self) -> Unreadable | None:
         """(path, reason) of one of them."""
         failures = self._train.failures or self._val.failures

@@ -41,6 +41,7 @@ class PhotoFeed:
 
     def __init__(self, readers: Workers | Here, part: int, rows: int, device: torch.device) -> None:
         self.failures: list[Unreadable] = []
+        self.uncached = 0
         self._readers, self._part, self._rows, self._device = readers, part, rows, device
         self._copies = Copies(device)
 
@@ -100,6 +101,7 @@ class PhotoFeed:
     def _counted(self, report: Report, key: Key) -> int:
         """Note what could not be read; returns the rows of the batch: evaluation pads to full shape."""
         self.failures += report.failures
+        self.uncached += report.uncached
         if report.end:
             self.close()
             raise unreadable(*report.failures[0])

@@ -38,12 +38,14 @@ class Report(NamedTuple):
         rows: that are real.
         failures: what could not be read.
         end: whether the first of them is not to be got over.
+        uncached: photos of a cache that it did not give.
         seconds: that it took.
     """
 
     rows: int
     failures: list[Unreadable]
     end: bool = False
+    uncached: int = 0
     seconds: float = 0.0
 
 
@@ -148,10 +150,18 @@ class Reader:
     def fill(self, slot: int, epoch: int | None, index: Array) -> Report:
         """Read the samples of a `Key`."""
         images, labels = self.images[slot], self.labels[slot]
+        before = self._uncached
         with own_draws():
-            if epoch is None:
-                return self._evaluation(images, labels, index)
-            return self._training(images, labels, epoch, index)
+            report = (
+                self._evaluation(images, labels, index)
+                if epoch is None
+                else self._training(images, labels, epoch, index)
+            )
+        return report._replace(uncached=self._uncached - before)
+
+    @property
+    def _uncached(self) -> int:
+        return int(getattr(self.source, "uncached", 0))
 
     def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> Report:
         prepare = self._for_training(epoch, index)

@@ -10,17 +10,19 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import PeerError, TrainerError, sentence
+from trainer.errors import PeerError, RecipeError, TrainerError, sentence
 from trainer.processes import family, stacks
 from trainer.processes.rank import place
 from trainer.processes.started import as_typed
 
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
+SLOWER = 5.0  # seconds that the first rank may begin later than another
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,15 @@ def say(line: str, code: int) -> None:
     prefix = "trainer: " if code in (130, 143) else "trainer: error: "
     with suppress(OSError):  # the terminal may be gone
         print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
+
+
+def let_main_speak(code: int) -> None:
+    """Under a torchrun of the user's own, which stops all ranks once one has failed: stay a moment.
+
+    A mistake in what was typed every rank finds by itself, and only the first rank prints it: it has to come so far.
+    """
+    if code == RecipeError.code:
+        time.sleep(SLOWER)
 
 
 def has_speaker() -> bool:

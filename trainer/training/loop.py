@@ -205,10 +205,13 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
 
 
 def note_skipped(run: Run) -> None:
-    """Unreadable images since the last epoch, over all ranks."""
-    fresh = torch.tensor([float(run.loader.skipped - run.skipped)])
-    run.skipped = run.loader.skipped
-    run.history.skipped += int(run.world.sum_(fresh).item())
+    """Unreadable images and uncached photos since the last epoch, over all ranks."""
+    now = run.loader.skipped, run.loader.uncached
+    fresh = torch.tensor([now[0] - run.counted[0], now[1] - run.counted[1]], dtype=torch.float64)
+    run.counted = now
+    skipped, uncached = run.world.sum_(fresh).tolist()
+    run.history.skipped += int(skipped)
+    run.history.uncached += int(uncached)
 
 
 def note_memory(run: Run) -> None:

@@ -148,6 +148,8 @@ def last_line(run: Run, result: Result) -> str:
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
+    if result["data"]["uncached"]:
+        text += f"; {result['data']['uncached']:,} times the cache had lost a photo, and the next run makes it anew"
     pipeline = result["pipeline"]
     if pipeline and pipeline["bubble_measured"] is not None:
         text += f"\n  bubble   {pipeline['bubble_measured']:.1%} measured, {pipeline['bubble_predicted']:.1%} predicted"
@@ -210,6 +212,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
                 "train_samples": len(data.train),
                 "val_samples": int(history.validation.get("val_samples", len(data.val))),
                 "skipped": history.skipped,
+                "uncached": history.uncached,
             },
             "train_loss": history.losses[-1] if history.losses else None,
             "task": recipe.task.name,

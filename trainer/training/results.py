@@ -15,6 +15,7 @@ class DataResult(TypedDict):
     train_samples: int
     val_samples: int
     skipped: int
+    uncached: int
 
 
 class Throughput(TypedDict):
@@ -73,7 +74,9 @@ class Result(Metrics):
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "by its name"]
     data: Annotated[
-        DataResult, "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, and how many were `skipped`"
+        DataResult,
+        "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how many were `skipped`, and how "
+        "often the cache had lost one (`uncached`)",
     ]
     train_loss: Annotated[float | None, "mean of the last epoch"]
     best_epoch: Annotated[int | None, "from 1, as on the screen; its weights are `best.safetensors`"]

@@ -35,6 +35,7 @@ class History:
     epoch_steps: int = 0
     seconds: float = 0.0  # of all its parts up to the checkpoint
     skipped: int = 0  # unreadable images
+    uncached: int = 0  # photos that a cache did not give
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Run:
     history: History = field(default_factory=History)
     unlogged: list[Tensor] = field(default_factory=list)  # losses of the steps since the last logged one, on the device
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes per device
-    skipped: int = 0  # unreadable images of this rank that the history has counted
+    counted: tuple[int, int] = 0, 0  # unreadable images and uncached photos of this rank that the history has
     shift: int = 0  # steps that were counted beyond those of this mode's epochs, in another mode
 
     def __post_init__(self) -> None:

@@ -142,6 +142,7 @@ def _nurse(wire: socket.socket) -> None:
         os._exit(1)
     if asked is None:
         os._exit(0)
+    wire.detach()  # when it goes, its number may be another file's
     _become(*asked)
 
 

@@ -19,7 +19,7 @@ from tests.commands import environment
 from tests.pool import pool_workers as workers
 from trainer.errors import PredictionError, RecipeError, SetupError
 from trainer.pool import DevicePool, ItemError, current_device
-from trainer.pool.pool import threads_each
+from trainer.pool.pool import end_of_program, threads_each
 
 CPUS = ["cpu"] * 3
 
@@ -473,6 +473,21 @@ def test_a_forked_copy_has_no_workers(pools):
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert list(pool.map([2])) == [4]
+
+
+def test_a_pool_of_a_forked_process_ends_with_it():
+    """Servers import programs once and fork; what runs at the end then is from before the fork."""
+    child = os.fork()
+    if not child:
+        pool = DevicePool(["cpu"], workers.square, flavour="thread")
+        list(pool.map([1]))
+        end_of_program()
+        try:
+            list(pool.map([1]))
+        except PredictionError as error:
+            os._exit(7 if "closed" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_nested_names_and_partials():

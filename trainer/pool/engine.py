@@ -81,7 +81,7 @@ class Engine:
 
     def check(self) -> None:
         """Raises what ended the pool, if it has ended."""
-        if os.getpid() != self._pid:
+        if self._copied():
             raise RecipeError("this process was forked from one with a DevicePool and has no workers: make a new pool")
         if self.error:
             raise self.error
@@ -89,12 +89,17 @@ class Engine:
             raise PredictionError("the DevicePool is closed: make a new one")
 
     def close(self) -> None:
-        """End all workers; returns when they have."""
+        """End all workers; returns when they have. Nothing in a forked copy of the process: it has none of them."""
+        if self._copied():
+            return
         with self._lock:
             self._closing = True
         self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(10)
+
+    def _copied(self) -> bool:
+        return os.getpid() != self._pid
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 

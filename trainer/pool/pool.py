@@ -108,7 +108,7 @@ class DevicePool:
         scheduler = Scheduler(seats, batching, assign == "round_robin", retries)
         self._engine = Engine(start, scheduler, item_timeout if self._processes else None)
         _open.add(self._engine)
-        self._finalizer = weakref.finalize(self, _close, self._engine, os.getpid())
+        self._finalizer = weakref.finalize(self, self._engine.close)
 
     def map(self, items: Iterable[Any], *, ordered: bool = True) -> Iterator[Any]:
         """A stream of results, one for each item, while a bounded number of items is on the way.
@@ -248,15 +248,11 @@ def threads_each(workers: int) -> int:
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def _close(engine: Engine, pid: int) -> None:
-    if os.getpid() == pid:  # a forked copy of this process has no workers
-        engine.close()
-
-
 @atexit.register
-def _close_all(pid: int = os.getpid()) -> None:
+def end_of_program() -> None:
+    """End all workers of this process."""
     for engine in list(_open):
-        _close(engine, pid)
+        engine.close()
 
 
 assert util  # imported for the order of exit handlers

@@ -183,16 +183,23 @@ def test_a_rank_that_woke_another_has_failed_before_it(
     assert message["message"] == "rank 1 was silent" and message["extraInfo"]["time"] <= woken[0]
 
 
-def test_torchrun_shows_our_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["recipe=digts"], "recipe=digts: no such recipe or file; did you mean recipe=digits?"),
+        (["recipe=digits", "data.name=imagefolder", "data.root=/nowhere"], "data.root=/nowhere"),
+    ],
+)
+def test_torchrun_shows_our_line(tmp_path: Path, words: list[str], line: str) -> None:
     """Also where another rank is first: torchrun ends rank 0, which prints it, as soon as one has failed."""
     (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(os.environ.get('RANK') == '0')\n")
-    arguments = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "-m", "trainer", "recipe=digts"]
+    arguments = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "-m", "trainer", *words]
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     known = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     answer = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 1  # torchrun's own, whatever the rank's
-    assert answer.stderr.count("trainer: error: recipe=digts") == 1
-    assert "traceback : recipe=digts: no such recipe or file; did you mean recipe=digits?" in answer.stderr
+    assert answer.stderr.count(f"trainer: error: {line}") == 1
+    assert f"traceback : {line}" in answer.stderr
 
 
 class OutOfMemoryError(RuntimeError):

@@ -111,7 +111,7 @@ def test_damage_is_never_trained_on_and_made_anew(photos):
     damaged = train(photos, "damaged", *words)
     assert damaged[:2] == whole[:2] and not block.exists()
     lost = result(photos.parent / "damaged")["data"]["uncached"]
-    assert lost > 0 and f"{lost} times the cache had lost a photo" in damaged[2]
+    assert lost > 0 and f"{lost} times a photo was not in the cache and was prepared anew" in damaged[2]
     assert result(photos.parent / "whole")["data"]["uncached"] == 0
     assert train(photos, "again", *words)[:2] == whole[:2] and block.read_bytes() == right
 

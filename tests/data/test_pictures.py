@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.data.photo_folders import read_image
 from tests.data.test_images import TURNS, exif
+from trainer.data import images
 from trainer.data.images import open_image
 from trainer.data.photos import held_out, resized
 from trainer.data.pictures import FACTORS, Picture
@@ -102,3 +103,18 @@ def test_pillows_limit_of_pixels_is_not_ours(tmp_path, monkeypatch):
     path = saved(tmp_path / "a.jpg")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     assert open_image(path, 3).whole(30).numel() > 0
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_what_pillow_does_not_take_torchvision_may(tmp_path, monkeypatch, factor):
+    path = saved(tmp_path / "a.jpg", 6)
+    wanted = read_image(path, 3)
+
+    def refused(*_):
+        raise SyntaxError("not a JPEG for Pillow")
+
+    monkeypatch.setattr(images, "JpegImageFile", refused)
+    assert torch.equal(open_image(path, 3).decode(factor), wanted)
+    (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:2000])
+    with pytest.raises(SyntaxError, match="for Pillow"):
+        open_image(str(tmp_path / "b.jpg"), 3).decode(factor)

@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 from tests.commands import QUIET, environment, ok
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
 from trainer.data import Shard
+from trainer.errors import SetupError
 from trainer.processes.world import cores
 from trainer.saving.weights import read_weights
 
@@ -80,15 +81,22 @@ def test_the_same_workers_read_training_and_evaluation(loading):
     assert len(seen) == 2
 
 
+def steps(loader, number=0):
+    """An epoch as the loop takes it: no more is asked for than there is."""
+    batches = loader.training(number)
+    for _ in range(loader.steps_per_epoch):
+        next(batches)
+
+
 def test_what_comes_next_is_read_before_it_is_asked_for(loading, tmp_path):
     loader = loading(noting_sets(tmp_path), "data.workers=2")
-    epoch(loader)
+    steps(loader)
     assert comes_true(lambda: len(read(tmp_path / "val")) == 7), "the evaluation"
     before = len(read(tmp_path / "train"))
     evaluated(loader, then=1)
     assert comes_true(lambda: len(read(tmp_path / "train")) >= before + 16), "the next epoch"
     assert len(read(tmp_path / "val")) == 7, "read once"
-    epoch(loader, 1)
+    steps(loader, 1)
     assert sorted(read(tmp_path / "train")[before:]) == list(range(24))
     assert comes_true(lambda: len(read(tmp_path / "val")) == 14)
     evaluated(loader)
@@ -169,15 +177,39 @@ class Asking(Items):
     def __getitem__(self, index):
         info = get_worker_info()
         pixels = torch.zeros(3, 20, 30, dtype=torch.uint8)
-        return pixels, 0 if info is None else 1 + info.id + 10 * info.num_workers + 100 * (info.dataset.count == 24)
+        mine = info is not None and info.dataset.count == self.count
+        return pixels, 0 if info is None else 1 + info.id + 10 * info.num_workers + 100 * mine
 
 
 def test_a_users_data_set_knows_that_a_worker_reads_it(loading):
     sets = photo_sets()
-    sets.train.items = Asking(24)
+    sets.train.items, sets.val.items = Asking(24), Asking(7)
     assert {int(t) for _, targets in epoch(loading(sets)) for t in targets} == {0}
-    found = {int(t) for _, targets in epoch(loading(sets, "data.workers=2")) for t in targets}
-    assert found <= {121, 122} and found
+    loader = loading(sets, "data.workers=2")
+    for batches in (epoch(loader), [(batch.inputs, batch.targets) for batch in loader.evaluation()]):
+        found = {int(t) for _, targets in batches for t in targets}
+        assert found <= {121, 122} and found
+
+
+def test_who_looks_for_more_workers_goes_on_where_none_can_be_started(loading, monkeypatch):
+    def limited(words):
+        loader = loading(photo_sets(), words)
+        readers = loader._train._readers
+        start, loader._search.count = readers._start, 2
+
+        def once():
+            if readers._workers:
+                raise SetupError("no memory")
+            return start()
+
+        monkeypatch.setattr(readers, "_start", once)
+        return loader
+
+    loader = limited("data.workers=auto")
+    assert same(epoch(loader), epoch(loading(photo_sets())))
+    assert (loader.workers, loader._search.settled) == (1, True)
+    with pytest.raises(SetupError, match="no memory"):
+        epoch(limited("data.workers=2"))
 
 
 def test_a_long_order_never_blocks_who_asks(loading):

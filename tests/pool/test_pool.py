@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.pool import pool_workers as workers
 from trainer.errors import PredictionError, RecipeError, SetupError
 from trainer.pool import DevicePool, ItemError, current_device
 from trainer.pool.pool import end_of_program, threads_each
+from trainer.pool.worker import _ahead
 
 CPUS = ["cpu"] * 3
 
@@ -568,3 +570,15 @@ def test_outputs_leave_the_gpu():
         assert pool.submit(torch.cuda.current_device).result() == 0
         result = pool.submit(workers.on_device, (3,)).result()
         assert result["a"].device.type == "cpu" and result["a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_can_no_longer_listen_ends():
+    """Its parent then replaces it; if it waited, nobody would notice."""
+
+    def arrived():
+        yield "a batch"
+        raise OSError("no memory to map it")
+
+    caller = SimpleNamespace(device=torch.device("cpu"))
+    assert list(_ahead(arrived(), caller)) == ["a batch"]

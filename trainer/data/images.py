@@ -77,13 +77,28 @@ def open_encoded(data: Bytes, channels: int) -> Picture:
 
 
 def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
+    """Upright. Either library reads what the other does not take, whatever the factor."""
+
+    def whole() -> Tensor:
+        return _turned(jpeg_pixels(torch.from_numpy(data), channels), orientation)
+
     if factor == 1:
         with contextlib.suppress(RuntimeError):
-            return _turned(jpeg_pixels(torch.from_numpy(data), channels), orientation)
+            return whole()
+    try:
+        return _turned(_smaller(data, channels, factor), orientation)
+    except (OSError, SyntaxError, ValueError):
+        if factor > 1:
+            with contextlib.suppress(RuntimeError):
+                return whole()
+        raise
+
+
+def _smaller(data: Bytes, channels: int, factor: int) -> Tensor:
     with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:  # how large it is we have looked at
         if factor > 1:
             opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
-        return _turned(from_pillow(opened, channels), orientation)
+        return from_pillow(opened, channels)
 
 
 def jpeg_pixels(data: Tensor, channels: int) -> Tensor:

@@ -69,10 +69,12 @@ def _filling(samples: int, recipe: Recipe, count: int) -> str:
     return f"use fewer than {count} processes"
 
 
-def worker_search(recipe: Recipe, readers: int, batch_bytes: int, found: Mapping[str, Any]) -> Search:
+def worker_search(
+    recipe: Recipe, readers: int, batch_bytes: int, device: torch.device, found: Mapping[str, Any]
+) -> Search:
     """Loader workers of one rank, where images are read as they are needed and `readers` ranks share the machine.
 
-    As many as the recipe says. With data.workers=auto what was `found` before on such a machine, else it is searched
+    As many as the recipe says. With data.workers=auto what was `found` before in such a place, else it is searched
     for: at first, as where the recipe says nothing, there are as many as cores and memory allow.
 
     Raises:
@@ -85,7 +87,7 @@ def worker_search(recipe: Recipe, readers: int, batch_bytes: int, found: Mapping
     elif wish is None:
         search = Search(most)
     else:
-        before = found.get("count") if here(readers).items() <= found.items() else None
+        before = found.get("count") if here(readers, device, recipe).items() <= found.items() else None
         search = Search(before) if isinstance(before, int) and 1 <= before <= MORE * most else Search(most, MORE * most)
     check_shared_memory(readers * slots(search.count) * batch_bytes if search.count else 0)
     return search
@@ -125,7 +127,7 @@ class Loader:
         Raises:
             SetupError: too little shared memory for the loader workers.
         """
-        self._datasets, self._recipe, self._shard = datasets, recipe, shard
+        self._datasets, self._recipe, self._shard, self._device = datasets, recipe, shard, device
         samples = len(datasets.train)
         self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
         self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
@@ -143,7 +145,8 @@ class Loader:
 
         sources = [part for part in (datasets.train, datasets.val) if reads(part)]
         self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8) if sources else 0
-        self._search = worker_search(recipe, readers, self._slot, found or {}) if sources else Search(0)
+        known = found if isinstance(found, Mapping) else {}
+        self._search = worker_search(recipe, readers, self._slot, device, known) if sources else Search(0)
         photos = cast(list[PhotoSource], sources)
         pool = readers_of(datasets, photos, self._rows, recipe, self._search) if photos else None
 
@@ -178,8 +181,9 @@ class Loader:
 
     @property
     def uncached(self) -> int:
-        """Photos that a cache did not give, each time: they were prepared anew."""
-        return sum(feed.uncached for feed in (self._train, self._val) if isinstance(feed, PhotoFeed))
+        """Photos that a cache did not give, each time: they were prepared anew. Counted as `skipped` ones are."""
+        feeds = (self._train, self._val) if self._shard.inputs else ()
+        return sum(feed.uncached for feed in feeds if isinstance(feed, PhotoFeed))
 
     @property
     def last_skipped(self) -> Unreadable | None:
@@ -193,11 +197,11 @@ class Loader:
         return None if in_memory(self._datasets.train) else self._search.count
 
     @property
-    def found(self) -> dict[str, int]:
+    def found(self) -> dict[str, Any]:
         """What data.workers=auto has found, once it has, and where."""
         if self._recipe.data.workers != "auto" or not self._search.settled or not self._search.count:
             return {}
-        return {"count": self._search.count, **here(self.readers)}
+        return {"count": self._search.count, **here(self.readers, self._device, self._recipe)}
 
     def told(self) -> str | None:
         """For people: how many processes read, and the memory that they take; None where none do."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from trainer.errors import SetupError
 from trainer.processes.world import cores
+from trainer.recipe import Recipe
 
 PREFETCH = 2  # batches that a worker has been asked for
 SHARED_MEMORY = "/dev/shm"
+FILES = 16  # that a process may open for each worker: it opens half as many
 SHARE = 0.5  # of the shared memory that is free: what nobody asked for by number takes no more
 
 SECONDS = 1.0  # that a measurement takes at least
@@ -50,17 +56,27 @@ def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
 
 
 def allowed(readers: int, batch_bytes: int) -> int:
-    """Workers of one rank where `readers` ranks of this machine read: a core each, and room for their batches."""
-    free, each = free_shared_memory(), max(1, cores() // readers)
+    """Workers of one rank where `readers` ranks of this machine read: a core each, and files and memory for them."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # of this process
+    each = max(1, min(cores() // readers, files // FILES if files > 0 else cores()))  # no limit is told as -1
+    free = free_shared_memory()
     if free is None or not batch_bytes:
         return each
     room = int(free * SHARE / (readers * batch_bytes))
     return max(1, min(each, (room - 1) // PREFETCH))
 
 
-def here(readers: int) -> dict[str, int]:
-    """Where a number of workers was found: it is that of such a machine."""
-    return {"cores": cores(), "readers": readers}
+def here(readers: int, device: torch.device, recipe: Recipe) -> dict[str, Any]:
+    """Where a number of workers was found: it is that of such a machine, and of such a pace."""
+    return {
+        "cores": cores(),
+        "readers": readers,
+        "device": device.type,
+        "mode": recipe.mode,
+        "root": recipe.data.root,
+        "cache": recipe.data.cache,
+        "batch_size": recipe.batch_size,
+    }
 
 
 class Search:
@@ -68,9 +84,11 @@ class Search:
 
     It looks at stretches of about a second. Where nobody waited, as many stay as were busy, and some to spare. Where
     somebody did, more are tried, and kept if that made it faster: what waits for a disk has use for more than cores.
+    Two stretches in a row have to say that fewer are enough: within one a checkpoint may be saved, or nobody be awake.
 
     Attributes:
         count: workers that there are to be.
+        searches: whether that is searched for at all.
         settled: whether that is what was found, or asked for; nothing changes any more.
         waited, read: seconds of this stretch in which batches were waited for, and of all workers' reading.
     """
@@ -78,7 +96,9 @@ class Search:
     def __init__(self, count: int, most: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         """Without `most` it stays at `count`."""
         self.count, self.most, self._clock = count, most or count, clock
-        self.settled = most is None
+        self.searches = most is not None
+        self.settled = not self.searches
+        self._enough: int | None = None  # what the stretch before found
         self._before: tuple[int, float] | None = None  # a smaller number, and batches a second with that
         self._begin()
 
@@ -112,12 +132,20 @@ class Search:
 
     def _decide(self, seconds: float) -> None:
         waits, rate, before = self.waited > KEEPS_UP * seconds, self._batches / seconds, self._before
-        if waits and before is not None and rate < PAYS * before[1]:
-            self.count, self.settled = before[0], True
-        elif waits and self.count < self.most:
+        enough = None
+        if not waits:
+            enough = max(1, min(self.count, math.ceil(SPARE * self.read / seconds)))
+        elif before is not None and rate < PAYS * before[1]:
+            enough = before[0]
+        elif self.count == self.most:
+            self.settle(self.most)
+        else:
             self._before = self.count, rate
             self.count = min(self.most, math.ceil(GROWTH * self.count))
-        else:
-            if not waits:
-                self.count = max(1, min(self.count, math.ceil(SPARE * self.read / seconds)))
-            self.settled = True
+        if enough is not None and self._enough is not None:
+            self.settle(max(enough, self._enough))
+        self._enough = enough
+
+    def settle(self, count: int) -> None:
+        """So many it is."""
+        self.count, self.settled = count, True

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils import worker as torchs
 
+from trainer.data.images import reason
 from trainer.data.photos import Key, Reader, Report
 from trainer.data.sets import Datasets, PhotoSource, TensorSpec
 from trainer.data.worker_counts import PREFETCH, Search, slots
@@ -184,8 +185,10 @@ class Workers:
             rest.clear()
 
     def _batches(self, keys: Sequence[Key], turn: int) -> Iterator[Filled]:
+        left = len(keys)
         try:
             for key in keys:
+                left -= 1
                 if turn != self._turn:
                     raise RuntimeError("these batches were given up when others were asked for")
                 request = self._await(key)
@@ -198,7 +201,7 @@ class Workers:
                 if key[1] is not None and turn == self._turn:  # evaluation has another pace
                     self._resize(self.search.batch())
         except GeneratorExit:
-            if turn == self._turn:
+            if turn == self._turn and left:  # else all have been used, and what is asked for is expected
                 self._drop()
                 self._todo.clear()
             raise
@@ -228,7 +231,7 @@ class Workers:
     def _idlest(self) -> Worker | None:
         """Who is to have the next request: a new one before any has two. None: all have enough."""
         if len(self._workers) < self.search.count and all(worker.requests for worker in self._workers):
-            self._workers.append(self._start())
+            self._grow()
         able = (worker for worker in self._workers if worker.free and len(worker.requests) < PREFETCH)
         return min(able, key=lambda worker: len(worker.requests), default=None)
 
@@ -268,6 +271,15 @@ class Workers:
         self._leaving += self._workers[count:]
         del self._workers[count:]
 
+    def _grow(self) -> None:
+        """One more; where that fails, and there are some, these do it."""
+        try:
+            self._workers.append(self._start())
+        except SetupError:
+            if not self._workers or not self.search.searches:
+                raise
+            self.search.settle(len(self._workers))
+
     def _start(self) -> Worker:
         number = len(self._workers)
         try:
@@ -289,8 +301,11 @@ class Workers:
             for source in fixed:  # a lambda, or a class within a function
                 source.by_value = True  # type: ignore[attr-defined]
             return self._start()
-        except OSError as error:
-            raise SetupError(f"loader workers cannot be started ({error}); set data.workers=0") from None
+        except (OSError, RuntimeError) as error:  # torch's, where memory cannot be shared
+            raise SetupError(
+                f"loader worker {number + 1} of {self.search.count} cannot be started ({reason(error)}); "
+                "use fewer data.workers (data.workers=0 needs none)"
+            ) from None
         theirs.close()
         self._processes.append(process)
         return Worker(process, ours, buffers)
@@ -329,15 +344,16 @@ def _same(one: Key, other: Key) -> bool:
     return one[:2] == other[:2] and np.array_equal(one[2], other[2])
 
 
-def _main(connection: Connection, readers: Sequence[Reader], order: Tensor, info: dict[str, int]) -> None:
+def _main(connection: Connection, readers: Sequence[Reader], order: Tensor, info: dict[str, Any]) -> None:
     """A worker, until its pipe is closed at the other end."""
     fork_server.begin_worker()
     torch.set_num_threads(1)
-    told: Any = {**info, "seed": info["id"], "dataset": getattr(readers[0].source, "items", readers[0].source)}
-    torchs._worker_info = torchs.WorkerInfo(**told)  # for a user's data set that asks get_worker_info()
+    sets: list[Any] = [getattr(reader.source, "items", reader.source) for reader in readers]
+    told = [torchs.WorkerInfo(**info, seed=info["id"], dataset=one) for one in sets]
     while True:
         try:
             part, slot, epoch, count = _MESSAGE.unpack(connection.recv_bytes())
+            torchs._worker_info = told[part]  # for a user's data set that asks get_worker_info()
             index = order[slot, :count].numpy().copy()
             begun = time.perf_counter()
             report = readers[part].fill(slot, None if epoch < 0 else epoch, index)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import PeerError, RecipeError, TrainerError, sentence
+from trainer.errors import PeerError, RecipeError, SetupError, TrainerError, sentence
 from trainer.processes import family, stacks
 from trainer.processes.rank import place
 from trainer.processes.started import as_typed
@@ -138,9 +138,10 @@ def say(line: str, code: int) -> None:
 def let_main_speak(code: int) -> None:
     """Under a torchrun of the user's own, which stops all ranks once one has failed: stay a moment.
 
-    A mistake in what was typed every rank finds by itself, and only the first rank prints it: it has to come so far.
+    A mistake in what was typed, or a folder that is not there, every rank finds by itself, and only the first rank
+    prints it: it has to come so far.
     """
-    if code == RecipeError.code:
+    if code in (RecipeError.code, SetupError.code):
         time.sleep(SLOWER)
 
 

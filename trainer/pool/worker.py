@@ -214,11 +214,13 @@ def _ahead(arrived: Iterator[tuple[Message, Opener]], caller: Caller) -> Iterato
     found: queue.SimpleQueue[tuple[Message, Opener] | None] = queue.SimpleQueue()
 
     def listen() -> None:
-        enter(caller.device)
-        for one in arrived:
-            found.put(one)
-            del one  # its batch's memory is the worker's alone
-        found.put(None)
+        try:
+            enter(caller.device)
+            for one in arrived:
+                found.put(one)
+                del one  # its batch's memory is the worker's alone
+        finally:  # also where that fails: the worker then ends, and is replaced
+            found.put(None)
 
     threading.Thread(target=listen, name="listening", daemon=True).start()
     return iter(found.get, None)

@@ -149,7 +149,7 @@ def last_line(run: Run, result: Result) -> str:
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
     if result["data"]["uncached"]:
-        text += f"; {result['data']['uncached']:,} times the cache had lost a photo, and the next run makes it anew"
+        text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared anew"
     pipeline = result["pipeline"]
     if pipeline and pipeline["bubble_measured"] is not None:
         text += f"\n  bubble   {pipeline['bubble_measured']:.1%} measured, {pipeline['bubble_predicted']:.1%} predicted"

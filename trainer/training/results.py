@@ -76,7 +76,7 @@ class Result(Metrics):
     data: Annotated[
         DataResult,
         "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how many were `skipped`, and how "
-        "often the cache had lost one (`uncached`)",
+        "often the cache lacked one (`uncached`)",
     ]
     train_loss: Annotated[float | None, "mean of the last epoch"]
     best_epoch: Annotated[int | None, "from 1, as on the screen; its weights are `best.safetensors`"]

@@ -55,6 +55,12 @@ def test_a_shard_by_another_name_has_its_own(shard, tmp_path):
     assert made(ShardFile.of(tmp_path / "b.tar"))[1]
 
 
+def test_through_a_link_it_is_the_same(shard, tmp_path):
+    made(shard)
+    (tmp_path / "link.tar").symlink_to(os.fsdecode(shard.path))
+    assert not made(ShardFile.of(tmp_path / "link.tar"))[1] and not made(shard)[1]
+
+
 def test_a_damaged_one_is_made_anew(shard):
     first, _ = made(shard)
     path, draw = place_of(shard), random.Random(0)

@@ -71,8 +71,11 @@ def test_a_folder_of_compressed_tars(tmp_path):
         shards_of(str(tmp_path))
 
 
-def test_a_folder_of_two_kinds_says_what_to_type(folder):
+def test_a_folder_of_two_kinds_says_what_to_type(folder, monkeypatch):
     (folder / "train" / "a.parquet").touch()
+    monkeypatch.setenv("HOME", str(folder))
+    with pytest.raises(SetupError, match=r"holds \.tar and \.parquet"):
+        shards_of("~/train")
     with pytest.raises(SetupError, match=r"holds \.tar and \.parquet") as error:
         shards_of(str(folder))
     word = shlex.split(str(error.value).partition(": ")[2])[0]

@@ -106,7 +106,8 @@ def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) ->
     Raises whatever `make` raises.
     """
     path = place_of(shard)
-    about = {"version": VERSION, "how": how, "path": str(shard), "size": shard.size, "time": shard.time}
+    real = os.fsdecode(os.path.realpath(shard.path))
+    about = {"version": VERSION, "how": how, "path": real, "size": shard.size, "time": shard.time}
     there = read(path, about)
     if there is not None:
         return there

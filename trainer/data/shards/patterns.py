@@ -43,7 +43,7 @@ def shards_of(root: str) -> list[Path]:
     if odd is not None:
         raise SetupError(f"{odd} is no shard: type {EXAMPLE}; photos in folders are data.name=imagefolder")
     kinds = {os.path.splitext(one)[1] for one in found}
-    if set(SUFFIXES) <= kinds and os.path.isdir(root):
+    if set(SUFFIXES) <= kinds and os.path.isdir(os.path.expanduser(root)):
         raise SetupError(f"{root} holds .tar and .parquet: {quote(f'data.root={root}/**/*.tar')} chooses")
     return [Path(one) for one in found]
 

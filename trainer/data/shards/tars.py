@@ -150,8 +150,9 @@ class Samples:
         images = [member for suffix, member in sample if suffix == IMAGE or _last(suffix) in readable_suffixes()]
         told = next((text for key in LONGEST if (text := class_in(key, texts.get(key, b""))) is not None), None)
         is_sample = any(suffix == CLASS for suffix, _ in sample) or told is not None
+        kept = {member.start for member in images}
         for suffix, member in sample:
-            if suffix not in (CLASS, JSON) and member not in images:
+            if suffix not in (CLASS, JSON) and member.start not in kept:
                 self._others[_last(suffix) or "without a suffix"] += 1
         if len(images) > 1 and is_sample:
             whole = [member for suffix, member in sample if suffix == IMAGE or suffix in readable_suffixes()]

@@ -39,8 +39,9 @@ WAYS = {
     "zbv": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=zbv"],
     "zerobubble": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=interleavedzerobubble"],
     "2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
-    "one": ["mode=local_sgd", "nproc=1"],  # a worker alone is `single`
+    "one": ["mode=local_sgd", "nproc=1"],  # a worker alone is `single`, where batches divide the set
 }
+DIVIDED = ["data.name=synthetic", "data.samples=256", "data.val_samples=64", "data.image_size=8"]
 APART = {"local_sgd": ["mode=local_sgd", "nproc=2", "local_sgd.every=2"], "hogwild": ["mode=hogwild", "nproc=2"]}
 FAST = {
     ("streams", "frozen"),
@@ -60,9 +61,9 @@ def single(tmp_path_factory):
     root = tmp_path_factory.mktemp("single")
 
     @cache
-    def folder(option):
-        path = root / option.replace(" ", "-")
-        ok(*SHORT, *OPTIONS[option], "mode=single", f"output={path}")
+    def folder(option, *more):
+        path = root / f"{option.replace(' ', '-')}{len(more)}"
+        ok(*SHORT, *OPTIONS[option], *more, "mode=single", f"output={path}")
         return path
 
     return folder
@@ -74,9 +75,11 @@ def test_every_mode_has_the_losses_of_single(way, option, single, tmp_path, full
     if (way, option) not in FAST and not full:
         pytest.skip("the whole table takes long: --all")
     cut = CUT[OPTIONS[option][0].partition("=")[2]]
-    ok(*SHORT, *OPTIONS[option], *(word.format(cut=cut) for word in WAYS[way]), f"output={tmp_path / 'run'}")
-    assert losses(tmp_path / "run") == pytest.approx(losses(single(option)), rel=1e-4)
-    ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", single(option)))
+    more = DIVIDED if way == "one" else []
+    ok(*SHORT, *OPTIONS[option], *more, *(word.format(cut=cut) for word in WAYS[way]), f"output={tmp_path / 'run'}")
+    wanted = single(option, *more)
+    assert losses(tmp_path / "run") == pytest.approx(losses(wanted), rel=1e-4)
+    ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", wanted))
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3 if option == "muon" else 1e-4)
     if option.startswith("frozen"):
         for name in ("4.weight", "5.weight"):

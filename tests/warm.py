@@ -179,6 +179,8 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
 
 def _execute_python(kind: str, what: str) -> None:
     if kind == "-m":
+        if not hasattr(sys.modules.get(what), "__path__"):
+            sys.modules.pop(what, None)  # a module that is known already is warned of
         runpy.run_module(what, run_name="__main__", alter_sys=True)
         return
     name, source = {"-c": ("<string>", what), "-": ("<stdin>", None)}.get(kind, (what, None))

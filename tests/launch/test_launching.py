@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -256,3 +257,31 @@ def test_nodes_that_do_not_meet_say_where(work: Path, port: str) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3
     assert re.fullmatch(rf"trainer: error: the nodes cannot meet at 127\.0\.0\.1:{port}: .*\n", errors)
+
+
+def test_torchs_timer_that_ends_itself_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
+
+    shown: list[str] = []
+    monkeypatch.setattr(
+        sys, "unraisablehook", launching.without_timers(lambda found: shown.append(str(found.exc_value)))
+    )
+
+    def lets_go(held: list[object]) -> None:
+        held.clear()
+
+    held: list[object] = []
+    timer = _PeriodicTimer(timedelta(milliseconds=1), lets_go, held)
+    held.append(timer)
+    timer.start()
+    thread = timer._thread
+    del timer
+    thread.join(10)
+    assert not thread.is_alive() and not held and shown == []
+
+    class Other:
+        def __del__(self) -> None:
+            raise RuntimeError("of somebody else")
+
+    Other()
+    assert shown == ["of somebody else"]

@@ -116,6 +116,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
     quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
+    sys.unraisablehook = without_timers(sys.unraisablehook)
     interrupts.raise_at_ctrl_c()
     passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
     handlers = {number: signal.getsignal(number) for number in passed_on}
@@ -132,6 +133,19 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
         return 0
     endings.say(ending.line, ending.code)
     return ending.code
+
+
+def without_timers(show: Callable[[Any], object]) -> Callable[[Any], None]:
+    """To be told of errors that nobody can catch, but for one of torch's.
+
+    The thread of its rendezvous's timer may be the last to let go of that, and then tries to wait for itself.
+    """
+
+    def hook(found: Any) -> None:
+        if str(found.exc_value) != "cannot join current thread":
+            show(found)
+
+    return hook
 
 
 def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:

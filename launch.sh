@@ -12,6 +12,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh evaluate checkpoint=RUN        evaluate a trained run again
        ./launch.sh runs [show RUN]                list the runs in ./runs, or show one; also compare, delete
        ./launch.sh export RUN format=onnx         a trained model as a file for other programs
+       ./launch.sh cache                          copies of photos that are read faster: list, build, verify, delete
        ./launch.sh doctor                         what this machine offers, and what is wrong with it
        ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
        ./launch.sh guide [TOPIC]                  answers by question: which mode, out of memory, your photos, ...

@@ -12,7 +12,7 @@ from tests.data.test_images import TURNS, exif
 from trainer.data import images
 from trainer.data.images import open_image
 from trainer.data.photos import held_out, resized
-from trainer.data.pictures import FACTORS, Picture
+from trainer.data.pictures import FINE, Picture
 
 HEIGHT, WIDTH = 602, 815  # no multiples of a JPEG's blocks, nor of the factors
 
@@ -43,7 +43,7 @@ def test_a_part_is_the_part_of_the_whole(tmp_path, orientation):
         part = picture.pixels((top, left, h, w), least)
         assert part.shape[1] >= min(h, least) and part.shape[2] >= min(w, least)
         wanted = whole[:, top : top + h, left : left + w]
-        if min(h, w) < 2 * least:
+        if min(h, w) < 2 * max(least, FINE):
             assert torch.equal(part, wanted), "no smaller one will do"
             continue
         smaller += part.shape[1] < h
@@ -52,11 +52,23 @@ def test_a_part_is_the_part_of_the_whole(tmp_path, orientation):
     assert smaller > 3
 
 
-@pytest.mark.parametrize("least", [300, 150, 75, 40])
-def test_as_much_smaller_as_is_allowed(tmp_path, least):
-    whole = open_image(saved(tmp_path / "a.jpg"), 3).whole(least)
-    factor = next((factor for factor in FACTORS if HEIGHT // factor >= least), 1)
-    assert whole.shape[1:] == (-(-HEIGHT // factor), -(-WIDTH // factor))
+@pytest.mark.parametrize(("least", "factor"), [(800, 1), (400, 2), (200, 4), (140, 4), (130, 8), (8, 8)])
+def test_as_much_smaller_as_is_allowed(tmp_path, least, factor):
+    Image.fromarray(scene(1046, 1203)).save(tmp_path / "a.jpg")
+    whole = open_image(str(tmp_path / "a.jpg"), 3).whole(least)
+    assert whole.shape[1:] == (-(-1046 // factor), -(-1203 // factor))
+
+
+def test_tiny_images_are_cut_where_the_box_is(tmp_path):
+    """A pixel of an image that is an eighth of the size is much, where eight of them are all."""
+    path = saved(tmp_path / "a.jpg", quality=100)
+    picture, whole, drawn = open_image(path, 3), read_image(path, 3), random.Random(0)
+    for _ in range(20):
+        side = drawn.randrange(64, 602)
+        top, left = drawn.randrange(HEIGHT - side + 1), drawn.randrange(WIDTH - side + 1)
+        part, wanted = picture.pixels((top, left, side, side), 8), whole[:, top : top + side, left : left + side]
+        one, other = (resized(image, [8, 8]).float() for image in (part, wanted))
+        assert (one - other).abs().mean() < 1.3, (top, left, side)
 
 
 @pytest.mark.parametrize("kind", ["cmyk.jpg", "gray.jpg", "progressive.jpg", "a.png", "a.webp"])

@@ -273,9 +273,9 @@ def test_what_was_found_is_kept_in_the_run_folder(tmp_path):
     photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
     words = ["model.name=mlp", *photos, "batch_size=6", "data.workers=auto", "threads=1", "mode=single"]
     words += [*QUIET, f"output={tmp_path / 'run'}"]
-    assert "data.workers=auto looks for the number" in ok(*words, "epochs=60").stdout
+    assert "data.workers=auto looks for the number" in ok(*words, "epochs=200").stdout
     kept = json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"]
     assert kept["count"] in range(1, 2 * cores() + 1) and kept["cores"] == cores() and kept["readers"] == 1
-    again = ok(*words, "epochs=60", "resume=auto").stdout
+    again = ok(*words, "epochs=200", "resume=auto").stdout
     assert f"readers  {kept['count']} process" in again and "looks for" not in again
     assert json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"] == kept

@@ -88,7 +88,7 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     progress, moved, written = BuildProgress(len(absent), show), time.monotonic(), _drafted(home)
     exchanged: set[int] = set()  # blocks of photos that changed meanwhile: they are read as they are now
     context = fork_server.context("torchvision", "trainer.caching.building")
-    pool = ProcessPoolExecutor(workers, context, fork_server.begin_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=fork_server.begin_worker)
     try:
         while absent:
             random.shuffle(absent)  # ranks and jobs that begin together claim different ones

@@ -15,6 +15,7 @@ from torch import Tensor
 Box = tuple[int, int, int, int]  # top, left, height, width, in pixels of the whole image
 
 FACTORS = (8, 4, 2)  # by which a decoder may make an image smaller
+FINE = 128  # pixels of a side that are decoded at least: a box begins at one of them, not between
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Picture:
     decode: Callable[[int], Tensor]
 
     def pixels(self, box: Box, least: int) -> Tensor:
-        """A box of it as (C, h, w) uint8, of at least `least` pixels along each side where it has so many.
+        """A box of it as (C, h, w) uint8, of at least `least` and `FINE` pixels along each side where it has so many.
 
         Raises whatever decoding raises.
         """
-        factor = next((factor for factor in FACTORS if min(box[2:]) >= factor * least), 1)
+        factor = next((factor for factor in FACTORS if min(box[2:]) >= factor * max(least, FINE)), 1)
         image = self.decode(factor)
         top, height = _scaled(box[0], box[2], image.shape[1], self.height)
         left, width = _scaled(box[1], box[3], image.shape[2], self.width)

@@ -80,7 +80,7 @@ class DataRecipe(_Section):
     std: Spreads | None = key(None, "of pixels, their standard deviation; null: as mean")
     balance: bool = key(False, "draw all classes equally often, whatever their numbers of images")
     workers: Workers | Literal["auto"] | None = key(
-        None, "processes that read photos, a rank; auto: as many as it needs, found while it trains; null: a core each"
+        None, "processes that read photos, a rank; auto: as many as it turns out to need; null: one a core"
     )
     download: bool = key(True, "fetch a published set that is not there yet")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")

@@ -53,7 +53,7 @@ def test_no_caches(tmp_path, capsys):
 def test_damage_is_found_and_removed(built, photos, where, capsys):
     assert command(["verify", where]) == 0
     assert "24 photos are right, no damage" in capsys.readouterr().out
-    (block,) = blocks_of(photos.parent / "cache")
+    block = blocks_of(photos.parent / "cache")[0]
     wrong = bytearray(block.read_bytes())
     wrong[-1] ^= 1
     block.write_bytes(wrong)

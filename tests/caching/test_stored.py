@@ -51,8 +51,9 @@ def test_a_part_lies_where_it_lay(tmp_path, layout, channels):
 
 
 @pytest.fixture
-def cache(tmp_path):
-    """Four photos, one of which cannot be read, and their cache."""
+def cache(tmp_path, monkeypatch):
+    """Four photos, one of which cannot be read, and their cache: one block."""
+    monkeypatch.setattr("trainer.caching.packing.TOGETHER", 2**60)
     names = [f"{number}.png" for number in range(4)]
     for number, name in enumerate(names):
         Image.fromarray(scene(60 + number, 90)).save(tmp_path / name)

@@ -38,7 +38,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer.caching import cached
 from trainer.data import Loader, Shard, open_datasets
-from trainer.processes.world import locate
+from trainer.processes.world import keep_freed_memory, locate
 from trainer.recipe import load
 from trainer.training.wiring import task_of
 
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a run does; for all ways
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         root = Path(folder)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated.simcuda import simulated
-from trainer.data import policies, sampling
+from trainer.data import augment, policies, sampling
 from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
 from trainer.data.images import with_channels
 from trainer.data.photos import for_evaluation
@@ -61,6 +61,16 @@ def test_normalisation(channels_last):
     expected = (pictures / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     assert torch.allclose(found, expected, atol=1e-5)
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_large_images_are_normalised_as_small_ones(channels_last, monkeypatch):
+    finish = Finish((0.5, 0.25, 0.1), (0.2, 0.3, 0.4), 160, channels_last, CPU)
+    pictures = images(3, size=160).permute(0, 2, 3, 1).contiguous()
+    one_by_one = finish.inputs(pictures)
+    monkeypatch.setattr(augment, "CACHED", 10**9)
+    together = finish.inputs(pictures)
+    assert torch.equal(one_by_one, together) and one_by_one.stride() == together.stride()
 
 
 class Counting(TorchDispatchMode):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.v2 import functional as vision
 
 from tests.data.photo_folders import read_image
 from tests.data.test_images import TURNS, exif
-from trainer.data import images
+from trainer.data import images, photos
 from trainer.data.images import open_image
 from trainer.data.photos import held_out, resized
 from trainer.data.pictures import FINE, Picture
@@ -130,3 +131,24 @@ def test_what_pillow_does_not_take_torchvision_may(tmp_path, monkeypatch, factor
     (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:2000])
     with pytest.raises(SyntaxError, match="for Pillow"):
         open_image(str(tmp_path / "b.jpg"), 3).decode(factor)
+
+
+@pytest.mark.parametrize("vectorised", [True, False])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_resizing_is_torchvisions(channels, vectorised, monkeypatch):
+    """Bit for bit, and as channels_last, in which a batch is filled fastest."""
+    monkeypatch.setattr(photos, "VECTORISED", vectorised and photos.VECTORISED)
+    whole = torch.randint(0, 256, (70, 90, channels), dtype=torch.uint8).permute(2, 0, 1)
+    crops = [
+        whole,
+        whole[:, 3:50, 7:80],
+        whole[:, :20, :30],
+        whole[:, 5:6, 5:6],
+        whole[:, :40, :40],
+        whole.contiguous(),
+    ]
+    for crop in crops:
+        for size in ([40, 40], [16, 24], [100, 90], [24]):
+            found, wanted = resized(crop, size), vision.resize(crop.contiguous(), size, antialias=True)
+            assert torch.equal(found, wanted)
+            assert crop.shape[1:] == (1, 1) or found[None].is_contiguous(memory_format=torch.channels_last)

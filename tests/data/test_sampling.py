@@ -102,6 +102,16 @@ def test_crop_boxes_keep_to_the_image_and_the_law():
     assert 0.4 < share.mean() < 0.6
 
 
+def test_crop_boxes_one_by_one_are_those_of_many():
+    sizes = [(300, 400), (1, 1), (2, 3), (10, 1000), (1000, 10), (4000, 3000), (224, 224), (7, 9), (375, 500), (31, 33)]
+    draws = sampling.box_draws(5, 3, np.arange(600), sampling.CROP)
+    for scale in [(0.08, 1.0), (0.9, 1.0)]:
+        alone = sampling.CropBoxes(draws, scale)
+        for height, width in sizes:
+            together = sampling.crop_boxes(draws, height, width, scale)
+            assert [list(alone.box(row, height, width)) for row in range(600)] == together.tolist()
+
+
 def test_an_image_too_long_for_any_try_is_cut_in_the_middle():
     draws = sampling.box_draws(0, 0, np.arange(3), sampling.CROP)
     assert sampling.crop_boxes(draws, 10, 1000, (0.9, 1.0)).tolist() == [[0, 493, 10, 13]] * 3

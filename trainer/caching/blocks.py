@@ -32,6 +32,7 @@ ENTRY = np.dtype(
         ("check", "<u8"),
     ]
 )
+TOLD = ENTRY.itemsize - 8  # bytes of an entry before its check
 SUFFIX, DRAFT = ".block", ".part"
 
 
@@ -142,5 +143,5 @@ def _fill(descriptor: int, buffer: Bytes, place: int) -> None:
 
 def _check(key: bytes, row: int, entry: Any, data: Bytes) -> int:
     """The hash that an entry has to have; what it has is not looked at."""
-    told = entry.tobytes()[: ENTRY.fields["check"][1]]  # type: ignore[index]
+    told = entry.tobytes()[:TOLD]
     return xxhash.xxh3_64_intdigest(data.data, seed=xxhash.xxh3_64_intdigest(key + row.to_bytes(4, "little") + told))

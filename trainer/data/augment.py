@@ -163,6 +163,9 @@ def resized_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     return cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
+CACHED = 2**16  # numbers: larger images are normalised one by one on a CPU, so that one stays in its cache meanwhile
+
+
 class Finish:
     """From uint8 images on the device to a batch: normalise, erase, mix."""
 
@@ -192,7 +195,10 @@ class Finish:
         """(n, H, W, C) uint8 as normalised (n, C, H, W) float32."""
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
-        inputs = self._empty(images.shape).copy_(images).mul_(self.scale).add_(self.shift)
+        inputs = self._empty(images.shape)
+        alone = self.device.type == "cpu" and self.scale.numel() > CACHED
+        for out, image in zip(inputs, images, strict=True) if alone else [(inputs, images)]:
+            out.copy_(image).mul_(self.scale).add_(self.shift)
         return inputs.permute(0, 3, 1, 2) if self.channels_last else inputs
 
     def _empty(self, shape: torch.Size) -> Tensor:

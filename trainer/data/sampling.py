@@ -6,6 +6,7 @@ draws with any number of ranks and loader workers, and in a run that was stopped
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE, ITEM = ra
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
 CROP, ERASE = 100, 200
+RATIO = (3 / 4, 4 / 3)  # of a random resized crop's sides
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -146,13 +148,29 @@ def crop_boxes(draws: Array, height: int, width: int, scale: tuple[float, float]
     The area is a uniform share of the image's, the logarithm of the aspect ratio uniform between 3/4 and 4/3; after ten
     tries that do not fit, the largest central box with such a ratio.
     """
-    ratio = (3 / 4, 4 / 3)
-    boxes, found = _boxes(draws, height, width, scale, ratio, margin=0)
-    if not found.all():
-        h = min(height, round(width / ratio[0]))
-        w = min(width, round(height * ratio[1]))
-        boxes[~found] = ((height - h) // 2, (width - w) // 2, h, w)
+    boxes, found = _boxes(draws, height, width, scale, RATIO, margin=0)
+    boxes[~found] = _central(height, width)
     return boxes
+
+
+class CropBoxes:
+    """`crop_boxes` of images that each have a size of their own, one at a time, in plain numbers: for one box NumPy
+    takes ten times as long."""
+
+    def __init__(self, draws: Array, scale: tuple[float, float]) -> None:
+        """`draws` (n, BOX_TRIES, 4) as of `box_draws`."""
+        self._areas = _areas(draws, scale).tolist()
+        self._aspects = _aspects(draws, RATIO).tolist()
+        self._places = draws[..., 2:].tolist()
+
+    def box(self, row: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a crop of image `row`, which is `height` x `width` pixels."""
+        for share, aspect, (y, x) in zip(self._areas[row], self._aspects[row], self._places[row], strict=True):
+            area = height * width * share
+            h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+            if 0 < h <= height and 0 < w <= width:
+                return int(y * (height - h + 1)), int(x * (width - w + 1)), h, w
+        return _central(height, width)
 
 
 def erase_boxes(seed: int, epoch: int, index: Array, probability: float, size: int) -> Array:
@@ -170,9 +188,7 @@ def _boxes(
     draws: Array, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], margin: int
 ) -> tuple[Array, Array]:
     """The first of each row's tries that is at most the image less `margin`, and whether there was one."""
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[..., 0])
-    low, high = np.log(ratio)
-    aspect = np.exp(low + (high - low) * draws[..., 1])
+    area, aspect = height * width * _areas(draws, scale), _aspects(draws, ratio)
     h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
     w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
     fits = (h > 0) & (w > 0) & (h <= height - margin) & (w <= width - margin)
@@ -181,6 +197,24 @@ def _boxes(
     top = (draws[rows, first, 2] * (height - h + 1)).astype(np.int64)
     left = (draws[rows, first, 3] * (width - w + 1)).astype(np.int64)
     return np.stack([top, left, h, w], 1), fits.any(1)
+
+
+def _areas(draws: Array, scale: tuple[float, float]) -> Array:
+    """Each try's share of an image's area: (n, BOX_TRIES)."""
+    return np.asarray(scale[0] + (scale[1] - scale[0]) * draws[..., 0])
+
+
+def _aspects(draws: Array, ratio: tuple[float, float]) -> Array:
+    """Each try's width by its height: (n, BOX_TRIES)."""
+    low, high = np.log(ratio)
+    return np.asarray(np.exp(low + (high - low) * draws[..., 1]))
+
+
+def _central(height: int, width: int) -> tuple[int, int, int, int]:
+    """The largest box in an image's centre whose sides are in `RATIO`."""
+    h = min(height, round(width / RATIO[0]))
+    w = min(width, round(height * RATIO[1]))
+    return (height - h) // 2, (width - w) // 2, h, w
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from trainer.data.pictures import Picture
 from trainer.devices import cards, health
 from trainer.devices.precision import set_precision
 from trainer.modes.base import AUTOCAST
+from trainer.processes.world import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 
@@ -80,6 +81,8 @@ class Labeller:
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
             health.check_card(device, cards.look().count)
+        else:
+            keep_freed_memory()
         set_precision(recipe.precision)
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import warm
 from tests.commands import environment
 from trainer import __main__ as cli
 from trainer.errors import CheckpointError, DeviceMemoryError, PeerError, RecipeError
@@ -22,6 +23,11 @@ from trainer.processes import family
 from trainer.recipe import load, shipped_recipes
 
 ROOT = Path(__file__).parent.parent
+LATE = """
+import os, runpy, time
+time.sleep(os.environ["RANK"] == "0")
+runpy.run_module("trainer", None, "__main__")
+"""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE")
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
@@ -192,11 +198,13 @@ def test_a_rank_that_woke_another_has_failed_before_it(
 )
 def test_torchrun_shows_our_line(tmp_path: Path, words: list[str], line: str) -> None:
     """Also where another rank is first: torchrun ends rank 0, which prints it, as soon as one has failed."""
-    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(os.environ.get('RANK') == '0')\n")
-    arguments = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "-m", "trainer", *words]
+    late = (
+        "import os, runpy, time\ntime.sleep(os.environ['RANK'] == '0')\nrunpy.run_module('trainer', None, '__main__')"
+    )
+    (tmp_path / "late.py").write_text(late)
+    arguments = ["--nproc_per_node=2", f"--log_dir={tmp_path}", str(tmp_path / "late.py"), *words]
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    known = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    answer = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, timeout=60, check=False)
+    answer = warm.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1  # torchrun's own, whatever the rank's
     assert answer.stderr.count(f"trainer: error: {line}") == 1
     assert f"traceback : {line}" in answer.stderr

@@ -4,7 +4,7 @@
     python tests/benchmarks/photos.py --photos FOLDER --megapixels 12 --count 200
 
 Two worker processes of one thread each, random resized crop to 224, horizontal flip, normalised float32 batches of 64
-on the CPU. The ways, which take turns, an epoch each:
+(8 of large photos) on the CPU. The ways, which take turns, an epoch each:
 
     reference    torchvision's references/classification presets: ImageFolder, PIL, a DataLoader
     simplejpeg   a DataLoader over simplejpeg, which decodes at the smallest scale that the crop allows (if installed)
@@ -38,11 +38,12 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer.caching import cached
 from trainer.data import Loader, Shard, open_datasets
-from trainer.processes.world import keep_freed_memory, locate
+from trainer.processes.allocation import keep_freed_memory
+from trainer.processes.world import locate
 from trainer.recipe import load
 from trainer.training.wiring import task_of
 
-SIZE, BATCH, WORKERS, AHEAD = 224, 64, 2, 6
+SIZE, WORKERS, AHEAD = 224, 2, 6
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -115,9 +116,9 @@ def normalised(images: Tensor) -> Tensor:
     return images if images.is_floating_point() else vision.normalize(images.float().div_(255), MEAN, STD)
 
 
-def theirs(dataset: Dataset) -> Callable[[int], float]:
-    """Images a second of an epoch of a DataLoader."""
-    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS, drop_last=True, persistent_workers=True)
+def theirs(dataset: Dataset, size: int) -> Callable[[int], float]:
+    """Images a second of an epoch of a DataLoader, in batches of `size`."""
+    loader = DataLoader(dataset, size, shuffle=True, num_workers=WORKERS, drop_last=True, persistent_workers=True)
 
     def epoch(_: int) -> float:
         begun = time.perf_counter()
@@ -127,10 +128,10 @@ def theirs(dataset: Dataset) -> Callable[[int], float]:
     return epoch
 
 
-def ours(root: Path, closing: ExitStack, *words: str) -> Callable[[int], float]:
+def ours(root: Path, size: int, closing: ExitStack, *words: str) -> Callable[[int], float]:
     """Images a second of an epoch of our loader."""
     plain = ["mode=single", "data.name=imagefolder", f"data.root={root}", "data.val_fraction=0.001"]
-    plain += [f"batch_size={BATCH}", f"data.image_size={SIZE}", "augment.crop=resized", "augment.hflip=0.5"]
+    plain += [f"batch_size={size}", f"data.image_size={SIZE}", "augment.crop=resized", "augment.hflip=0.5"]
     recipe = load(None, *plain, f"data.workers={WORKERS}", *words)
     data, recipe = cached(open_datasets(recipe), recipe, locate(recipe), print, closing)
     loader = Loader(data, recipe, task_of(recipe, data), Shard(), torch.device("cpu"))
@@ -171,10 +172,13 @@ def main() -> None:
     parser.add_argument("--photos", type=Path, required=True)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--megapixels", type=float)
+    parser.add_argument("--batch", type=int, help="images of a batch; default 64, and 8 of large photos")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    size = options.batch or (8 if options.megapixels else 64)
+    if options.count < 2 * AHEAD * size:
+        parser.error(f"--count={options.count}: {AHEAD} batches are not counted; at least {2 * AHEAD * size}")
     torch.set_num_threads(1)
-    keep_freed_memory()  # as a run does; for all ways
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         root = Path(folder)
@@ -189,25 +193,28 @@ def main() -> None:
                 transforms.Normalize(MEAN, STD),
             ]
         )
-        ways = {"reference": theirs(datasets.ImageFolder(root / "photos", preset))}
+        ways = {"reference": theirs(datasets.ImageFolder(root / "photos", preset), size)}
         try:
             import simplejpeg  # noqa: F401
 
-            ways["simplejpeg"] = theirs(SimpleJpeg(files))
+            ways["simplejpeg"] = theirs(SimpleJpeg(files), size)
         except ImportError:
             print("simplejpeg is not installed: left out")
-        ways["ffcv"] = theirs(Packed(files, root / "packed"))
+        ways["ffcv"] = theirs(Packed(files, root / "packed"), size)
+        for epoch in ways.values():
+            epoch(0)  # starts the workers, as torch does
+        keep_freed_memory()  # as a run does; of this process, which all ways share
         where = f"data.cache_dir={root / 'cache'}"
-        ways["photos"] = ours(root / "photos", closing)
+        ways["photos"] = ours(root / "photos", size, closing)
         for layout in ("jpeg", "raw"):
-            ways[layout] = ours(root / "photos", closing, "data.cache=disk", f"data.cache_format={layout}", where)
+            ways[layout] = ours(root / "photos", size, closing, "data.cache=disk", f"data.cache_format={layout}", where)
         speeds: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(options.rounds + 1):
+        for name in ("photos", "jpeg", "raw"):
+            ways[name](0)
+        for number in range(1, options.rounds + 1):
             for name, epoch in ways.items():
-                speed = epoch(number)
-                if number:  # the first one starts workers
-                    speeds[name].append(speed)
-                    print(f"  {name:<12}{speed:8.0f} images/s", flush=True)
+                speeds[name].append(epoch(number))
+                print(f"  {name:<12}{speeds[name][-1]:8.0f} images/s", flush=True)
         print(f"\n{'way':<12}images/s   to the reference")
         for name, found in speeds.items():
             ratios = [mine / other for mine, other in zip(found, speeds["reference"], strict=True)]

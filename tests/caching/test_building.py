@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests import warm
 from tests.commands import PROJECT, environment
 from trainer.caching import building, packing
 from trainer.caching.blocks import read
@@ -26,11 +26,15 @@ from trainer.saving import locks
 
 HOW = Format("raw", 24, 3)
 SCRIPT = """
-import sys
+import resource, sys
 from pathlib import Path
+from tests import warm
 from tests.caching.test_building import HOW, folder_of, packed
 from trainer.caching.building import build
 if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+        warm.nothing()  # so that its workers have that limit too
     build(packed(Path(sys.argv[1])), HOW, Path(sys.argv[2]), workers=1, show=False, patience=60)
 """
 
@@ -74,9 +78,9 @@ def names(found):
     return [key.tobytes() for key in found.keys]
 
 
-def started(photos, home):
-    words = [sys.executable, "-c", SCRIPT, str(photos), str(home)]
-    return subprocess.Popen(words, cwd=PROJECT, env=environment(), stderr=subprocess.PIPE, text=True)
+def started(photos, home, *limit):
+    words = [sys.executable, "-c", SCRIPT, str(photos), str(home), *limit]
+    return warm.Popen(words, cwd=PROJECT, env=environment(), stderr=subprocess.PIPE, text=True)
 
 
 def test_two_jobs_at_once_make_one_cache(photos, home):
@@ -119,17 +123,8 @@ def test_what_another_began_and_does_not_finish_is_given_up(photos, home, monkey
 
 
 def test_a_full_disk_says_what_to_do(photos, home):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    job = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(photos), str(home)],
-        cwd=PROJECT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1])),
-        check=False,
-    )
-    assert "DiskFullError" in job.stderr and "type the same again" in job.stderr, job.stderr
+    told = started(photos, home, "4000").communicate(timeout=120)[1]  # a file's bytes at most
+    assert "DiskFullError" in told and "type the same again" in told, told
     assert not list(home.glob("*.part"))
     build(packed(photos), HOW, home, workers=1, show=False, patience=60)
     require_right(home, photos)

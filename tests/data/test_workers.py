@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 from torch.utils.data import get_worker_info
 
+from tests import warm
 from tests.commands import QUIET, environment, ok
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
 from trainer.data import Shard
@@ -239,7 +239,8 @@ def test_a_run_is_the_same_with_any_number_of_workers(tmp_path, workers):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def _photos(root):
+def _photos(root, copies=1):
+    """Two classes of nine photos, each `copies` times."""
     generator = np.random.default_rng(0)
     for split in ("train", "val"):
         for name in "ab":
@@ -247,6 +248,8 @@ def _photos(root):
             for n in range(9):
                 pixels = generator.integers(0, 256, (80, 100, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(root / split / name / f"{n}.jpg")
+                for copy in range(1, copies):
+                    (root / split / name / f"{n}-{copy}.jpg").hardlink_to(root / split / name / f"{n}.jpg")
 
 
 def test_a_program_that_forgets_its_loader_ends(tmp_path):
@@ -261,21 +264,20 @@ def test_a_program_that_forgets_its_loader_ends(tmp_path):
                 print(len(next(batches.training(0)).targets))
             """)
     )
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "forgets.py")], env=environment(), capture_output=True, text=True, timeout=180
-    )
+    command = [sys.executable, str(tmp_path / "forgets.py")]
+    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
 def test_what_was_found_is_kept_in_the_run_folder(tmp_path):
     """And a run that goes on there has it from its start."""
-    _photos(tmp_path / "set")
+    _photos(tmp_path / "set", copies=20)
     photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
     words = ["model.name=mlp", *photos, "batch_size=6", "data.workers=auto", "threads=1", "mode=single"]
-    words += [*QUIET, f"output={tmp_path / 'run'}"]
-    assert "data.workers=auto looks for the number" in ok(*words, "epochs=200").stdout
+    words += [*QUIET, "epochs=20", f"output={tmp_path / 'run'}"]
+    assert "data.workers=auto looks for the number" in ok(*words).stdout
     kept = json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"]
     assert kept["count"] in range(1, 2 * cores() + 1) and kept["cores"] == cores() and kept["readers"] == 1
-    again = ok(*words, "epochs=200", "resume=auto").stdout
+    again = ok(*words, "resume=auto").stdout
     assert f"readers  {kept['count']} process" in again and "looks for" not in again
     assert json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"] == kept

@@ -11,7 +11,6 @@ import resource
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-import trainer
-from tests.commands import digest
+from tests import warm
+from tests.commands import digest, environment
 from tests.saving.states import flip, make, names, newest_state, one_line, refuse, same, trace
 from trainer.errors import CheckpointError, DiskFullError, SetupError
 from trainer.processes import faults
@@ -363,10 +362,8 @@ def test_a_manifest_cannot_name_what_lies_elsewhere(tmp_path: Path, name: str) -
 def driven(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """This file run as a script: one start of torch for all the children that are killed."""
     rounds = 1000 if request.config.getoption("--all") else 10
-    path = f"{Path(trainer.__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, __file__, str(tmp_path_factory.mktemp("driven")), str(rounds)]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    done = warm.run(command, capture_output=True, text=True, timeout=600, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return {**json.loads(done.stdout), "rounds": rounds}
 

@@ -28,6 +28,7 @@ from trainer.caching.stored import block_path, prepared
 from trainer.data.images import reason
 from trainer.errors import FULL, DiskFullError, PeerError, SetupError
 from trainer.processes import fork_server
+from trainer.processes.allocation import keep_freed_memory
 from trainer.saving import locks
 from trainer.telemetry.tracking import bar_kind
 
@@ -88,7 +89,7 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     progress, moved, written = BuildProgress(len(absent), show), time.monotonic(), _drafted(home)
     exchanged: set[int] = set()  # blocks of photos that changed meanwhile: they are read as they are now
     context = fork_server.context("torchvision", "trainer.caching.building")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=fork_server.begin_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
     try:
         while absent:
             random.shuffle(absent)  # ranks and jobs that begin together claim different ones
@@ -157,6 +158,12 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
             with suppress(FileNotFoundError):
                 os.unlink(draft)  # still claimed: nobody else writes to it
     return Made.THERE
+
+
+def _begin() -> None:
+    """In a new process, before its first block."""
+    fork_server.begin_worker()
+    keep_freed_memory()
 
 
 class UnreadableError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,60 +10,21 @@ from contextlib import suppress
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data._utils import worker as torchs
 
+from trainer.data.buffers import Buffers, Filled, Makes
 from trainer.data.images import reason
-from trainer.data.photos import Key, Reader, Report
-from trainer.data.sets import Datasets, PhotoSource, TensorSpec
+from trainer.data.photos import Key, Report
+from trainer.data.sets import PhotoSource
 from trainer.data.worker_counts import PREFETCH, Search, slots
+from trainer.data.worker_process import MESSAGE, serve
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
 
 POLL = 1.0  # seconds between two looks at whether the workers live
-
-_MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
-
-
-class Buffers(NamedTuple):
-    """Slots for batches: inputs (slots, rows, ...), labels (slots, rows, ...), and indices (slots, rows) to read."""
-
-    inputs: Tensor
-    labels: Tensor
-    order: Tensor
-
-    @classmethod
-    def new(cls, datasets: Datasets, rows: int, count: int, shared: bool) -> Buffers:
-        inputs, targets = buffered(datasets), datasets.targets
-        made = cls(
-            torch.empty(count, rows, *inputs.shape, dtype=inputs.dtype),
-            torch.zeros(count, rows, *targets.shape, dtype=targets.dtype),
-            torch.zeros(count, rows, dtype=torch.int64),
-        )
-        for tensor in made if shared else ():
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
-        return made
-
-
-def buffered(datasets: Datasets) -> TensorSpec:
-    """A sample's inputs as workers hand them over."""
-    size = datasets.image_size
-    return datasets.plain or TensorSpec((size, size, datasets.channels), torch.uint8)
-
-
-Makes = Callable[[Buffers], Sequence[Reader]]  # a reader of each part, which fills these
-
-
-class Filled(NamedTuple):
-    """A batch that has been read: in a slot that is the caller's until it asks for the next."""
-
-    inputs: Tensor
-    labels: Tensor
-    report: Report
 
 
 class Here:
@@ -111,7 +71,7 @@ class Worker:
         self.buffers.order[request.slot, : len(index)] = torch.from_numpy(np.ascontiguousarray(index))
         self.requests.append(request)
         with suppress(OSError):  # it died: its answer will not come
-            self.connection.send_bytes(_MESSAGE.pack(part, request.slot, -1 if epoch is None else epoch, len(index)))
+            self.connection.send_bytes(MESSAGE.pack(part, request.slot, -1 if epoch is None else epoch, len(index)))
         return request
 
 
@@ -288,7 +248,7 @@ class Workers:
             ours, theirs = context.Pipe()
             info = {"id": number, "num_workers": self.search.count}
             process = context.Process(
-                target=_main, args=(theirs, self._make(buffers), buffers.order, info), daemon=True
+                target=serve, args=(theirs, self._make(buffers), buffers.order, info), daemon=True
             )
             process.start()
         except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
@@ -342,24 +302,6 @@ class Workers:
 
 def _same(one: Key, other: Key) -> bool:
     return one[:2] == other[:2] and np.array_equal(one[2], other[2])
-
-
-def _main(connection: Connection, readers: Sequence[Reader], order: Tensor, info: dict[str, Any]) -> None:
-    """A worker, until its pipe is closed at the other end."""
-    fork_server.begin_worker()
-    torch.set_num_threads(1)
-    sets: list[Any] = [getattr(reader.source, "items", reader.source) for reader in readers]
-    told = [torchs.WorkerInfo(**info, seed=info["id"], dataset=one) for one in sets]
-    while True:
-        try:
-            part, slot, epoch, count = _MESSAGE.unpack(connection.recv_bytes())
-            torchs._worker_info = told[part]  # for a user's data set that asks get_worker_info()
-            index = order[slot, :count].numpy().copy()
-            begun = time.perf_counter()
-            report = readers[part].fill(slot, None if epoch < 0 else epoch, index)
-            connection.send(report._replace(seconds=time.perf_counter() - begun))
-        except (EOFError, OSError):
-            return
 
 
 def _kill(processes: list[BaseProcess]) -> None:

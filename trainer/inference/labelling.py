@@ -21,7 +21,7 @@ from trainer.data.pictures import Picture
 from trainer.devices import cards, health
 from trainer.devices.precision import set_precision
 from trainer.modes.base import AUTOCAST
-from trainer.processes.world import keep_freed_memory
+from trainer.processes.allocation import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 
@@ -76,13 +76,12 @@ class Labeller:
 
     def setup(self, device: torch.device) -> None:
         recipe, how = self.recipe, self.preparation
+        keep_freed_memory()
         if device.type == "cpu" and (recipe.threads or recipe.predict.batch_size):
             # Kernels add up in another order on another number of threads, and a fixed batch promises the same bytes.
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
             health.check_card(device, cards.look().count)
-        else:
-            keep_freed_memory()
         set_precision(recipe.precision)
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device

@@ -34,6 +34,7 @@ from trainer.planning.dataset_facts import DatasetFacts
 from trainer.planning.layout import Layout
 from trainer.planning.measured import Timings, ring
 from trainer.processes import children, family, world
+from trainer.processes.allocation import keep_freed_memory
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.telemetry.clocks import synchronise
@@ -184,7 +185,7 @@ def main(folder: Path, rank: int) -> None:
 
 def _measure(task: _Task, folder: Path, rank: int) -> _Answer:
     launching.load_plugin(task["plugin"])
-    world.keep_freed_memory()
+    keep_freed_memory()
     chosen = recipe.load(task["recipe"]).replace(mode="single", devices="auto", schedule__min_lr=0.0)
     chosen = chosen.replace(optimizer__lr=1e-9)  # the same images again and again would soon make odd numbers
     device = torch.device(f"cuda:{rank}" if task["kind"] == "cuda" else "cpu")

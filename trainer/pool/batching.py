@@ -103,7 +103,7 @@ class Batching:
         wanted, mine = min(self.size(worker), pending), held[worker]
         rate = self.paces[worker].rate
         if not rate:
-            return 0 if mine else wanted  # one batch, to learn
+            return 0 if mine and len(self.paces) > 1 else wanted  # one batch, to learn, unless nobody else is there
         rates = {other: self.paces[other].rate for other in held if other != worker and self.paces[other].rate}
         if not rates:
             return wanted

@@ -5,7 +5,6 @@ Imports no torch at its top, which much that is here does without.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 from collections.abc import Mapping, Sequence
@@ -307,14 +306,3 @@ def locate(recipe: Recipe) -> World:
     world = World(me, device, threads, (), drives, shared)
     world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))
     return world
-
-
-def keep_freed_memory() -> None:
-    """Let glibc's malloc keep big blocks between steps; by default it returns them to the kernel (6 to 14 % on CPU)."""
-    m_trim_threshold, m_mmap_max = -1, -4
-    try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
-        libc.mallopt(m_mmap_max, 0)  # no block a mapping of its own, which would go back when freed
-    except (OSError, AttributeError):
-        return  # another C library: nothing to tune

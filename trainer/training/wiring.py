@@ -23,8 +23,9 @@ from trainer.models.inputs import with_own_input
 from trainer.models.zoo import build, initialise, registered_model
 from trainer.modes import Context, Strategy
 from trainer.processes import stacks
+from trainer.processes.allocation import keep_freed_memory
 from trainer.processes.interrupts import Interrupts
-from trainer.processes.world import World, keep_freed_memory, locate
+from trainer.processes.world import World, locate
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import State
 from trainer.saving.run_folder import RunFolder, as_before

@@ -3,13 +3,13 @@
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.commands import environment
 from tests.data.shards.making import tarred, with_classes
 from trainer.data.shards import tars
@@ -118,7 +118,7 @@ tars.index(ShardFile.of(sys.argv[1]))
 """
     for moment in ("made", "half", "whole"):
         command = [sys.executable, "-c", code, os.fsdecode(shard.path), moment]
-        done = subprocess.run(command, env=environment(TRAINER_DATA=str(kept.parent)), capture_output=True)
+        done = warm.run(command, env=environment(TRAINER_DATA=str(kept.parent)), capture_output=True)
         assert done.returncode == -9, done.stderr
         assert read(place_of(shard), {}) is None
     assert made(shard)[1]

@@ -7,6 +7,7 @@ import http.server
 import os
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -326,6 +327,24 @@ def test_two_at_once_download_once(mirror, tmp_path, monkeypatch):
     with ThreadPoolExecutor(2) as ranks:  # the lock is held by an open file, so threads are kept apart as processes are
         found = list(ranks.map(lambda _: opened("data.name=mnist", f"data.root={root}"), range(2)))
     assert [len(each.train) for each in found] == [6, 6] and len(calls) == 1
+
+
+def test_where_one_could_not_download_the_others_do_not_try(tmp_path, monkeypatch):
+    calls = []
+
+    def fail(*what):
+        calls.append(what)
+        time.sleep(0.5)
+        raise ConnectionResetError("the line broke")
+
+    def rank(_):
+        with pytest.raises(SetupError, match=r"the download failed: the line broke\); put MNIST/ there"):
+            opened("data.name=mnist", f"data.root={tmp_path}")
+
+    monkeypatch.setattr(downloads, "_download", fail)
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(rank, range(3)))
+    assert len(calls) == 1
 
 
 def test_every_known_name_is_handled(tmp_path):

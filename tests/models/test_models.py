@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.errors import CheckpointError, RecipeError
-from trainer.models import zoo
+from trainer.models import torchvision_zoo, zoo
 from trainer.recipe import ModelRecipe, checks
 
 
@@ -27,7 +27,7 @@ def test_every_torchvision_classifier_is_known_without_importing_it():
 def test_a_new_head(name):
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
-        zoo.replace_head(model, 1000, 3)
+        torchvision_zoo.replace_head(model, 1000, 3)
         out = model.eval()(torch.empty(2, 3, 224, 224))
     assert out.shape == (2, 3)
 
@@ -60,7 +60,7 @@ def test_the_size_to_try_works(name, size, works):
 
 def test_what_published_weights_bring_with_them_stays_when_others_are_loaded():
     with torch.device("meta"):
-        for name in zoo.AUXILIARY:
+        for name in torchvision_zoo.AUXILIARY:
             recipe = ModelRecipe(name=name, weights="DEFAULT")
             assert zoo.build(recipe, 3, 3, 128, starting=False).transform_input
             assert not zoo.build(ModelRecipe(name=name), 3, 3, 128).transform_input

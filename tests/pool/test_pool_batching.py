@@ -234,6 +234,11 @@ def test_what_is_done_again():
     assert not policy.again(0, 1, 4, 0.0), "not much slower"
 
 
+def test_who_is_alone_gets_its_second_batch_while_it_does_the_first():
+    assert Batching(["cuda"], 8).take(0, {0: 8}, 100) == 8
+    assert Batching(["cuda", "cuda"], 8).take(0, {0: 8}, 100) == 0, "the other one is only starting"
+
+
 def test_fixed_batches_do_not_change():
     policy = Batching(["cpu"], 32)
     policy.observe(0, 32, 100.0, 1 << 40)

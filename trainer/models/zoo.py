@@ -5,26 +5,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from trainer import recipe as recipes
-from trainer.errors import CheckpointError, RecipeError, SetupError
-from trainer.models import timm_zoo
+from trainer.errors import CheckpointError, RecipeError
+from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import freeze
 from trainer.models.small import SMALL, Builder
+from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
 from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 UNTOLD = object()  # an output that shapes alone do not tell
-AUXILIARY = ("googlenet", "inception_v3")  # their auxiliary heads would make a tuple of the output
 _builders: dict[str, Builder] = dict(SMALL)  # all that are not torchvision's
 
 
@@ -38,7 +36,7 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
     """
 
     def register(builder: Builder) -> Builder:
-        if name in _builders or name in torchvision.models.list_models(module=torchvision.models):
+        if name in _builders or name in torchvision_zoo.names():
             raise RecipeError(f"register_model('{name}'): the name is taken; choose another")
         _builders[name] = builder
         return builder
@@ -99,7 +97,7 @@ def build(
     try:
         model = _made(recipe, num_classes, channels, image_size, starting)
         out = _tried(model, channels, image_size, inputs)
-    except (_Unreadable, AssertionError) as error:
+    except (Unreadable, AssertionError) as error:
         reason = " ".join(str(error).split())[:160]
         if inputs is not None:
             raise RecipeError(
@@ -131,20 +129,12 @@ def _unfit(out: Any, num_classes: int, any_output: bool) -> str:
     return f"{tuple(out.shape)} for 2 images; {wanted}{advice}"
 
 
-class _Unreadable(Exception):
-    """A model cannot read images of a size: why."""
-
-
 def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
     if recipe.name in _builders:
         return _builders[recipe.name](num_classes, channels, image_size)
     if recipe.name.startswith(TIMM):
         return timm_zoo.create(recipe, num_classes, channels, image_size, starting)
-    return _torchvision(recipe, num_classes, channels, image_size, starting)
-
-
-def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
-    known = torchvision.models.list_models(module=torchvision.models)
+    known = torchvision_zoo.names()
     if recipe.name not in known:
         names = [*_builders, *known]
         guess = recipes.nearest(recipe.name, names)
@@ -152,62 +142,7 @@ def _torchvision(recipe: ModelRecipe, num_classes: int, channels: int, image_siz
         raise RecipeError(
             f"model.name={recipe.name} is not a model; {hint} (your own: register_model, or plugin=my_module)"
         )
-    if channels != 3:
-        raise RecipeError(
-            f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
-        )
-    builder = torchvision.models.get_model_builder(recipe.name)
-    options = _options(recipe, image_size)
-    if recipe.weights is None or not starting:
-        quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
-        try:
-            return builder(num_classes=num_classes, **options, **quick)  # type: ignore[no-any-return]
-        except ValueError as error:  # MaxViT's windows
-            raise _Unreadable(str(error)) from None
-    weights = _published(recipe)
-    try:
-        model: nn.Module = builder(weights=weights, **options)
-    except (OSError, HTTPException) as error:  # no network, one that breaks off, no room for the file
-        target = f"{torch.hub.get_dir()}/checkpoints/{weights.url.rpartition('/')[2]}"
-        raise SetupError(
-            f"model.weights={recipe.weights} cannot be downloaded ({error}); put {weights.url} at {target}, "
-            "or start from a file: model.weights=null model.init_from=FILE"
-        ) from None
-    published = len(weights.meta["categories"])
-    if published != num_classes:
-        replace_head(model, published, num_classes)
-    return model
-
-
-def _published(recipe: ModelRecipe) -> Any:
-    """The entry of torchvision's published weights that the recipe names.
-
-    Raises:
-        RecipeError: there is none of that name.
-    """
-    entries = torchvision.models.get_model_weights(recipe.name)
-    try:
-        return entries[recipe.weights]
-    except KeyError:
-        raise RecipeError(
-            f"model.weights={recipe.weights} is not published for {recipe.name}; "
-            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
-        ) from None
-
-
-def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
-    """What torchvision's builder is told besides the number of classes; published weights bring some with them."""
-    options: dict[str, Any] = {}
-    if recipe.name.startswith("vit_"):
-        fixed = _published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
-        options["image_size"] = fixed
-    if recipe.name.startswith("maxvit_") and recipe.weights is None:
-        options["input_size"] = (image_size, image_size)
-    if recipe.name in AUXILIARY:
-        options["aux_logits"] = False
-        if recipe.weights is not None:
-            options["transform_input"] = True  # they expect inputs normalised in another way, and do it themselves
-    return options
+    return torchvision_zoo.create(recipe, num_classes, channels, image_size, starting)
 
 
 def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int = 3) -> str | None:
@@ -216,28 +151,7 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
         return None
     if recipe.name.startswith(TIMM):
         return timm_zoo.bare(recipe.name, num_classes, channels, image_size)
-    options = {"num_classes": num_classes, **_options(recipe, image_size)}
-    options |= {"init_weights": False} if recipe.name in AUXILIARY else {}  # they are loaded
-    return f"torchvision.models.{recipe.name}({', '.join(f'{key}={value}' for key, value in options.items())})"
-
-
-def replace_head(model: nn.Module, old: int, new: int) -> str:
-    """Put a fresh last layer with `new` outputs where the one with `old` outputs was; returns its name."""
-    heads: list[tuple[str, nn.Module]] = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if (isinstance(layer, nn.Linear) and layer.out_features == old)
-        or (isinstance(layer, nn.Conv2d) and layer.out_channels == old)
-    ]
-    name, layer = heads[-1]
-    if isinstance(layer, nn.Linear):
-        fresh: nn.Module = nn.Linear(layer.in_features, new, bias=layer.bias is not None)
-    else:
-        assert isinstance(layer, nn.Conv2d)
-        fresh = nn.Conv2d(layer.in_channels, new, 1, bias=layer.bias is not None)
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, fresh)
-    return name
+    return torchvision_zoo.bare(recipe, num_classes, image_size)
 
 
 def read_weights_from(source: str) -> dict[str, Tensor]:
@@ -282,7 +196,7 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
     """What a model gives for two images, or other `inputs`, of shapes alone; `UNTOLD` where those do not tell.
 
     Raises:
-        _Unreadable: it cannot read such images.
+        Unreadable: it cannot read such images.
         RecipeError: its weights are of another type than its inputs.
     """
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
@@ -303,7 +217,7 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
                 f"the model's weights are {str(kind).removeprefix('torch.')}, and its inputs float32: give "
                 "model.float(); precision=bf16 or fp16 computes in less"
             ) from None
-        raise _Unreadable(str(error)) from None
+        raise Unreadable(str(error)) from None
 
 
 def _working_size(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int) -> int | None:

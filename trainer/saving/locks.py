@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 
-from trainer.errors import FolderInUseError, SetupError
+from trainer.errors import FolderInUseError, SetupError, text_of
 
 LOOKS, MOMENT = 3, 0.02  # who only looks whether a folder is held (`is_held`) has its lock for microseconds
 
@@ -68,13 +68,26 @@ def is_held(folder: Path, name: str = ".lock") -> bool:
 def in_turn(folder: Path, name: str) -> Iterator[None]:
     """Make a folder and hold it within this block, as soon as nobody else does.
 
+    Who waited for one whose block failed fails with its words, and does not try again what it could not have.
+
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or who was waited for failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / name, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    with open(folder / name, "a+") as lock:
+        since = time.time()
+        with suppress(OSError):  # a disk without locks: everybody for himself
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        when, _, words = lock.read().partition(" ")
+        if words and float(when) >= since:
+            raise OSError(words)
+        try:
+            yield
+        except Exception as error:
+            lock.truncate(0)
+            lock.write(f"{time.time()} {text_of(error)}")
+            raise
 
 
 @contextmanager

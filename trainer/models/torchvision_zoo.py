@@ -1,0 +1,136 @@
+"""torchvision's classifiers by name, and the weights that it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from http.client import HTTPException
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from trainer.errors import RecipeError, SetupError, text_of
+from trainer.recipe import ModelRecipe
+from trainer.saving import locks
+
+AUXILIARY = ("googlenet", "inception_v3")  # their auxiliary heads would make a tuple of the output
+
+
+class Unreadable(Exception):
+    """A model cannot read images of a size: why."""
+
+
+def names() -> list[str]:
+    """All that there are."""
+    return list(torchvision.models.list_models(module=torchvision.models))
+
+
+def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+    """The model, with the weights that torchvision publishes where the recipe asks for them and `starting` is set.
+
+    Raises:
+        RecipeError: other channels than 3, or weights that are not published.
+        SetupError: the weights cannot be fetched or read.
+        Unreadable: it cannot be made for images of that size.
+    """
+    if channels != 3:
+        raise RecipeError(
+            f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
+        )
+    builder = torchvision.models.get_model_builder(recipe.name)
+    options = _options(recipe, image_size)
+    if recipe.weights is None or not starting:
+        quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
+        try:
+            return builder(num_classes=num_classes, **options, **quick)  # type: ignore[no-any-return]
+        except ValueError as error:  # MaxViT's windows
+            raise Unreadable(str(error)) from None
+    weights = published(recipe)
+    model = _started(builder, weights, options, recipe.weights)
+    classes = len(weights.meta["categories"])
+    if classes != num_classes:
+        replace_head(model, classes, num_classes)
+    return model
+
+
+def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any], asked: str | None) -> nn.Module:
+    """A model with published weights. One process a machine downloads them; those that wait find them, or its failure.
+
+    Raises:
+        SetupError: they cannot be had, or their file is damaged.
+    """
+    file = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
+    there = file.exists()
+    try:
+        with nullcontext() if there else locks.in_turn(file.parent, f".{file.name}.lock"):
+            model: nn.Module = builder(weights=weights, **options)
+            return model
+    except (OSError, HTTPException, RuntimeError, EOFError, UnpicklingError) as error:
+        if there and not isinstance(error, PermissionError):
+            raise SetupError(f"{file} is damaged ({text_of(error)[:160]}): remove it and type the same again") from None
+        # no network, one that breaks off, no room for the file, or another file than was published
+        raise SetupError(
+            f"model.weights={asked} cannot be downloaded ({text_of(error)}); put {weights.url} at {file}, "
+            "or start from a file: model.weights=null model.init_from=FILE"
+        ) from None
+
+
+def published(recipe: ModelRecipe) -> Any:
+    """The entry of torchvision's published weights that the recipe names.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
+    entries = torchvision.models.get_model_weights(recipe.name)
+    try:
+        return entries[recipe.weights]
+    except KeyError:
+        raise RecipeError(
+            f"model.weights={recipe.weights} is not published for {recipe.name}; "
+            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
+        ) from None
+
+
+def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
+    """What torchvision's builder is told besides the number of classes; published weights bring some with them."""
+    options: dict[str, Any] = {}
+    if recipe.name.startswith("vit_"):
+        fixed = published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
+        options["image_size"] = fixed
+    if recipe.name.startswith("maxvit_") and recipe.weights is None:
+        options["input_size"] = (image_size, image_size)
+    if recipe.name in AUXILIARY:
+        options["aux_logits"] = False
+        if recipe.weights is not None:
+            options["transform_input"] = True  # they expect inputs normalised in another way, and do it themselves
+    return options
+
+
+def bare(recipe: ModelRecipe, num_classes: int, image_size: int) -> str:
+    """The call that makes the bare model."""
+    options = {"num_classes": num_classes, **_options(recipe, image_size)}
+    options |= {"init_weights": False} if recipe.name in AUXILIARY else {}  # they are loaded
+    return f"torchvision.models.{recipe.name}({', '.join(f'{key}={value}' for key, value in options.items())})"
+
+
+def replace_head(model: nn.Module, old: int, new: int) -> str:
+    """Put a fresh last layer with `new` outputs where the one with `old` outputs was; returns its name."""
+    heads: list[tuple[str, nn.Module]] = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if (isinstance(layer, nn.Linear) and layer.out_features == old)
+        or (isinstance(layer, nn.Conv2d) and layer.out_channels == old)
+    ]
+    name, layer = heads[-1]
+    if isinstance(layer, nn.Linear):
+        fresh: nn.Module = nn.Linear(layer.in_features, new, bias=layer.bias is not None)
+    else:
+        assert isinstance(layer, nn.Conv2d)
+        fresh = nn.Conv2d(layer.in_channels, new, 1, bias=layer.bias is not None)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, fresh)
+    return name

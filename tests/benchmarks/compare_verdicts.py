@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,18 @@ PRELOADED = ["torchvision", "torch.utils.tensorboard", "sklearn.datasets", "trai
 MODES = ("single", "single", "single model.name=slowed")
 
 
-def forked(command: Sequence[str], log: Path) -> int:
+def forked(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
     """In place of `running.execute`: the same words in a fresh process that need not import torch again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    child = context.Process(target=_child, args=(list(command[3:]), str(log)))
+    child = context.Process(target=_child, args=(list(command[3:]), str(log), dict(environment or {})))
     child.start()
     child.join()
     return child.exitcode or 0
 
 
-def _child(words: list[str], log: str) -> None:
+def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
+    os.environ |= environment
     from trainer import __main__ as command_line
 
     with open(log, "w") as file, redirect_stdout(file), redirect_stderr(file):

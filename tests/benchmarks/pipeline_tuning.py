@@ -87,7 +87,7 @@ class Bench:
         """Seconds of a step of one process and one thread, in as many pieces."""
         seconds = 0.0
         if self.world.is_main:
-            strategy = Strategy(self.recipe, self.world)
+            strategy = Strategy(self.pipeline.context)
             strategy.module = self.model.train()
             rows = self.options.batch // microbatches
             batch = Batch(self.pipeline.sample(rows), torch.zeros(rows, dtype=torch.int64), rows)

@@ -1,0 +1,50 @@
+"""Every benchmark runs. What it measures is looked at by people: here it is given too little to measure anything."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests import warm
+from tests.commands import PROJECT, environment
+
+FOLDER = PROJECT / "tests" / "benchmarks"
+COMMANDS = [
+    "compare_verdicts.py --comparisons 1 --repeats 2 --steps 20 --batch 16",
+    "fork_hang.py --rounds 1 --workers 1 --limit 5",
+    "images_per_second.py --model resnet18 --size 32 --batch 4 --steps 6 --rounds 1",
+    "loop_cost.py --steps 60 --pairs 1",
+    "photos.py --photos {photos} --count 48 --batch 4 --rounds 1",
+    "photos.py --photos {photos} --count 48 --batch 4 --rounds 1 --megapixels 1",
+    "pipeline_tuning.py --model resnet18 --size 64 --batch 48 --rounds 1 --no-sweep",
+    "pipeline_tuning.py --model resnet18 --size 32 --batch 32 --rounds 1",
+    "plan_accuracy.py --rounds 1 --steps 4 --only resnet18",
+    "pool.py heavy --items 32 --rounds 1",
+    "pool.py tiny --items 2000 --rounds 1",
+    "workers.py ddp --batch 8 --size 32 --steps 4 --rounds 1",
+    "workers.py hogwild --batch 8 --size 32 --steps 4 --rounds 1",
+    "workers.py local_sgd --batch 8 --size 32 --steps 4 --rounds 1",
+]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 256, (80, 100, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    return folder
+
+
+def test_none_is_forgotten():
+    assert {command.split()[0] for command in COMMANDS} == {path.name for path in FOLDER.glob("*.py")}
+
+
+@pytest.mark.full("a few minutes, on two cores")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_runs(command, photos, tmp_path):
+    name, *words = command.format(photos=photos).split()
+    command = [sys.executable, str(FOLDER / name), *words]
+    done = warm.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

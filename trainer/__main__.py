@@ -19,7 +19,7 @@ from trainer import recipe
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
 from trainer.launch import endings, launching
 from trainer.processes import family, interrupts
-from trainer.processes.interrupts import leave_now
+from trainer.processes.interrupts import leave, leave_now
 from trainer.processes.rank import place
 from trainer.processes.started import as_typed
 from trainer.recipe import checks
@@ -42,7 +42,7 @@ def main() -> None:
     if _launched() or interrupts.stuck.is_set():
         logging.shutdown()
         leave_now(code)
-    sys.exit(code)
+    leave(code)
 
 
 def answer(words: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.commands import PROJECT
+from tests.commands import PROJECT, environment
 from trainer.processes.interrupts import Interrupts, outlive_terminal
 
 PROGRAM = """
@@ -238,3 +238,42 @@ def test_handlers_are_put_back():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=20, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+LEAVING = """
+import atexit, sys, threading, time
+from trainer.processes.interrupts import leave
+sys.modules["torch"] = sys
+def late():
+    time.sleep(0.3)
+    print("a thread's word", flush=True)
+class Kept:
+    def __del__(self):
+        print("taken apart")
+kept = Kept()
+print("said", end=" ")
+atexit.register(print, "asked for")
+if "thread" in sys.argv:
+    threading.Thread(target=late).start()
+leave(3)
+"""
+
+
+def test_leaving_says_all_and_takes_nothing_apart(tmp_path):
+    (tmp_path / "leaving.py").write_text(LEAVING)
+
+    def left(*words):
+        command = [sys.executable, *words]
+        done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (3, "")
+        return done.stdout
+
+    assert left("leaving.py") == "said asked for\n"
+    assert left("leaving.py", "thread") == "said a thread's word\nasked for\ntaken apart\n"
+
+
+def test_leaving_waits_for_who_watches(tmp_path):
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    command = [sys.executable, "-m", "cProfile", "leaving.py"]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "function calls" in done.stdout, done.stdout + done.stderr

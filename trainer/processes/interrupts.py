@@ -6,6 +6,7 @@ signal through a file descriptor, gives the loop time to reach a boundary, and o
 
 from __future__ import annotations
 
+import atexit
 import errno
 import faulthandler
 import io
@@ -214,3 +215,19 @@ def leave_now(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def leave(code: int) -> None:
+    """End this process as Python does, but for the second that it takes to take torch apart."""
+    waited_for = [thread for thread in threading.enumerate() if not thread.daemon]
+    if "torch" in sys.modules and waited_for == [threading.main_thread()] and not _watched():
+        atexit._run_exitfuncs()
+        leave_now(code)
+    sys.exit(code)
+
+
+def _watched() -> bool:
+    """Whether a profiler or a measurement of coverage runs, which has its word when this returns."""
+    tools: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    seen = tools is not None and any(tools.get_tool(number) for number in range(6))
+    return seen or sys.gettrace() is not None or sys.getprofile() is not None

@@ -17,6 +17,7 @@ from trainer.processes.world import World
 from trainer.training.meeting import Meeting
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+CALLBACK = "Got the following error when running the callback: RuntimeError: "  # of a DDP hook's future
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled error, NCCL version 2.30.7\n"
 
 
@@ -36,6 +37,10 @@ def outcome(error):
         (
             RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [127.0.0.1]:4771. This is typically caused by"),
             "Connection closed by peer [127.0.0.1]:4771",
+        ),
+        (
+            RuntimeError(f"{CALLBACK}{GLOO}pair.cc:545] Read error: Connection reset by peer. At: /x/hooks.py(77)"),
+            "Read error: Connection reset by peer. At: /x/hooks.py(77)",
         ),
         (
             RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 NCCL_PEERS = ("ncclRemoteError", "ncclSystemError", "ncclInternalError", "timeout", "timed out", "aborted")
 STORES = ("Wait timeout", "Socket Timeout")  # all that torch's stores say
 PLACE = r"\[(enforce fail at )?\S*gloo/\S+:\d+\]"  # in gloo's source
-GLOO = re.compile(rf"{PLACE}|Gloo connectFullMesh failed")
+CALLBACK = "Got the following error when running the callback: RuntimeError: "  # of a future, as DDP's hooks have it
+GLOO = re.compile(rf"({CALLBACK})?({PLACE}|Gloo connectFullMesh failed)")
 
 
 class lost_peers:

@@ -199,8 +199,8 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str
     found = f"{len(shapes)} looked at are {'gray' if gray else 'in colour'}, "
     found += f"{height} x {width}" if len(sizes) == 1 else "of several sizes"
     keys = [f"data.{key}=" for key in ("channels", "image_size") if getattr(data, key) is None]
-    note = f"become {channels} x {size} x {size} ({found}); {' and '.join(keys)} choose otherwise"
-    return channels, size, {"images": note}
+    chosen = f"{' and '.join(keys)} choose{'s' if len(keys) == 1 else ''} otherwise"
+    return channels, size, {"images": f"become {channels} x {size} x {size} ({found}); {chosen}"}
 
 
 def statistics(

@@ -132,7 +132,7 @@ def _reading(reading: ReadingFigures | None) -> dict[str, str]:
     line = f"{reading['samples_per_sec']:,.4g} images/s by {reading['processes']} process{'es' * many} of this machine"
     line += f" ({told} a photo)"
     if reading["bound"] is not None:
-        line += f": the {reading['bound']} bounds the run"
+        line += f": at that speed the {reading['bound']} bounds the run"
     cache = f"data.cache=disk: {reading['cached_samples_per_sec']:,.4g} images/s, {as_size(reading['cache_bytes'])} "
     cache += f"({as_size(reading['jpeg_cache_bytes'])} with data.cache_format=jpeg), made in "
     return {"reading": line, "cache": cache + duration(reading["cache_seconds"])}

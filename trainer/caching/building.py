@@ -28,7 +28,7 @@ from trainer.caching.stored import block_path, prepared
 from trainer.data.images import reason
 from trainer.errors import FULL, DiskFullError, PeerError, SetupError
 from trainer.processes import fork_server
-from trainer.processes.allocation import keep_freed_memory
+from trainer.processes.allocation import PHOTOS, keep_freed_memory
 from trainer.saving import locks
 from trainer.telemetry.tracking import bar_kind
 
@@ -163,7 +163,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
 def _begin() -> None:
     """In a new process, before its first block."""
     fork_server.begin_worker()
-    keep_freed_memory()
+    keep_freed_memory(PHOTOS)
 
 
 class UnreadableError(Exception):

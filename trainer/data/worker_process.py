@@ -14,7 +14,7 @@ from torch.utils.data._utils import worker as torchs
 
 from trainer.data.photos import Reader
 from trainer.processes import fork_server
-from trainer.processes.allocation import keep_freed_memory
+from trainer.processes.allocation import PHOTOS, keep_freed_memory
 
 MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
 
@@ -22,7 +22,7 @@ MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, 
 def serve(connection: Connection, readers: Sequence[Reader], order: Tensor, info: dict[str, Any]) -> None:
     """A worker, until its pipe is closed at the other end."""
     fork_server.begin_worker()
-    keep_freed_memory()
+    keep_freed_memory(PHOTOS)
     torch.set_num_threads(1)
     sets: list[Any] = [getattr(reader.source, "items", reader.source) for reader in readers]
     told = [torchs.WorkerInfo(**info, seed=info["id"], dataset=one) for one in sets]

@@ -74,19 +74,21 @@ def in_turn(folder: Path, name: str) -> Iterator[None]:
         OSError: it cannot be written, or who was waited for failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / name, "a+") as lock:
+    with open(folder / name, "ab+", buffering=0) as lock:
         since = time.time()
         with suppress(OSError):  # a disk without locks: everybody for himself
             fcntl.flock(lock, fcntl.LOCK_EX)
         lock.seek(0)
-        when, _, words = lock.read().partition(" ")
-        if words and float(when) >= since:
-            raise OSError(words)
+        when, _, words = lock.read().decode(errors="replace").partition(" ")
+        with suppress(ValueError):  # something else stands there
+            if words and float(when) >= since:
+                raise OSError(words)
         try:
             yield
         except Exception as error:
-            lock.truncate(0)
-            lock.write(f"{time.time()} {text_of(error)}")
+            with suppress(OSError):
+                lock.truncate(0)
+                lock.write(f"{time.time()} {text_of(error)}".encode(errors="replace"))
             raise
 
 

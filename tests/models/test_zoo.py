@@ -1,4 +1,4 @@
-"""Torchvision's models by name, heads, starting weights, and the words for what does not fit."""
+"""Models by name, heads, starting weights, and the words for what does not fit."""
 
 import pytest
 import torch

@@ -61,6 +61,18 @@ def test_a_damaged_file_is_named(hub, content):
         zoo.build(ModelRecipe(name=NAME, weights="DEFAULT"), 10, 3, 64)
 
 
+def test_no_memory_is_no_damage(hub, monkeypatch):
+    hub.mkdir(parents=True)
+    (hub / FILE).write_bytes(b"")
+
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+
+    monkeypatch.setattr(torchvision.models._api.WeightsEnum, "get_state_dict", full)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        zoo.build(ModelRecipe(name=NAME, weights="DEFAULT"), 10, 3, 64)
+
+
 def test_what_is_there_needs_no_lock(hub):
     hub.mkdir(parents=True)
     model = torchvision.models.get_model(NAME)

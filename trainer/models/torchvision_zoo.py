@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import nn
 
-from trainer.errors import RecipeError, SetupError, text_of
+from trainer.errors import RecipeError, SetupError, is_out_of_memory, text_of
 from trainer.recipe import ModelRecipe
 from trainer.saving import locks
 
@@ -70,6 +70,8 @@ def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any],
             model: nn.Module = builder(weights=weights, **options)
             return model
     except (OSError, HTTPException, RuntimeError, EOFError, UnpicklingError) as error:
+        if is_out_of_memory(error):
+            raise
         if there and not isinstance(error, PermissionError):
             raise SetupError(f"{file} is damaged ({text_of(error)[:160]}): remove it and type the same again") from None
         # no network, one that breaks off, no room for the file, or another file than was published

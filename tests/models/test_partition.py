@@ -13,7 +13,7 @@ from trainer.models import zoo
 from trainer.models.partition import choose, trace
 from trainer.recipe import ModelRecipe
 
-SMALL = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
+SMALL = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn_small")
 # One of each of torchvision's families, with the smallest images that all of its layers take, and its options.
 FAMILIES = {
     "resnet18": (32, {}),

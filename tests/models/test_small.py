@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.models.small import SMALL, resnet20
+from trainer.models.small import SMALL, Whitening, fast_cnn, resnet20
 from trainer.models.zoo import build
 from trainer.recipe import ModelRecipe, checks
 
@@ -36,3 +36,38 @@ def test_batch_norm_free_models_are():
 def test_resnet20_has_the_papers_size():
     # Table 6 of arXiv:1512.03385 gives 0.27 M for depth 20; projection shortcuts (option B) add 2,752.
     assert sum(p.numel() for p in resnet20(10, 3, 32).parameters()) == pytest.approx(0.27e6, rel=0.03)
+
+
+def test_fast_cnn_has_the_papers_size():
+    # Appendix A of arXiv:2404.00498 gives 1.97 M.
+    assert sum(p.numel() for p in fast_cnn(10, 3, 32).parameters()) == pytest.approx(1.97e6, rel=0.002)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_whitening_turns_patches_that_resemble_each_other_into_numbers_that_do_not(channels):
+    smooth = torch.randn(16, 1, 9, 9, generator=torch.Generator().manual_seed(0))
+    images = nn.functional.interpolate(smooth, size=33, mode="bilinear") + 0.1 * torch.randn(
+        16, channels, 33, 33, generator=torch.Generator().manual_seed(1)
+    )  # neighbours and colours of a pixel are alike, as in photos
+
+    def correlations(features):
+        return torch.corrcoef(features.transpose(0, 1).flatten(1)).fill_diagonal_(0).abs()
+
+    white = Whitening(channels)
+    found = white(images)
+    assert found.shape == (16, 8 * channels, 32, 32)
+    half = found[:, : 4 * channels]
+    assert torch.equal(found[:, 4 * channels :], -half)
+    patches = nn.functional.unfold(images, 2).view(16, 4 * channels, 32, 32)
+    assert correlations(patches).max() > 0.85
+    assert correlations(half).max() < 0.1
+    torch.testing.assert_close(half.var((0, 2, 3)), torch.ones(4 * channels), rtol=0.01, atol=0)
+    gram = white.filters.flatten(1) @ white.filters.flatten(1).T
+    torch.testing.assert_close(gram, torch.eye(4 * channels))
+    assert not list(white.parameters())
+
+
+def test_fast_cnn_starts_by_passing_its_inputs_on():
+    first = next(module for module in fast_cnn(10, 3, 32) if isinstance(module, nn.Conv2d))
+    image = torch.randn(1, 24, 8, 8)
+    torch.testing.assert_close(first(image)[:, :24], image)

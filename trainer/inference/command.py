@@ -30,6 +30,7 @@ from trainer.inference.trained import Trained, from_checkpoint, published
 from trainer.inference.watching import Watch
 from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
+from trainer.processes import fork_server
 from trainer.processes.rank import Place, place
 from trainer.processes.started import as_typed
 from trainer.processes.world import World, cores, cuda_for
@@ -50,6 +51,7 @@ def command(words: Sequence[str]) -> int:
     rest = ["data.root='-'" if word == "data.root=-" else word for word in rest]  # a lone dash is YAML's
     launching.load_plugin(own.get("plugin"))
     me = place()
+    fork_server.context("trainer.pool.worker", "trainer.inference.labelling")  # it loads torch while weights are read
     trained = (
         published(rest) if "checkpoint" not in own else from_checkpoint(Path(own["checkpoint"]).expanduser(), rest)
     )

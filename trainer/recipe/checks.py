@@ -271,7 +271,7 @@ def check_model_name(name: str) -> None:
         )
 
 
-SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20")
+SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn", "fast_cnn_small")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
 OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root
 

@@ -111,6 +111,7 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
         _have_nursery()
     if job["serves"] or kind == "-m":
         _leave_after(lambda: _execute_python(kind, what))
+    atexit.register(gc.unfreeze)  # else the interpreter cannot take apart what nanobind then says is leaked
     _execute_python(kind, what)
 
 

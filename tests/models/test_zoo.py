@@ -82,6 +82,25 @@ def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
         zoo.build(ModelRecipe(name="mlp", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
 
 
+@pytest.mark.parametrize(
+    ("told", "ends"),
+    [
+        ('{"model": {"name": "cnn"}}', "weights of another model, cnn: type model.name=cnn"),
+        ('{"model": {"name": "mlp"}}', "weights of another model"),
+        ('{"model": {"name": 5}}', "weights of another model"),
+        ("[]", "weights of another model"),
+        ("{", "weights of another model"),
+        (None, "weights of another model"),
+    ],
+)
+def test_init_from_names_the_model_that_the_weights_are_of(tmp_path, told, ends):
+    source = zoo.build(ModelRecipe(name="cnn"), 10, 1, 8)
+    save_file(source.state_dict(), tmp_path / "w.safetensors", {"recipe": told} if told is not None else None)
+    with pytest.raises(CheckpointError) as error:
+        zoo.build(ModelRecipe(name="mlp", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
+    assert str(error.value).endswith(ends)
+
+
 def test_a_users_own_model(monkeypatch):
     monkeypatch.setattr(zoo, "_builders", dict(zoo._builders))
 

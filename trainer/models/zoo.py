@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -111,7 +112,7 @@ def build(
     if out is not UNTOLD and (wrong := _unfit(out, num_classes, any_output)):
         raise RecipeError(f"model.name={recipe.name} gives {wrong}")
     if starting and recipe.init_from is not None:
-        initialise(model, read_weights_from(recipe.init_from), f"init_from={recipe.init_from}")
+        _start_from(recipe.init_from, model, recipe.name)
     if recipe.freeze is not None:
         freeze(model, recipe.freeze, recipe.name)
     return model
@@ -154,9 +155,28 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
     return torchvision_zoo.bare(recipe, num_classes, image_size)
 
 
-def read_weights_from(source: str) -> dict[str, Tensor]:
-    """Plain-named weights of a run folder, a checkpoint or a file."""
-    return read_weights(Path(source).expanduser())[0]
+def _start_from(source: str, model: nn.Module, name: str) -> None:
+    """Load plain-named weights of a run folder, a checkpoint or a file; the head is left where its classes are others.
+
+    Raises:
+        CheckpointError: what does not fit, and which model it was written from, where the file tells.
+    """
+    weights, told = read_weights(Path(source).expanduser())
+    try:
+        initialise(model, weights, f"init_from={source}")
+    except CheckpointError as error:
+        trained = _model_told(told)
+        if trained is None or trained == name:
+            raise
+        raise CheckpointError(f"{error}, {trained}: type model.name={trained}") from None
+
+
+def _model_told(metadata: Mapping[str, str]) -> str | None:
+    """The model's name in the recipe that our weights carry."""
+    with suppress(ValueError, KeyError, TypeError):
+        name = json.loads(metadata["recipe"])["model"]["name"]
+        return name if isinstance(name, str) else None
+    return None
 
 
 def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> None:

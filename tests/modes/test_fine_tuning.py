@@ -25,6 +25,7 @@ OPTIONS = {
     "frozen in between": ["model.name=cnn_gn", *SGD, "model.freeze=['4','8.weight','9']"],
     "layer_decay": ["model.name=cnn_gn", "optimizer.name=adamw", "optimizer.lr=0.01", "optimizer.layer_decay=0.5"],
     "muon": ["model.name=vit_tiny", "optimizer.name=muon", "optimizer.lr=0.001", "optimizer.nesterov=true"],
+    "muon's convolutions": ["model.name=cnn_gn", "optimizer.name=muon", "optimizer.lr=0.001"],
     "lars": ["model.name=cnn_gn", "optimizer.name=lars", "optimizer.lr=4", "accumulate=2", "ema=0.9"],
     "lr_per": ["model.name=cnn_gn", "optimizer.lr=0.02", "optimizer.lr_per=128"],
 }
@@ -50,6 +51,7 @@ FAST = {
     ("split", "layer_decay"),
     ("1f1b", "layer_decay"),
     ("ddp", "muon"),
+    ("1f1b", "muon's convolutions"),
     ("split", "lars"),
     ("2x2", "lars"),
 }
@@ -80,13 +82,13 @@ def test_every_mode_has_the_losses_of_single(way, option, single, tmp_path, full
     wanted = single(option, *more)
     assert losses(tmp_path / "run") == pytest.approx(losses(wanted), rel=1e-4)
     ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", wanted))
-    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3 if option == "muon" else 1e-4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3 if option.startswith("muon") else 1e-4)
     if option.startswith("frozen"):
         for name in ("4.weight", "5.weight"):
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("option", ["frozen", "muon", "lars"])
+@pytest.mark.parametrize("option", ["frozen", "muon", "muon's convolutions", "lars"])
 @pytest.mark.parametrize("way", APART)
 def test_workers_that_go_their_own_ways(way, option, single, tmp_path, full):
     if (way, option) not in (("local_sgd", "frozen"), ("hogwild", "lars")) and not full:

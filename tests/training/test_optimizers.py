@@ -139,10 +139,70 @@ def test_tables_are_looked_up_and_no_matrices():
     assert hidden_matrices(Tables(), load(None, "optimizer.name=muon")) == {"mix.weight"}
 
 
-def test_muon_has_nothing_to_do_in_a_convolutional_network():
-    recipe = load(None, "model.name=cnn", "optimizer.name=muon")
+class Convolutions(nn.Sequential):
+    """One of each kind: the first, a plain one, one of one pixel, one in groups, a line of them, the last layer."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        plain, point, groups = nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, groups=8)
+        line = [nn.Flatten(2), nn.Conv1d(8, 6, 2), nn.Flatten(), nn.Linear(18, 3)]
+        super().__init__(nn.Conv2d(3, 4, 3, padding=1), plain, nn.BatchNorm2d(8), point, groups, *line)
+
+
+def test_hidden_matrices_of_convolutions():
+    recipe = load(None, "optimizer.name=muon")
+    assert hidden_matrices(Convolutions(), recipe) == {"1.weight", "3.weight", "6.weight"}
+    recipe = load(None, "model.name=resnet20", "optimizer.name=muon")
+    model = build(recipe.model, 10, 3, 32)
+    everything = [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
+    assert hidden_matrices(model, recipe) == {*everything[1:]}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov):
+    """A stranger's Muon on a copy of the weight as a matrix, with the gradients that ours had."""
+    model = Convolutions().to(memory_format=layout)
+    words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"]
+    optimizer, _ = made(model, *words, f"optimizer.nesterov={nesterov}")
+    ours = [model[1].weight, model[3].weight, model[6].weight]
+    start = ours[0].detach().clone()
+    theirs = [nn.Parameter(p.detach().flatten(1).clone()) for p in ours]
+    options = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(theirs, lr=0.01, **options)
+    torch.manual_seed(1)
+    for step in range(5):
+        for rate in (optimizer.param_groups, muon.param_groups):  # as a schedule changes it
+            for group in rate:
+                group["lr"] = 0.01 / (1 + step)
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, 5, 5).contiguous(memory_format=layout)).square().mean().backward()
+        for p, twin in zip(ours, theirs, strict=True):
+            twin.grad = p.grad.flatten(1).clone()
+        optimizer.step()
+        muon.step()
+    assert (ours[0] - start).abs().max() > 0.01, "and it moves"
+    for p, twin in zip(ours, theirs, strict=True):
+        exact = {"rtol": 0, "atol": 0} if layout is torch.contiguous_format else {"rtol": 0, "atol": 2e-3}
+        torch.testing.assert_close(p.flatten(1), twin, **exact)
+
+
+def test_a_flag_makes_muon_skip_a_convolution():
+    model = Convolutions().to(memory_format=torch.channels_last)
+    optimizer, named = made(model, "optimizer.name=muon", "optimizer.lr=0.01")
+    before = copy.deepcopy((model.state_dict(), optimizer_state(optimizer, named)))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    after = model.state_dict(), optimizer_state(optimizer, named)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_muon_has_nothing_to_do_without_hidden_layers():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10))
     with pytest.raises(RecipeError, match=r"cnn has none that train.*optimizer.name=sgd or adamw"):
-        roles_of(build(recipe.model, 10, 1, 8), recipe)
+        roles_of(model, load(None, "model.name=cnn", "optimizer.name=muon"))
 
 
 def test_layer_decay():

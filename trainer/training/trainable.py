@@ -18,7 +18,7 @@ class Roles(NamedTuple):
 
     Attributes:
         rates: the share of the learning rate that each has; 1 where it is not here.
-        matrices: those that Muon trains.
+        matrices: those that Muon trains, convolutions among them.
     """
 
     rates: Mapping[str, float] = {}
@@ -47,26 +47,31 @@ def _share(row: list[Block], at: int, decay: float) -> float:
 
 
 def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
-    """Names of the two-dimensional weights between the model's first values and its outputs.
+    """Names of the weights of layers between the model's first values and its outputs.
 
-    torch.optim.Muon is for these. Embeddings and tables of biases are looked up rather than multiplied, and the last
-    linear layer makes the outputs: AdamW is for them, as for convolutions and all one-dimensional parameters.
+    torch.optim.Muon is for these: matrices, and convolutions that mix all channels. Embeddings and tables of biases are
+    looked up rather than multiplied, the first convolution sees the image, and the last linear layer makes the outputs:
+    AdamW is for them, as for convolutions in groups and all one-dimensional parameters.
 
     Raises:
         RecipeError: there are none that train.
     """
-    layers = list(model.named_modules())
-    outside = {f"{name}.weight" for name, layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
-    outside |= {f"{name}.weight" for name, layer in [pair for pair in layers if isinstance(pair[1], nn.Linear)][-1:]}
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
+    kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
+    convolutions = {name: layer.groups for name, layer in layers.items() if isinstance(layer, kinds)}
+    outside = {name for name, layer in layers.items() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
+    outside |= {*[name for name, layer in layers.items() if isinstance(layer, nn.Linear)][-1:], *list(convolutions)[:1]}
+    whole = {name for name, groups in convolutions.items() if groups == 1}
     found = {
         name
         for name, p in model.named_parameters()
-        if p.ndim == 2 and p.requires_grad and name not in outside and "bias" not in name.rpartition(".")[2]
+        if (p.ndim == 2 or name in whole) and p.requires_grad and name not in outside
+        if "bias" not in name.rpartition(".")[2]
     }
     if not found:
         raise RecipeError(
-            f"optimizer.name=muon trains hidden matrices, and {recipe.model.name} has none that train: convolutions "
-            "and last layers are AdamW's. Use optimizer.name=sgd or adamw, or a model.name such as vit_b_16 or swin_t"
+            f"optimizer.name=muon trains hidden layers, and {recipe.model.name} has none that train: the first "
+            "convolution and the last layer are AdamW's. Use optimizer.name=sgd or adamw, or a model of more layers"
         )
     return frozenset(found)
 
@@ -101,5 +106,5 @@ def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     if optimizer.name == "muon":
         matrices = hidden_matrices(model, recipe)
         size = sum(named[name].numel() for name in matrices)
-        lines["muon"] = f"{len(matrices)} hidden matrices, {size:,} parameters; AdamW has the others, at the same lr"
+        lines["muon"] = f"{len(matrices)} hidden layers, {size:,} parameters; AdamW has the others, at the same lr"
     return lines

@@ -265,6 +265,15 @@ def test_small_images_of_one_size_stay_as_they_are(tmp_path, sizes, mode, words,
     assert all(f"data.{key}=" in found.notes["images"] for key in chosen)
 
 
+@pytest.mark.parametrize(
+    ("size", "crop", "told"), [(32, "resized", True), (64, "resized", True), (65, "resized", False), (32, "pad", False)]
+)
+def test_parts_of_tiny_images_are_advised_against(tmp_path, size, crop, told):
+    words = [small_photos(tmp_path, ((size, size),), "RGB"), f"augment.crop={crop}"]
+    notes = opened("data.name=imagefolder", *words).notes
+    assert ("augment.crop=pad" in notes.get("crop", "")) == ("crop" in notes) == told
+
+
 def test_a_recipe_that_says_the_shape_is_not_talked_into_another(tmp_path):
     found = opened("data.name=imagefolder", small_photos(tmp_path), "data.image_size=8", "data.channels=3")
     assert (found.channels, found.image_size) == (3, 8) and "images" not in found.notes

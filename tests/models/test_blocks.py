@@ -8,6 +8,8 @@ from torch import nn
 from trainer.errors import RecipeError
 from trainer.models.blocks import blocks, freeze, frozen, frozen_norms
 from trainer.models.small import SMALL
+from trainer.models.zoo import build
+from trainer.recipe import ModelRecipe
 
 
 def made(name):
@@ -104,3 +106,12 @@ def test_normalisation_without_parameters_is_frozen_with_its_part():
     assert frozen_norms(model) == [model[0][0], model[0][2]]
     freeze(model, ["2"], "two parts")
     assert frozen_norms(model) == [model[0][0], model[0][2], model[3]], "a layer among others: as the one before it"
+
+
+@pytest.mark.parametrize("wanted", [1, -1, ["2"]])
+def test_a_norm_before_all_weights_is_like_the_first_layer(wanted):
+    """fast_cnn begins with fixed filters and a norm without weight and bias."""
+    model = build(ModelRecipe(name="fast_cnn_small", freeze=wanted), 10, 3, 32)
+    assert model[0].norm in frozen_norms(model)
+    whole = build(ModelRecipe(name="fast_cnn_small", freeze=["14.bias"]), 10, 3, 32)
+    assert frozen_norms(whole) == []

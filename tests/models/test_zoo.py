@@ -87,7 +87,10 @@ def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
     [
         ('{"model": {"name": "cnn"}}', "weights of another model, cnn: type model.name=cnn"),
         ('{"model": {"name": "mlp"}}', "weights of another model"),
+        ('{"model": {"name": "timm:resnet10t"}}', "another model, timm:resnet10t: type model.name=timm:resnet10t"),
+        ('{"model": {"name": "MyNet"}}', "weights of another model, MyNet"),
         ('{"model": {"name": 5}}', "weights of another model"),
+        ("[" * 100_000, "weights of another model"),
         ("[]", "weights of another model"),
         ("{", "weights of another model"),
         (None, "weights of another model"),

@@ -54,8 +54,9 @@ def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     assert shadow.size == sum(p.numel() for p in model.parameters())
 
 
-def test_muon_has_one_tensor_a_matrix_and_what_is_frozen_none():
-    recipe = sized("vit_tiny", "optimizer.name=muon", "model.freeze=2")
+@pytest.mark.parametrize("name", ["vit_tiny", "resnet20"])
+def test_muon_has_one_tensor_a_matrix_and_what_is_frozen_none(name):
+    recipe = sized(name, "optimizer.name=muon", "model.freeze=2")
     images, own = dataset_facts(recipe), (shadow := shadow_of(recipe)).resident(shadow.model)
     model = build(recipe.model, images.classes, images.channels, images.size)
     parameters = dict(model.named_parameters())

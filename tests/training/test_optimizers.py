@@ -1,7 +1,9 @@
 """LARS against the paper's algorithm, Muon against torch's own, shares of the learning rate, and who has state."""
 
 import copy
+import mmap
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.zoo import build
+from trainer.modes.hogwild import move
 from trainer.recipe import load
 from trainer.training.optimization import learning_rate
 from trainer.training.optimizers import build_optimizer, optimizer_state, parameter_groups
@@ -156,6 +159,9 @@ def test_hidden_matrices_of_convolutions():
     model = build(recipe.model, 10, 3, 32)
     everything = [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
     assert hidden_matrices(model, recipe) == {*everything[1:]}
+    recipe = load(None, "model.name=squeezenet1_1", "optimizer.name=muon")
+    found = hidden_matrices(build(recipe.model, 10, 3, 64), recipe)
+    assert "features.3.squeeze.weight" in found and "classifier.1.weight" not in found, "a convolution as the last layer"
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -199,10 +205,29 @@ def test_a_flag_makes_muon_skip_a_convolution():
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+def test_muon_updates_a_convolution_where_it_lies():
+    """In the memory that workers share, in the layout that it has."""
+    model = Convolutions().to(memory_format=torch.channels_last)
+    parameters = list(model.parameters())
+    memory = mmap.mmap(-1, 2**16)
+    move(parameters, memory, fill=True)
+    optimizer, _ = made(model, "optimizer.name=muon", "optimizer.lr=0.01")
+    before, places = bytes(memory), [p.data_ptr() for p in parameters]
+    weight = model[1].weight
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert [p.data_ptr() for p in parameters] == places and not weight.is_contiguous()
+    changed = np.flatnonzero(np.frombuffer(before, np.float32) != np.frombuffer(bytes(memory), np.float32))
+    assert len(changed) > 0.9 * weight.numel() and np.ptp(changed) < weight.numel()
+
+
 def test_muon_has_nothing_to_do_without_hidden_layers():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10))
     with pytest.raises(RecipeError, match=r"cnn has none that train.*optimizer.name=sgd or adamw"):
         roles_of(model, load(None, "model.name=cnn", "optimizer.name=muon"))
+    recipe = load(None, "model.name=cnn", "model.freeze=-1", "optimizer.name=muon")
+    with pytest.raises(RecipeError, match=r"model.freeze leaves none of cnn's to train.*or freeze fewer layers"):
+        roles_of(build(recipe.model, 10, 1, 8), recipe)
 
 
 def test_layer_decay():

@@ -171,6 +171,7 @@ TOLD = {
     "recipe=digits max_steps=-1": "recipe=digits max_steps=null",
     "recipe=digits clip_grad=0": "recipe=digits clip_grad_norm=null",
     "recipe=digits optimizer.norm_weight_decay=false": "recipe=digits optimizer.norm_weight_decay=0",
+    "recipe=digits optimizer.norm_weight_decay=None": "recipe=digits optimizer.norm_weight_decay=null",
     "recipe=digits --mixup": "recipe=digits augment.mixup=0.2",
     "recipe=digits mixup=false": "recipe=digits augment.mixup=0",
     "recipe=digits freeze=true": "recipe=digits model.freeze=-1",

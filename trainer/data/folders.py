@@ -23,7 +23,7 @@ from trainer.data.scanning import LeftOut, few
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.splits import Before, hold_out, table
 from trainer.errors import SetupError
-from trainer.recipe import Recipe
+from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.checks import torchvision_classifiers
 from trainer.saving import files
 
@@ -159,9 +159,16 @@ def photos(
         std=std,
         synthetic=False,
         split=split,
-        notes={**looked, **counted(train, val, names, recipe.data.balance), **notes},
+        notes={**looked, **cropping(recipe.augment, size), **counted(train, val, names, recipe.data.balance), **notes},
         split_table=partial(split_table, train, val, names) if made and train is not val else None,
     )
+
+
+def cropping(augment: AugmentRecipe, size: int) -> dict[str, str]:
+    """What to say where parts of images are enlarged that have few pixels as they are."""
+    if augment.crop != "resized" or size > TINY:
+        return {}
+    return {"crop": f"parts of images of {size} pixels show little: augment.crop=pad shifts them instead"}
 
 
 def header_shapes(folder: EncodedPhotos) -> list[Shape]:

@@ -13,6 +13,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import nearest
 
 LISTS = (nn.Sequential, nn.ModuleList)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Block(NamedTuple):
@@ -67,6 +68,12 @@ def _in_lists(module: nn.Module) -> int:
         sum(p.numel() for p in child.parameters()) if type(child) in LISTS else _in_lists(child)
         for child in module.children()
     )
+
+
+def head(model: nn.Module) -> str:
+    """The name of the layer that makes the outputs: the last one, linear or a convolution; empty where none is."""
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, *CONVOLUTIONS))]
+    return layers[-1] if layers else ""
 
 
 def freeze(model: nn.Module, wanted: int | Sequence[str], name: str) -> None:
@@ -152,9 +159,11 @@ def keeps_statistics(layer: nn.Module) -> bool:
 def _still(model: nn.Module) -> Iterator[_BatchNorm]:
     """Batch normalisation that does not train.
 
-    One without weight and bias is like the part around it, or where only some of that trains, like the layer before it.
+    One without weight and bias is like the part around it, or where only some of that trains, like the layer before it;
+    before all others, like the first that has any.
     """
-    before = False  # whether the layer before is frozen
+    owns = ([p.requires_grad for p in layer.parameters(recurse=False)] for layer in model.modules())
+    before = next((not any(own) for own in owns if own), False)  # whether the layer before is frozen
     for name, layer in model.named_modules():
         own = [p.requires_grad for p in layer.parameters(recurse=False)]
         before = not any(own) if own else before

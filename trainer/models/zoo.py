@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
-from trainer.models.blocks import freeze
+from trainer.models.blocks import freeze, head
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
@@ -156,7 +156,7 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
 
 
 def _start_from(source: str, model: nn.Module, name: str) -> None:
-    """Load plain-named weights of a run folder, a checkpoint or a file; the head is left where its classes are others.
+    """Load plain-named weights of a run folder, a checkpoint or a file; the head stays as it is where their number of classes is another.
 
     Raises:
         CheckpointError: what does not fit, and which model it was written from, where the file tells.
@@ -168,12 +168,13 @@ def _start_from(source: str, model: nn.Module, name: str) -> None:
         trained = _model_told(told)
         if trained is None or trained == name:
             raise
-        raise CheckpointError(f"{error}, {trained}: type model.name={trained}") from None
+        known = trained in _builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
+        raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
 
 
 def _model_told(metadata: Mapping[str, str]) -> str | None:
     """The model's name in the recipe that our weights carry."""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         name = json.loads(metadata["recipe"])["model"]["name"]
         return name if isinstance(name, str) else None
     return None
@@ -194,9 +195,7 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
     if absent:
         raise CheckpointError(f"{source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model")
     unlike = [name for name in own if own[name].shape != weights[name].shape]
-    last = next(
-        (name for name, layer in reversed(list(model.named_modules())) if isinstance(layer, nn.Linear | nn.Conv2d)), ""
-    )
+    last = head(model)
     heads = [name for name in unlike if name.rpartition(".")[0] == last]
     foreign = sorted(name for name in unlike if whole or name not in heads)
     if foreign:

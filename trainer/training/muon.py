@@ -16,8 +16,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     A convolution's weight is a matrix with a row for each output channel (Jordan et al., "Muon: An optimizer for hidden
     layers in neural networks", https://kellerjordan.github.io/posts/muon): torch's Muon is given a view of it.
-    Muon's is adjusted to each matrix's shape so that its steps are as long as AdamW's (torch's match_rms_adamw, of Liu
-    et al., "Muon is Scalable for LLM Training", arXiv:2502.16982): a rate and a decay that suit AdamW suit both.
+    Its rate is adjusted to each matrix's shape so that its steps are as long as AdamW's (torch's match_rms_adamw, of
+    Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982): a rate and a decay that suit AdamW suit both.
     Muon itself knows no `found_inf`: each matrix is put back where the flag says so, which waits for nothing. It is
     written in place, as torch's steps do: under Hogwild other workers' updates of it must not be lost.
     """

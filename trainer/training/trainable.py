@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import RecipeError
-from trainer.models.blocks import Block, blocks, frozen, frozen_norms
+from trainer.models.blocks import CONVOLUTIONS, Block, blocks, frozen, frozen_norms, head
 from trainer.recipe import Recipe
 
 
@@ -47,27 +47,31 @@ def _share(row: list[Block], at: int, decay: float) -> float:
 
 
 def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
-    """Names of the weights of layers between the model's first values and its outputs.
+    """Names of the weights of linear layers but the last, and of convolutions but the first and those in groups.
 
-    torch.optim.Muon is for these: matrices, and convolutions that mix all channels. Embeddings and tables of biases are
-    looked up rather than multiplied, the first convolution sees the image, and the last linear layer makes the outputs:
-    AdamW is for them, as for convolutions in groups and all one-dimensional parameters.
+    torch.optim.Muon is for these. Embeddings and tables of biases are looked up rather than multiplied, the first
+    convolution mostly sees the image, and the last layer makes the outputs: AdamW is for them, as for all
+    one-dimensional parameters.
 
     Raises:
         RecipeError: there are none that train.
     """
     layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
-    kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
-    convolutions = {name: layer.groups for name, layer in layers.items() if isinstance(layer, kinds)}
-    outside = {name for name, layer in layers.items() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
-    outside |= {*[name for name, layer in layers.items() if isinstance(layer, nn.Linear)][-1:], *list(convolutions)[:1]}
+    convolutions = {name: layer.groups for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)}
     whole = {name for name, groups in convolutions.items() if groups == 1}
-    found = {
-        name
+    outside = {name for name, layer in layers.items() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
+    outside |= {*list(convolutions)[:1], f"{head(model)}.weight"}
+    hidden = {
+        name: p.requires_grad
         for name, p in model.named_parameters()
-        if (p.ndim == 2 or name in whole) and p.requires_grad and name not in outside
-        if "bias" not in name.rpartition(".")[2]
+        if (p.ndim == 2 or name in whole) and name not in outside and "bias" not in name.rpartition(".")[2]
     }
+    found = {name for name, trains in hidden.items() if trains}
+    if hidden and not found:
+        raise RecipeError(
+            f"optimizer.name=muon trains hidden layers, and model.freeze leaves none of {recipe.model.name}'s to train: "
+            "use optimizer.name=sgd or adamw, or freeze fewer layers"
+        )
     if not found:
         raise RecipeError(
             f"optimizer.name=muon trains hidden layers, and {recipe.model.name} has none that train: the first "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from trainer.words.keys import kinds
-from trainer.words.meaning import NOTHING, YES, Meaning, put
+from trainer.words.meaning import NO, NOTHING, YES, Meaning, put
 
 # What is usual, for keys that take a number and are switched on elsewhere.
 USUAL = {
@@ -23,7 +23,7 @@ USUAL = {
     "stop.patience": "5",
 }
 OFF_AT_ZERO = ("model.freeze", "stop.patience")  # whole numbers for which 0 means null
-NONE_AT_ZERO = ("optimizer.norm_weight_decay",)  # 0 is a value of its own; null takes another key's
+ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay",)  # null takes another key's instead
 FIGURE = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 
 
@@ -42,8 +42,8 @@ def number(key: str, value: str) -> Meaning | None:
     low = value.lower()
     if low in YES and key in USUAL:
         return put(key, USUAL[key])
-    if low in NOTHING and key in NONE_AT_ZERO:
-        return put(key, "0") if value != "null" else None
+    if low in NO and key in ZERO_IS_A_VALUE:
+        return put(key, "0")
     if low in ("auto", "default", *NOTHING) and type(None) in kinds()[key]:
         return put(key, "null") if value != "null" else None
     if low in ("auto", "default"):
@@ -54,7 +54,7 @@ def number(key: str, value: str) -> Meaning | None:
 def _none(key: str, value: str) -> Meaning | None:
     """Elsewhere -1 says that there is no limit, and 0 that something is off."""
     off = value == "-1" and key != "model.freeze"
-    off |= value == "0" and (float in kinds()[key] or key in OFF_AT_ZERO) and key not in NONE_AT_ZERO
+    off |= value == "0" and (float in kinds()[key] or key in OFF_AT_ZERO) and key not in ZERO_IS_A_VALUE
     return put(key, "null") if off and type(None) in kinds()[key] else None
 
 

@@ -49,7 +49,7 @@ def with_classes(labels, first=0):
 
 def parquet(path, images, labels, names=None, column="image", label="label", group=100, **options):
     """A table as the library `datasets` publishes one."""
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pa = pytest.importorskip("pyarrow", reason="pip install pyarrow")
     import json
 
     import pyarrow.parquet as pq

@@ -17,7 +17,7 @@ from trainer.data.shards import parquet as shards
 from trainer.data.shards.shard_files import ShardFile
 from trainer.errors import SetupError
 
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+pa = pytest.importorskip("pyarrow", reason="pip install pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 IMAGES = [jpeg(n) for n in range(25)]

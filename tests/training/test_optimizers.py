@@ -161,7 +161,7 @@ def test_hidden_matrices_of_convolutions():
     assert hidden_matrices(model, recipe) == {*everything[1:]}
     recipe = load(None, "model.name=squeezenet1_1", "optimizer.name=muon")
     found = hidden_matrices(build(recipe.model, 10, 3, 64), recipe)
-    assert "features.3.squeeze.weight" in found and "classifier.1.weight" not in found, "a convolution as the last layer"
+    assert "features.3.squeeze.weight" in found and "classifier.1.weight" not in found, "the last layer"
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -156,7 +156,9 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
 
 
 def _start_from(source: str, model: nn.Module, name: str) -> None:
-    """Load plain-named weights of a run folder, a checkpoint or a file; the head stays as it is where their number of classes is another.
+    """Load plain-named weights of a run folder, a checkpoint or a file.
+
+    The head stays as it is where their number of classes is another.
 
     Raises:
         CheckpointError: what does not fit, and which model it was written from, where the file tells.

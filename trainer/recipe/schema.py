@@ -51,7 +51,7 @@ def key(default: Any, comment: str, **limits: Any) -> Any:
 class ModelRecipe(_Section):
     """The network."""
 
-    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, fast_cnn, torchvision models, timm:NAME")
+    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, fast_cnn_small, torchvision's, timm:NAME")
     weights: str | None = key(None, "weights that torchvision or timm publishes to start from, by name, or DEFAULT")
     init_from: str | None = key(
         None, "a run folder, checkpoint or .safetensors file to start from, in place of weights"

@@ -57,7 +57,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 continue
             matrix, buffer, gradient = _matrices(parameter, self.state[parameter]["momentum_buffer"], parameter.grad)
             before = [tensor.clone() for tensor in (matrix, buffer)]
-            matrix = nn.Parameter(matrix)
+            matrix = nn.Parameter(matrix)  # anew in each step, which costs microseconds: storage may move
             matrix.grad = gradient
             muon = self.muon([matrix], lr=group["lr"], weight_decay=group["weight_decay"])
             muon.state[matrix] = {"momentum_buffer": buffer}

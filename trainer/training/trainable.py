@@ -69,8 +69,8 @@ def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     found = {name for name, trains in hidden.items() if trains}
     if hidden and not found:
         raise RecipeError(
-            f"optimizer.name=muon trains hidden layers, and model.freeze leaves none of {recipe.model.name}'s to train: "
-            "use optimizer.name=sgd or adamw, or freeze fewer layers"
+            f"optimizer.name=muon trains hidden layers, and model.freeze leaves none of {recipe.model.name}'s to "
+            "train: use optimizer.name=sgd or adamw, or freeze fewer layers"
         )
     if not found:
         raise RecipeError(

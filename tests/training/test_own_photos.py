@@ -7,7 +7,7 @@ import pytest
 from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 
-from tests.commands import QUIET, ok, result
+from tests.commands import QUIET, ok, result, trainer
 
 EACH = 30  # photos of each of the ten classes
 TURNED = {1: 0, 3: 180, 6: 90, 8: -90}  # how a camera lies for each orientation, in degrees
@@ -59,3 +59,10 @@ def test_ninety_in_a_hundred_of_ten_classes_with_thirty_photos_each(folders, tmp
         rows = list(csv.DictReader(file))
     assert len(rows) == 10 * EACH and {row["label"] for row in rows} == {f"number {n}" for n in range(10)}
     assert sum(row["class"] == row["label"] for row in rows) >= 0.9 * len(rows)
+
+
+def test_what_fails_before_the_first_step_is_no_run(folders, tmp_path):
+    words = [*PLAIN, f"data.root={folders[0]}", "model.init_from=/nowhere", f"output={tmp_path / 'run'}"]
+    done = trainer("recipe=finetune", "model.name=cnn", *words)
+    assert done.returncode != 0 and "/nowhere is not there" in done.stderr
+    assert "no runs below" in ok("runs", str(tmp_path)).stdout

@@ -174,16 +174,20 @@ def _plain(text: bytes) -> Any:
 
 
 def _is_run(path: Path, names: set[str], result: Mapping[str, Any]) -> bool:
-    """Whether a run wrote here: its result, its recipe beside what it logs or saves, or its name in the lock."""
+    """Whether a run wrote here: its result, its recipe beside what it logs or saves, or its name in the lock.
+
+    A lock that nobody holds, and nothing else, is of one that failed before it began.
+    """
     if {"mode", "status", "steps"} <= result.keys():
         return True
     logged = bool(names & {"steps.csv", "checkpoints"}) or any(".tfevents." in name for name in names)
     if "recipe.yaml" in names and logged:
         return True
     try:
-        return ".lock" in names and bool(read(path / ".lock", 1000))
+        begun = ".lock" in names and bool(read(path / ".lock", 1000))
     except OSError:
         return False
+    return begun and (names != {".lock"} or locks.is_held(path))
 
 
 def _status(path: Path, result: Mapping[str, Any]) -> Status:

@@ -59,8 +59,6 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
     closing.callback(tracker.close)
     closing.callback(callbacks.close)
-    if data.split_table is not None:
-        tracker.keep(SPLIT_FILE, data.split_table)
     world.connect(recipe.timeout)
     stacks.keep_in(world.share(tracker.path))
     callbacks.connect(world)
@@ -115,6 +113,8 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     )
     run.average = MovingAverage(run.weights(), recipe.ema) if recipe.ema is not None else None
     seed_ranks(recipe.seed, world.rank)
+    if data.split_table is not None:  # from here on the run counts: what fails before leaves no folder
+        tracker.keep(SPLIT_FILE, data.split_table)
     if tracker.path is not None and not speed_only:
         contact_sheet.write(tracker.path, data, recipe)
     tracker.say(banner.banner(run))

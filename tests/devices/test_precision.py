@@ -1,10 +1,11 @@
-"""TF32 and fp32: what torch is told, and what is said of it."""
+"""TF32, fp32 and 16 bits: what torch is told, what a CPU makes of it, and what is said of it."""
 
 import pytest
 import torch
 
 from tests.commands import QUIET, losses, ok, result
-from trainer.devices.precision import computed_in, set_precision, told
+from trainer.devices import precision as precisions
+from trainer.devices.precision import computed_in, cpu_speed, set_precision, told
 from trainer.training.randomness import seed_everything
 
 AMPERE, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -31,12 +32,63 @@ def test_matrix_products_and_convolutions_have_the_precision_asked_for(switches,
 
 
 def test_what_a_device_computes_in(monkeypatch):
+    monkeypatch.setattr(precisions, "cpu_speed", lambda precision: 1.0)
     assert computed_in("tf32", CPU) == "fp32" and "this device has no TF32" in told("tf32", CPU)
     assert told("fp32", CPU) == "fp32" and told("bf16", CPU) == computed_in("bf16", CPU) == "bf16"
     for capability, found in (((8, 0), "tf32"), ((7, 5), "fp32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         assert computed_in("tf32", AMPERE) == found
         assert ("precision=tf32" in told("fp32", AMPERE)) == (found == "tf32")
+
+
+@pytest.mark.parametrize(("speed", "times"), [(1.6, None), (0.9, None), (0.65, "1.5 times"), (0.008, "125.0 times")])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_cpu_that_is_slower_in_16_bits_is_told(monkeypatch, precision, speed, times):
+    monkeypatch.setattr(precisions, "cpu_speed", lambda asked: speed if asked == precision else None)
+    said = f"{precision}: precision=fp32 is faster on this processor, {times} in a convolution"
+    assert told(precision, CPU) == (said if times else precision)
+    assert told(precision, AMPERE) == precision and told("fp32", CPU) == "fp32"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only convolutions move, by so many seconds each; yields them and a list of what was computed."""
+    now, took, computed = [0.0], {}, []
+
+    def convolution(kind):
+        def compute():
+            computed.append(kind)
+            now[0] += took[kind][computed.count(kind) - 1]
+
+        return compute
+
+    monkeypatch.setattr(precisions, "_convolution", convolution)
+    monkeypatch.setattr(precisions.time, "perf_counter", lambda: now[0])
+    cpu_speed.cache_clear()
+    yield took, computed
+    cpu_speed.cache_clear()
+
+
+def test_a_cpus_speed_is_that_of_the_fastest_convolutions(clock):
+    took, computed = clock
+    took[torch.bfloat16] = [9, 0.006, 0.004, *[0.008] * 20]  # the first finds its kernels, others are disturbed
+    took[torch.float32] = [7, 0.003, 0.002, *[0.003] * 20]
+    assert cpu_speed("bf16") == pytest.approx(0.5)
+    assert computed == [torch.bfloat16, torch.float32] * 2  # the first took all of the time there is
+    cpu_speed.cache_clear()
+    computed.clear()
+    took[torch.bfloat16][0] = took[torch.float32][0] = 0.01
+    assert cpu_speed("bf16") == cpu_speed("bf16") == pytest.approx(0.5)
+    assert 6 <= len(computed) <= 22 and set(computed[::2]) == {torch.bfloat16}  # measured once, in turn
+
+
+def test_a_cpus_speed_is_measured_and_draws_no_random_number():
+    cpu_speed.cache_clear()
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        speeds = [cpu_speed(precision) for precision in ("bf16", "fp16")]
+    assert all(1e-5 < speed < 100 for speed in speeds)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_on_a_cpu_tf32_is_fp32_and_the_run_says_so(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.pages import GUIDE
 from tests.typed import odd
+from trainer.devices import precision
 from trainer.recipe import load
 from trainer.telemetry import verdict
 from trainer.telemetry.verdict import PARTS, Reading, Setting, StepParts, VerdictFigures, judge, shares
@@ -17,7 +18,7 @@ RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
 
 @pytest.fixture(autouse=True)
 def no_bf16(monkeypatch):
-    monkeypatch.setattr(verdict, "_has_bf16", lambda: False)
+    monkeypatch.setattr(verdict, "_bf16_is_faster", lambda: False)
 
 
 def test_shares_add_up_to_one():
@@ -160,3 +161,10 @@ def test_a_step_that_waits_for_photos_tells_what_readers_do(cached, words, told)
 def test_of_readers_nothing_is_told_where_nothing_waits():
     found = judge(StepParts(1.0, data=0.1), RUN, load(None, "mode=single"), Setting(reading=Reading(1, 1, 1, 1)))
     assert "reader" not in found.sentence and found.to_dict()["reading"] is None
+
+
+@pytest.mark.parametrize(("speed", "advised"), [(0.6, []), (1.1, []), (1.6, ["precision=bf16"])])
+def test_bf16_is_advised_on_a_cpu_that_was_measured_to_gain_by_it(monkeypatch, speed, advised):
+    monkeypatch.undo()
+    monkeypatch.setattr(precision, "cpu_speed", {"bf16": speed}.__getitem__)
+    assert list(judge(StepParts(1), RUN, load(None, "mode=single"), Setting()).overrides) == advised

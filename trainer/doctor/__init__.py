@@ -32,6 +32,7 @@ def examine() -> Findings:
         found.trying("gloo", software.processes, found)
         cards = found.trying("cards", look_at_cards, found) or 0
         found.trying("NCCL", software.nccl, found, cards)
+        found.trying("processor", machine.precisions, found)
         found.trying("shared memory", machine.try_loader_memory)
     found.trying("machine", machine.resources, found)
     found.trying("limits", machine.limits, found)

@@ -46,6 +46,14 @@ def resources(found: Findings) -> None:
         )
 
 
+def precisions(found: Findings) -> None:
+    """How fast the processor computes in numbers of 16 bits."""
+    from trainer.devices import precision  # needs torch
+
+    for name in precision.AUTOCAST:
+        found.row("processor", name, f"{precision.cpu_speed(name):.2g} times as fast as fp32, in a convolution")
+
+
 def try_loader_memory() -> None:
     """Raises SetupError where loader workers would find too little."""
     from trainer.data import worker_counts  # needs torch

@@ -19,8 +19,7 @@ from trainer.data.images import open_image, reason, with_channels
 from trainer.data.photos import held_out
 from trainer.data.pictures import Picture
 from trainer.devices import cards, health
-from trainer.devices.precision import set_precision
-from trainer.modes.base import AUTOCAST
+from trainer.devices.precision import AUTOCAST, set_precision
 from trainer.processes.allocation import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Batch, Example, Shard
+from trainer.devices.precision import AUTOCAST
 from trainer.models.blocks import frozen_norms
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.tasks import Task
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Communication(NamedTuple):

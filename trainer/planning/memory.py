@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from trainer.devices import cards
+from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
-from trainer.modes.base import AUTOCAST
 from trainer.modes.dp import rows_of_devices
 from trainer.modes.local_sgd import BUCKET
 from trainer.planning import schedules

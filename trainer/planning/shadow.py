@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.data import Example, TensorSpec
+from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost
 from trainer.models.blocks import frozen_norms
 from trainer.models.partition import Traced, trace
-from trainer.modes.base import AUTOCAST
 from trainer.modes.pipeline.wire import Wire
 from trainer.planning.allocations import Allocations, size_of
 from trainer.planning.dataset_facts import DatasetFacts

@@ -279,15 +279,15 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
     if bound == "logging":
         return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
     faster = [] if recipe.channels_last else ["channels_last=true"]
-    faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _has_bf16()) else []
+    faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _bf16_is_faster()) else []
     return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])
 
 
-def _has_bf16() -> bool:
-    """Whether this CPU multiplies in bf16."""
-    import torch
+def _bf16_is_faster() -> bool:
+    """Whether this CPU clearly gains by bf16."""
+    from trainer.devices import precision  # needs torch
 
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return precision.cpu_speed("bf16") >= precision.CLEAR
 
 
 def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from trainer.data import Datasets
-from trainer.modes.base import AUTOCAST
+from trainer.devices.precision import AUTOCAST
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.telemetry.device_memory import activation_bytes, free_memory

@@ -66,3 +66,10 @@ def test_what_fails_before_the_first_step_is_no_run(folders, tmp_path):
     done = trainer("recipe=finetune", "model.name=cnn", *words)
     assert done.returncode != 0 and "/nowhere is not there" in done.stderr
     assert "no runs below" in ok("runs", str(tmp_path)).stdout
+
+
+def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(folders, tmp_path):
+    words = [*PLAIN, f"data.root={folders[0]}", "model.init_from=/nowhere"]
+    done = trainer("recipe=finetune", "model.name=cnn", *words, cwd=tmp_path)
+    assert done.returncode != 0 and "/nowhere is not there" in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import recipe as recipes
-from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.processes.rank import job_id, place
 from trainer.recipe import Recipe
 from trainer.recipe.checks import OWN_PHOTOS
@@ -25,6 +26,7 @@ PHOTOS = {"data.image_size": 224, "data.channels": 3}
 # Keys of data that a run settles before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
+LOCK = ".lock"  # its file names the job that holds the folder, or held it last
 MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
 
@@ -47,8 +49,9 @@ class RunFolder:
             SetupError: it cannot be written.
         """
         self.replaced = False
+        self._named = recipe.output is not None
         self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
-        self._lock = locks.hold(self.path, "run")
+        self._lock = locks.hold(self.path, "run", LOCK)
         try:
             self.resuming = self._claim(recipe)
         except BaseException:
@@ -142,10 +145,16 @@ class RunFolder:
             write_atomically(self.path / "tuning.json", json.dumps(known, indent=2) + "\n")
 
     def close(self) -> None:
-        """Let go of the lock."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Let go of the lock. Below runs/ an error that needs no stack beside it leaves no folder without a run."""
+        if self._lock < 0:
+            return
+        with suppress(OSError):
+            told = isinstance(sys.exception(), TrainerError)
+            if told and not self._named and os.listdir(self.path) == [LOCK]:
+                (self.path / LOCK).unlink()
+                self.path.rmdir()
+        os.close(self._lock)
+        self._lock = -1
 
 
 def continued_folder(recipe: Recipe) -> Path | None:
@@ -178,7 +187,7 @@ def as_before(recipe: Recipe) -> Recipe:
 def _before_restart(recipe: Recipe) -> Path | None:
     """The folder below runs/ that this job had before it was restarted."""
     if place().restarts:
-        for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/.lock"):
+        for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/{LOCK}"):
             with suppress(OSError):
                 if read(lock) == job_id().encode():
                     return lock.parent

@@ -20,7 +20,7 @@ def opened(picture):
 @pytest.mark.parametrize("captions", [True, False])
 def test_a_grid_of_images_of_any_size(shape, captions):
     images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    words = [[f"is {n}", "said a name that is far too long to be shown whole"] for n in range(shape[0])]
+    words = [[(f"is {n}", ""), ("said a name that is far too long to be shown whole", " 57%")] for n in range(shape[0])]
     picture = gallery.grid(images, words if captions else [])
     image = opened(picture)
     assert image.format == ("JPEG" if max(shape[1:3]) > gallery.LARGEST else "PNG")
@@ -59,3 +59,16 @@ def test_words_are_cut_to_their_room():
     assert gallery._fit("short", 100) == "short"
     cut = gallery._fit("a very long name of a class", 60)
     assert cut.endswith("…") and gallery._width(cut) <= 60
+
+
+def test_what_must_be_read_is_never_cut():
+    cut = gallery._fit("said a class with a very long name", 120, " 57%")
+    assert cut.endswith("… 57%") and gallery._width(cut) <= 120
+
+
+def test_names_of_a_matrix_are_whole_below_it():
+    names = ["airplane", "automobile"]
+    image = opened(gallery.confusion(np.array([[9, 1], [0, 10]]), names)).convert("L")
+    top = 2 * (gallery.FONT + gallery.GAP) + 2 * 34 + gallery.GAP
+    dark = np.argwhere(np.asarray(image)[top:] < 128)
+    assert max(map(gallery._width, names)) - 6 < np.ptp(dark[:, 0]) < image.height - top

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
@@ -21,6 +18,7 @@ from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.recipe import Recipe
 from trainer.recipe.checks import OWN_PHOTOS
+from trainer.saving import lettering
 from trainer.saving.files import draft_of, put, writing
 
 FILE = "contact_sheet.png"
@@ -55,24 +53,29 @@ def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe:
     """A row for each class with its name, and images as they reach the model in the first epoch."""
     classes = _some(len(data.classes))
     members = [np.flatnonzero(labels == label) for label in classes]
-    height, font = MARGIN + CELL, _font()
+    height = MARGIN + CELL
     canvas = Image.new("RGB", (NAMES + IMAGES * height + MARGIN, 2 * TEXT + len(classes) * height + MARGIN), "white")
     paper = ImageDraw.Draw(canvas)
     shown = f"{len(classes)} of {len(data.classes)} classes" if len(classes) < len(data.classes) else "training images"
     title = f"{shown} as the model sees them, {data.channels} x {data.image_size} x {data.image_size}"
-    paper.text((MARGIN, MARGIN), title + ", augmented; before mixup, cutmix and erasing", "black", font)
+    _write(paper, (MARGIN, MARGIN), title + ", augmented; before mixup, cutmix and erasing")
     for row, (label, own) in enumerate(zip(classes, members, strict=True)):
-        name = data.classes[label]
-        name = name if len(name) <= 20 else name[:19] + "…"
-        paper.text((MARGIN, 2 * TEXT + row * height + CELL // 3), f"{name}\n{len(own):,} images", "black", font)
+        below = 2 * TEXT + row * height + CELL // 3
+        _write(paper, (MARGIN, below), lettering.fit(data.classes[label], TEXT, NAMES - 2 * MARGIN))
+        _write(paper, (MARGIN, below + TEXT + 4), f"{len(own):,} images")
     for column, images in enumerate(_columns(part, members, data, recipe)):
         for row, image in images:
             left, top = NAMES + column * height, 2 * TEXT + row * height
             if image is None:
-                paper.text((left, top + CELL // 3), "cannot be\nread", "red", font)
+                _write(paper, (left, top + CELL // 3), "cannot be read", "red")
             else:
                 canvas.paste(_cell(image), (left, top))
     return canvas
+
+
+def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black") -> None:
+    written, font = lettering.set_in(words, TEXT)
+    paper.text(at, written, ink, font)
 
 
 def _some(classes: int) -> list[int]:
@@ -119,12 +122,3 @@ def _cell(image: Tensor) -> Image.Image:
     picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
     small = picture.width < CELL
     return picture.resize((CELL, CELL), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)
-
-
-def _font() -> Any:
-    """matplotlib's own, which knows more alphabets than Pillow's; matplotlib is not imported for it."""
-    package = find_spec("matplotlib")
-    for place in (package.submodule_search_locations if package else None) or ():
-        with suppress(OSError):
-            return ImageFont.truetype(str(Path(place, "mpl-data/fonts/ttf/DejaVuSans.ttf")), TEXT)
-    return ImageFont.load_default()

@@ -55,7 +55,7 @@ def first_batch(run: Run, batch: Batch) -> None:
         images = as_pictures(run.datasets, batch.inputs[:some])
         if images is not None and len(images):
             targets = batch.targets[:some].cpu()
-            captions = [[said] if (said := named(run, target)) else [] for target in targets]
+            captions = [[(said, "")] if (said := named(run, target)) else [] for target in targets]
             _picture(run, "batch as the model sees it", gallery.grid(images.numpy(), captions), 0)
 
 
@@ -72,7 +72,8 @@ def _worst(run: Run, worst: list[Mistake]) -> None:
     images = _read(run, worst)
     if images is not None:
         captions = [_caption(run, mistake) for mistake in worst]
-        _picture(run, "worst predictions", gallery.grid(images.numpy(), captions, columns=4), run.position.step)
+        sheet = gallery.grid(images.numpy(), captions, columns=4, side=gallery.LARGEST)
+        _picture(run, "worst predictions", sheet, run.position.step)
 
 
 def _classes(run: Run, found: Mistakes) -> None:
@@ -249,12 +250,20 @@ def named(run: Run, target: Tensor) -> str:
     return ", ".join(told) or "none"
 
 
-def _caption(run: Run, mistake: Mistake) -> list[str]:
+def _caption(run: Run, mistake: Mistake) -> list[gallery.Line]:
+    """What it is and what was said of it; of the worst, some may be right, and hardly."""
+    actual, told = named(run, mistake.target), mistake.told
+    end = ""
     if run.task.reads == "values":
-        said = ", ".join(f"{number:.4g}" for _, number in mistake.told)
+        said = ", ".join(f"{number:.4g}" for _, number in told)
     elif run.task.reads == "classes":
-        said = ", ".join(f"{name(run, place)} {number:.0%}" for place, number in mistake.told if number > 0.5) or "none"
+        above = [(place, number) for place, number in told if number > 0.5]
+        said = ", ".join(f"{name(run, place)} {number:.0%}" for place, number in above) or "none"
+    elif told:
+        (place, number), *_ = told
+        said = name(run, place)
+        end = f" {number:.0%}{', right' if said == actual else ''}"
     else:
-        said = "".join(f"{name(run, place)} {number:.0%}" for place, number in mistake.told[:1])
-    actual = named(run, mistake.target)
-    return [f"is {actual}"] * bool(actual) + [f"said {said}" if said else f"loss {mistake.loss:.3g}"]
+        said = ""
+    lines = [(f"is {actual}", "")] * bool(actual)
+    return [*lines, (f"said {said}", end) if said else (f"loss {mistake.loss:.3g}", "")]

@@ -37,6 +37,7 @@ TEXT
 # What an installation depends on: the dependencies, and where it stands (an environment cannot be moved).
 stamp() {
     cksum <"$here/pyproject.toml"
+    echo 2 # changes with what `install` does
     printf '%s\n' "$pins" "$here"
 }
 
@@ -64,7 +65,7 @@ spoilt() {
 }
 
 install() {
-    local python="" with=pip
+    local python="" with=pip folder
     if command -v uv >/dev/null; then
         with=uv
     elif spoilt; then
@@ -84,6 +85,10 @@ install() {
         [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
         "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$here[test]" $pins
     fi
+    # Seen from the folder above, a clone named trainer is a package without files, which would hide the real one.
+    for folder in "$venv"/lib/python3.*/site-packages; do
+        printf '%s\n' "$here" >"$folder/trainer-clone.pth"
+    done
     stamp >"$venv/.installed"
     rm "$venv/.installing"
     echo "launch.sh: installed" >&2
@@ -171,8 +176,8 @@ case $1 in
         exec "$venv/bin/python" -m tensorboard.main "$@"
         ;;
     *)
-        export TRAINER_COMMAND="$0"                 # what an error tells to type
-        export TRAINER_TENSORBOARD="$0 tensorboard" # what a run's last line tells to type
+        TRAINER_COMMAND=$(printf %q "$0") # what an error tells to type
+        export TRAINER_COMMAND TRAINER_TENSORBOARD="$TRAINER_COMMAND tensorboard"
         hold=() # Ctrl-C while Python itself starts, which would show a traceback, waits until the trainer hears it
         if env --block-signal=INT true 2>/dev/null; then hold=(env --block-signal=INT); fi
         exec ${hold[@]+"${hold[@]}"} "$venv/bin/python" -m trainer "$@"

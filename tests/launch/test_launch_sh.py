@@ -24,7 +24,7 @@ echo "uv $*" >> "$LOG"
 sleep "${SLOW:-0}"
 for last; do :; done
 if [ "$1" = venv ]; then
-    mkdir -p "$last/bin"
+    mkdir -p "$last/bin" "$last/lib/python3.11/site-packages"
     printf '#!/bin/bash\\necho "$PWD: $*"\\nexit ${CODE:-0}\\n' > "$last/bin/python"
     chmod +x "$last/bin/python"
 elif [ -n "${BREAK:-}" ]; then
@@ -127,6 +127,31 @@ def test_two_first_uses_at_once(checkout: Checkout) -> None:
     assert [output for output, _ in answers] == [f"{checkout.home.parent}: -m trainer recipes\n"] * 2
     assert checkout.installs() == 1
     assert sum("waiting for another installation" in errors for _, errors in answers) == 1
+
+
+def test_the_folder_above_a_clone_named_trainer_hides_nothing(checkout: Checkout, tmp_path: Path) -> None:
+    """There `import trainer` finds a folder without __init__.py first, which counts less than a package on the path."""
+    assert checkout.run("recipes")[0] == 0
+    [path] = checkout.home.glob(".venv/lib/*/site-packages/*.pth")
+    assert path.read_text() == f"{checkout.home}\n"
+    (tmp_path / "above" / "trainer" / "trainer").mkdir(parents=True)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / path.name).write_text(f"{PROJECT}\n")
+    code = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import trainer; print(trainer.__file__)"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "above", env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == f"{PROJECT / 'trainer' / '__init__.py'}\n", done.stderr
+
+
+def test_what_it_tells_to_type_can_be_typed_where_the_path_has_blanks(checkout: Checkout) -> None:
+    told = '#!/bin/bash\necho "$TRAINER_COMMAND"\necho "$TRAINER_TENSORBOARD"\n'
+    assert checkout.run("recipes")[0] == 0
+    (checkout.home / ".venv" / "bin" / "python").write_text(told)
+    said = checkout.run("runs")[1].splitlines()
+    typed = str(checkout.home / "launch.sh").replace(" ", "\\ ")
+    assert said == [typed, f"{typed} tensorboard"]
 
 
 def test_a_failed_installation_is_shown_and_done_again(checkout: Checkout) -> None:

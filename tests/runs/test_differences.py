@@ -7,6 +7,7 @@ import pytest
 from tests.runs.folders import make
 from trainer import runs
 from trainer.errors import SetupError
+from trainer.telemetry import plots
 
 
 @pytest.fixture
@@ -40,6 +41,16 @@ def test_without_curves_the_figures_are_told(home, tmp_path):
     text = runs.command(["compare", "a", "b"])
     assert "b: no training curve (steps.csv: No such file or directory)\n" in text and "no picture: " in text
     assert [*tmp_path.glob("*.png")] == []
+
+
+def test_a_run_of_one_point_is_drawn_too(home, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "curves", lambda path, panels: drawn.extend(panels))
+    make(home / "long")
+    make(home / "short", curve=False)
+    runs.command(["compare", "long", "short"])
+    [loss] = [panel for panel in drawn if panel.ylabel == "training loss"]
+    assert list(loss.curves) == ["long", "short"] and len(loss.curves["short"][0]) == 1
 
 
 def test_an_old_recipe_is_compared_by_what_it_says(home):

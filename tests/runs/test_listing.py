@@ -55,6 +55,14 @@ def test_it_fits_and_every_name_is_whole(home):
     assert f"\n{long}\n" in text and "\nshort  " in text and "my_v...ric 0.1235" in text
 
 
+def test_it_fits_a_narrow_terminal(home, monkeypatch):
+    make(home / "digits_interleaved-pipeline-20261122-103335")
+    make(home / "short")
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["compare", "short", "digits_interleaved-pipeline-20261122-103335"]):
+        assert max(map(len, runs.command(words).splitlines())) <= 80
+
+
 def test_what_is_no_run_is_one_line_each(home):
     make(home / "good")
     make(home / "paper" / "seed1")

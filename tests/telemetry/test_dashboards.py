@@ -4,6 +4,7 @@ import re
 
 import pytest
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
 from tensorboard.plugins.hparams.metadata import (
     parse_experiment_plugin_data,
     parse_session_end_info_plugin_data,
@@ -16,7 +17,7 @@ LOGGED = ["train/loss", "train/lr", "train/grad_norm", "val/loss", "val/top1", "
 LOGGED += ["speed/samples_per_sec_per_device", "speed/val_samples_per_sec", "speed/step_ms", "speed/part_data_ms"]
 LOGGED += ["speed/part_bubble_ms", "speed/part_compute_ms", "speed/part_optimizer_ms"]
 LOGGED += ["memory/peak_gib/cpu", "pipeline/bubble_pct", "pipeline/bubble_predicted_pct"]
-LOGGED += ["pipeline/stage0_busy_pct", "pipeline/stage1_busy_pct", "summary/best"]
+LOGGED += ["pipeline/stage0_busy_pct", "pipeline/stage1_busy_pct", "summary/best_top1"]
 
 
 def groups(tags):
@@ -28,7 +29,10 @@ def groups(tags):
     ("metric", "first"),
     [
         ("top1", ["1_train_loss", "2_val_loss", "3_val_top1", "4_samples_per_sec", "5_val_samples_per_sec"]),
-        ("loss", ["1_train_loss", "2_val_loss", "3_samples_per_sec", "4_val_samples_per_sec"]),
+        (
+            "loss",
+            ["1_train_loss", "2_val_loss", "4_samples_per_sec", "5_val_samples_per_sec"],
+        ),
     ],
 )
 def test_learning_and_speed_come_first_and_memory_last(metric, first):
@@ -115,7 +119,7 @@ def test_predicted_and_measured_bubble_are_told_apart():
 def test_the_columns_of_the_table_of_runs():
     main = {"mode": "ddp", "model": "cnn", "devices": "2 x cpu", "batch_size": 96, "lr": 0.1, "precision": "fp32"}
     changed = {"optimizer.momentum": 0.8, "compile": True, "augment.crop": "pad"}
-    experiment, start = dashboards.columns(main, changed, "top-1")
+    experiment, start = dashboards.columns(main, changed, "top1", "top-1")
     infos = parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content)
     shown = sorted(infos.hparam_infos, key=lambda info: (not info.differs, info.name))  # as TensorBoard does
     assert [info.display_name for info in shown] == [*main, "changed", "augment.crop", "compile", "optimizer.momentum"]
@@ -126,6 +130,7 @@ def test_the_columns_of_the_table_of_runs():
         "step, ms",
         "hours",
     ]
+    assert [info.name.tag for info in infos.metric_infos][:2] == ["z_summary/best_top1", "z_summary/last_top1"]
     told = parse_session_start_info_plugin_data(start.value[0].metadata.plugin_data.content).hparams
     assert {info.name for info in shown} == set(told)
     assert told["4_batch_size"].number_value == 96 and told["compile"].bool_value is True
@@ -133,14 +138,16 @@ def test_the_columns_of_the_table_of_runs():
 
 
 def test_a_run_that_is_over_says_so():
-    [value] = dashboards.ended().value
-    assert parse_session_end_info_plugin_data(value.metadata.plugin_data.content).end_time_secs > 0
+    for well, status in ((True, STATUS_SUCCESS), (False, STATUS_FAILURE)):
+        [value] = dashboards.ended(well).value
+        told = parse_session_end_info_plugin_data(value.metadata.plugin_data.content)
+        assert told.end_time_secs > 0 and told.status == status
 
 
 @pytest.mark.parametrize(
     ("tag", "again"),
-    [("val/top1", True), ("overview/3_val_top1", True), ("z_memory/peak_gib/cpu", True), ("z_summary/best", True),
-     ("view/worst predictions", True), ("speed/val_samples_per_sec", True), ("memory/peak_gib/cpu", True),
+    [("val/top1", True), ("overview/3_val_top1", True), ("z_memory/peak_gib/cpu", True), ("z_summary/best_top1", True),
+     ("view/2 worst predictions", True), ("speed/val_samples_per_sec", True), ("memory/peak_gib/cpu", True),
      ("train/loss", False), ("overview/1_train_loss", False), ("speed/samples_per_sec", False),
      ("z_pipeline/bubble_pct", False)],
 )  # fmt: skip

@@ -98,6 +98,12 @@ def test_curves_share_a_legend_and_none_hides_another(tmp_path, drawn):
         assert axes.get_xlabel() and axes.get_ylabel()
 
 
+def test_a_curve_of_one_point_is_seen(tmp_path, drawn):
+    plots.curves(tmp_path / "p.png", [Panel({"long": ([1, 2], [3.0, 2.0]), "short": ([1], [9.0])}, "steps", "loss")])
+    (figure,) = drawn
+    assert [line.get_marker() != "None" for line in figure.axes[0].lines] == [False, True]
+
+
 def test_a_sweep_of_numbers_is_logarithmic_where_they_span_much(tmp_path, drawn):
     values = [1, 3, 5, 8, 10, 12, 20, 40, 60]
     series = {"pipeline": [Point(n, 12.0 + n / 10, 0.0) for n in values], "single": [Point(None, 22.0, 0.0)]}

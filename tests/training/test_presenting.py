@@ -23,7 +23,7 @@ from trainer.training import presenting
 SMALL = ["recipe=digits", "model.name=cnn_gn", "epochs=2", "logging.every_steps=2", "logging.warmup_steps=1"]
 SMALL += ["logging.progress=false", "threads=1"]
 FIRST = ["1_train_loss", "2_val_loss", "3_val_top1", "4_samples_per_sec", "5_val_samples_per_sec"]
-PICTURES = {"batch as the model sees it", "worst predictions", "accuracy a class", "confusion matrix"}
+PICTURES = ["1 batch as the model sees it", "2 worst predictions", "3 confusion matrix", "4 accuracy a class"]
 
 
 class Page:
@@ -79,6 +79,8 @@ def page(tmp_path_factory):
     killed = [*SMALL, "mode=ddp", "nproc=2", "save.every_steps=9", f"output={folder / 'ddp'}"]
     assert trainer(*killed, env={"TRAINER_FAULT": "kill@0:12"}).returncode != 0
     ok(*killed, "resume=auto")
+    wild = [*SMALL, "mode=single", "optimizer.lr=1e30", f"output={folder / 'wild'}"]
+    assert trainer(*wild).returncode == 5
     ok(
         *SMALL,
         "mode=pipeline",
@@ -89,7 +91,7 @@ def page(tmp_path_factory):
     )
     found = Page(folder)
     try:
-        yield found.wait(["single", "ddp", "pipe"])
+        yield found.wait(["single", "ddp", "pipe", "wild"])
     finally:
         found.close()
 
@@ -107,7 +109,7 @@ def test_the_first_group_is_the_overview_and_memory_is_last(page, run):
 
 def test_a_continued_run_is_one_curve(page):
     assert page.steps("ddp", "train/loss") == page.steps("single", "train/loss") == list(range(2, 29, 2))
-    assert page.steps("ddp", "val/top1") == page.steps("ddp", "z_summary/best") == [14, 28]
+    assert page.steps("ddp", "val/top1") == page.steps("ddp", "z_summary/best_top1") == [14, 28]
 
 
 @pytest.mark.parametrize("run", ["single", "ddp", "pipe"])
@@ -165,7 +167,7 @@ def test_the_table_of_runs(page):
     assert "optimizer.momentum=0.8" in told["single"]["8_changed"] and "momentum" not in told["ddp"]["8_changed"]
     for line in lines.values():
         values = {value["name"]["tag"]: value["value"] for value in line["metricValues"]}
-        assert set(values) == {name["tag"] for name in metrics} and 0 < values["z_summary/best"] <= 1
+        assert set(values) == {name["tag"] for name in metrics} and 0 < values["z_summary/best_top1"] <= 1
 
 
 @pytest.mark.parametrize("run", ["single", "ddp", "pipe"])
@@ -174,14 +176,41 @@ def test_one_page_of_words_a_run(page, run):
     opening, outcome = (entry["text"] for entry in sorted(page.text(run), key=lambda entry: entry["step"]))
     for title in ("What was changed", "Machine", "If it is interrupted", "The whole recipe"):
         assert f"{title}</h2>" in opening, title
-    assert "resume=auto" in opening and "<td>epochs</td>" in opening
+    assert "resume=auto" in opening and "<strong>epochs</strong>: 2" in opening
+    assert f"<strong>mode</strong>: {'pipeline' if run == 'pipe' else 'single'}" in opening or run == "ddp"
     assert "done: top-1" in outcome and "Where the time went" in outcome and "model.init_from=" in outcome
+
+
+def test_a_run_that_failed_says_so_and_what_was_typed(page):
+    """Its page is what people open to see why; the table of runs can leave it out."""
+    opening, end = (entry["text"] for entry in sorted(page.text("wild"), key=lambda entry: entry["step"]))
+    assert "optimizer.lr</strong>: 1e+30" in opening
+    assert "Failed at step" in end and "not finite" in end and "Try optimizer.lr below" in end
+    asked = {"experimentName": "", "allowedStatuses": ["STATUS_FAILURE"], "startIndex": 0, "sliceSize": 10}
+    lines = page.ask("plugin/hparams/session_groups", {**asked, "colParams": []})["sessionGroups"]
+    assert [line["name"] for line in lines] == ["wild"]
+
+
+def test_a_command_to_type_holds_each_word_once(tmp_path):
+    world = SimpleNamespace(size=1, place=SimpleNamespace(local_size=1))
+    run = SimpleNamespace(tracker=SimpleNamespace(path=tmp_path), world=world, speed_only=False)
+    words = ["recipe=finetune", "model.init_from=runs/first", "epochs=2", "output=runs/second"]
+    commands = dict(presenting._next(run, words))
+    assert commands["go on"].count("model.init_from=") == 1
+    assert commands["a new run from these weights"] == f"recipe=finetune epochs=2 model.init_from={tmp_path}"
+
+
+@pytest.mark.parametrize("text", ["a_b_c", "*.tar", "<b>", "[x](y)", "`", "a\\b"])
+def test_words_are_shown_as_they_are(text):
+    import markdown
+
+    assert markdown.markdown(presenting.escaped(text)) == f"<p>{text.replace('<', '&lt;').replace('>', '&gt;')}</p>"
 
 
 @pytest.mark.parametrize("run", ["single", "ddp", "pipe"])
 def test_pictures(page, run):
     tags = page.ask("plugin/images/tags")[run]
-    assert set(tags) == {f"view/{name}" for name in PICTURES | ({"timeline"} if run == "pipe" else set())}
+    assert sorted(tags) == [f"view/{name}" for name in PICTURES + ["5 timeline"] * (run == "pipe")]
     for tag in tags:
         [picture] = page.ask("plugin/images/images", run=run, tag=tag, sample=0)
         content = page.ask(f"plugin/images/individualImage?{picture['query']}")

@@ -18,7 +18,6 @@ from trainer.saving.run_folder import read_steps
 from trainer.telemetry import plots
 from trainer.telemetry.curves import curves_of
 
-WIDTH = 100
 MOST = 6  # runs
 UNTOLD = ("output", "resume")  # keys of a recipe in which all runs differ or none
 MISSING = "-"
@@ -139,7 +138,7 @@ def _figures(runs: Sequence[RunSummary]) -> dict[str, Callable[[RunSummary], str
 def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """Titles and cells in columns that fit; a text too long for its column loses its middle."""
     titles = max(len(title) for title, _ in rows)
-    room = (WIDTH - titles) // len(rows[0][1]) - 2
+    room = (words.columns() - titles) // len(rows[0][1]) - 2
     cells = [[words.shortened(words.plain(cell), room) for cell in row] for _, row in rows]
     widths = [max(len(row[n]) for row in cells) for n in range(len(rows[0][1]))]
     return [
@@ -164,15 +163,15 @@ def _picture(runs: Sequence[RunSummary], names: Sequence[str], output: str | Non
             untold.append(f"{name}: no training curve (steps.csv: {error.strerror})")
         if bad:
             untold.append(f"{name}: {bad} damaged line{'s' * (bad > 1)} of steps.csv left out")
-        if len(rows) > 1:  # one point is no curve
+        if rows:
             loss[name] = ([float(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows])
         metric = one.best[0] if one.best else None
         steps, _, values = curves_of(one.path).get(f"val/{metric}", ([], [], []))
-        if len(values) > 1:
+        if values:
             held_out.setdefault(str(metric), {})[name] = (steps, values)
     panels = [plots.Panel(loss, "optimizer steps", "training loss")] if loss else []
     panels += [plots.Panel(found, "optimizer steps", f"held-out {metric}") for metric, found in held_out.items()]
-    if not panels:
+    if not any(len(x) > 1 for panel in panels for x, _ in panel.curves.values()):
         return None, [*untold, "no picture: neither steps.csv nor TensorBoard's files hold two points of a curve"]
     if not path.parent.is_dir():
         raise SetupError(f"output={path}: there is no folder {path.parent}; choose another output=")

@@ -12,7 +12,6 @@ from trainer.runs import words
 from trainer.runs.folders import FOREIGN, RunSummary, look
 from trainer.saving.files import why
 
-WIDTH = 100
 DEEP = 2  # levels of folders that hold no run themselves, as in runs/paper/seed3
 MOST = 20  # of what is no run is named
 HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
@@ -35,7 +34,7 @@ def table(home: Path, as_json: bool = False) -> str:
     lines = _table(runs, home) if runs else [f"no runs below {home}"]
     notes = [f"{_name(one, home)}: {words.plain(one.note)}" for one in (*runs, *others) if one.note]
     more = [f"and {len(notes) - MOST} more lines like these"] if len(notes) > MOST else []
-    lines += ["", *(words.shortened(line, WIDTH) for line in notes[:MOST]), *more] if notes else []
+    lines += ["", *(words.shortened(line, words.columns()) for line in notes[:MOST]), *more] if notes else []
     if runs:
         apart = {one.path.resolve(): one for one in runs}.values()  # links name some twice
         total = words.bytes_of(sum(one.size or 0 for one in apart), any(one.more for one in apart))
@@ -99,11 +98,11 @@ def _table(runs: Sequence[RunSummary], home: Path) -> list[str]:
     """Rows of equal columns; a name too long for its column stands on a line of its own, whole, to be copied."""
     rows = [HEAD, *(_cells(one, home) for one in runs)]
     widths = [max(len(row[n]) for row in rows) for n in range(len(HEAD))]
-    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(HEAD) - 1))
+    widths[0] = max(len(HEAD[0]), min(widths[0], words.columns() - sum(widths[1:]) - 2 * (len(HEAD) - 1)))
     lines = []
     for row in rows:
         if len(row[0]) > widths[0]:
-            lines.append(words.shortened(row[0], WIDTH))
+            lines.append(words.shortened(row[0], words.WIDEST))
         cells = (row[0] if len(row[0]) <= widths[0] else "", *row[1:])
         padded = [
             cell.rjust(width) if n in RIGHT else cell.ljust(width)

@@ -79,7 +79,10 @@ def _figures(one: RunSummary) -> Iterator[tuple[str, str]]:
         yield "loss", f"{numbers[0]:.4g} in the first epoch, {numbers[-1]:.4g} in the last, on training images"
     step = finite(_section(result, "step_time_s").get("mean"))
     if one.speed is not None:
-        yield "speed", f"{words.number(one.speed)} images/s" + (f", {1e3 * step:.3g} ms a step" if step else "")
+        yield (
+            "speed",
+            f"{words.number(one.speed)} images/s" + (f", {words.number(1e3 * step)} ms a step" if step else ""),
+        )
     peaks = [size for size in map(finite, _section(result, "peak_memory_bytes").values()) if size is not None]
     if peaks:
         yield "memory", f"{words.bytes_of(int(max(peaks)))} on the fullest device"

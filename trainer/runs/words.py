@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-FRACTIONS = ("top1", "top5")  # metrics that are told in per cent
+from shutil import get_terminal_size
+
+FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
+WIDEST = 100  # characters of a line
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def columns() -> int:
+    """How wide a table may be: as the terminal, and WIDEST elsewhere."""
+    return min(WIDEST, get_terminal_size((WIDEST, 24)).columns)
 
 
 def plain(text: str) -> str:
@@ -22,7 +30,7 @@ def number(value: float | None) -> str:
     """Three figures or more, thousands apart."""
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def score(metric: str, value: float | None) -> str:

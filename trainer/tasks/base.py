@@ -123,10 +123,22 @@ class Task:
     def told(self, metrics: Mapping[str, float | None]) -> str:
         """The metrics in words, for people; `loss` comes first."""
         return "  ".join(
-            f"{self.titles.get(name, name)} {value:{'.2%' if name in self.fractions else '.4f'}}"
+            f"{self.titles.get(name, name)} {value:.2%}"
+            if name in self.fractions
+            else f"{self.titles.get(name, name)} {figure(value)}"
             for name, value in metrics.items()
             if value is not None
         )
+
+    @classmethod
+    def headline(cls) -> str:
+        """The metric that people look at beside the loss: the one that chooses the best epoch, if that is another."""
+        return next((name for name in (cls.metric, *cls.metric_names()) if name != "loss"), "loss")
+
+
+def figure(value: float) -> str:
+    """A loss or another number, for people: 0.1234, or 1.733e+19 of a run that goes astray."""
+    return f"{value:.4f}" if not abs(value) >= 1e5 else f"{value:.4g}"
 
 
 Kind = TypeVar("Kind", bound=type[Task])

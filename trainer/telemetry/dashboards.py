@@ -19,9 +19,10 @@ AT_END = re.compile(r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val
 ANEW = re.compile(r"run/|_hparams_/|custom_scalars__config__")  # what every part of a run tells for itself
 PARTS = ("data", "compute", "bubble", "optimizer")  # of a step, as they are laid on each other, in each mode the same
 EDGES = ("z_step/0", *(f"z_step/{n}_{part}" for n, part in enumerate(PARTS, 1)))
+PICTURES = ("batch as the model sees it", "worst predictions", "confusion matrix", "accuracy a class", "timeline")
 SUMMARY = {  # columns of results, by their tag below summary/
-    "best": "best {metric}",
-    "last": "last {metric}",
+    "best_{metric}": "best {title}",
+    "last_{metric}": "last {title}",
     "samples_per_sec": "images/s",
     "step_ms": "step, ms",
     "hours": "hours",
@@ -36,9 +37,10 @@ def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
 
 
 def _front(metric: str) -> dict[str, str]:
+    """Numbered alike for all tasks, so that runs of several tasks share the charts that they have in common."""
     wanted = ("train/loss", "val/loss", f"val/{metric}", "speed/samples_per_sec", "speed/val_samples_per_sec")
-    short = [tag.removeprefix("speed/").replace("/", "_") for tag in dict.fromkeys(wanted)]
-    return {tag: f"{n}_{name}" for n, (tag, name) in enumerate(zip(dict.fromkeys(wanted), short, strict=True), 1)}
+    short = [f"{n}_{tag.removeprefix('speed/').replace('/', '_')}" for n, tag in enumerate(wanted, 1)]
+    return {tag: name for tag, name in reversed([*zip(wanted, short, strict=True)])}
 
 
 def _stacked(values: Mapping[str, float]) -> dict[str, float]:
@@ -122,14 +124,15 @@ def _custom_scalars(rows: Mapping[str, Sequence[Any]]) -> Any:
     return Summary(value=[Summary.Value(tag=CONFIG_SUMMARY_TAG, metadata=create_summary_metadata(), tensor=tensor)])
 
 
-def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str) -> list[Any]:
+def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str, title: str) -> list[Any]:
     """HParams: a line a run. `main` comes first and in this order, then `changed`, then the results of SUMMARY.
 
     TensorBoard takes the columns of all runs from one of them, so what is peculiar to a run is also told in a column
     that each has, in words. It sorts columns by name; what is shown is another name.
 
     Args:
-        metric: what people call the task's.
+        metric: the task's. Each has columns of its own: an F1 under the accuracy of other runs would be misread.
+        title: what people call it.
     """
     from tensorboard.plugins.hparams import api_pb2
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
@@ -142,8 +145,10 @@ def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str) ->
         for name, (key, value) in shown.items()
     ]
     metrics = [
-        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=f"z_summary/{tag}"), display_name=title.format(metric=metric))
-        for tag, title in SUMMARY.items()
+        api_pb2.MetricInfo(
+            name=api_pb2.MetricName(tag=f"z_summary/{tag.format(metric=metric)}"), display_name=name.format(title=title)
+        )
+        for tag, name in SUMMARY.items()
     ]
     experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics, time_created_secs=time.time())
     start = SessionStartInfo(start_time_secs=time.time())  # without a name, its line has the run's
@@ -160,12 +165,13 @@ def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str) ->
     ]
 
 
-def ended() -> Any:
-    """HParams: the run is over, and well."""
+def ended(well: bool = True) -> Any:
+    """HParams: the run is over."""
     from tensorboard.plugins.hparams import api_pb2
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 
-    end = SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+    status = api_pb2.STATUS_SUCCESS if well else api_pb2.STATUS_FAILURE
+    end = SessionEndInfo(status=status, end_time_secs=time.time())
     return _told("session_end_info", HParamsPluginData(session_end_info=end))
 
 
@@ -177,13 +183,13 @@ def _told(tag: str, content: Any) -> Any:
     return Summary(value=[Summary.Value(tag=f"_hparams_/{tag}", metadata=metadata, tensor=NULL_TENSOR)])
 
 
-def image(tag: str, encoded: bytes, size: tuple[int, int]) -> Any:
-    """A picture (PNG or JPEG) of (width, height)."""
+def image(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
+    """A picture (PNG or JPEG) of (width, height), one of PICTURES; TensorBoard sorts them by their tags."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     width, height = size
     picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=encoded)
-    return Summary(value=[Summary.Value(tag=f"view/{tag}", image=picture)])
+    return Summary(value=[Summary.Value(tag=f"view/{PICTURES.index(name) + 1} {name}", image=picture)])
 
 
 def _kind(value: Any) -> int:

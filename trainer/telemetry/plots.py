@@ -103,13 +103,17 @@ def bars(path: Path, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
 
 
 def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
-    """Panels side by side with one legend; curves that lie on each other stay visible: later ones are thinner."""
+    """Panels side by side with one legend; curves that lie on each other stay visible: later ones are thinner.
+
+    A curve of one point is a mark.
+    """
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     figure, found = canvas(10.5 if len(panels) > 1 else 8.0, 4.1, len(panels))
     for axes, panel in zip(found, panels, strict=True):
         for name, (x, y) in panel.curves.items():
             style = names.index(name)
-            axes.plot(*thinned(x, y), label=name, **_line(style, len(names)))
+            mark = {"marker": MARKERS[style % len(MARKERS)], "markersize": 8} if len(x) == 1 else {}
+            axes.plot(*thinned(x, y), label=name, **_line(style, len(names)), **mark)
         axes.set_xlabel(panel.xlabel)
         axes.set_ylabel(panel.ylabel)
         if panel.log:

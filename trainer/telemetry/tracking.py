@@ -38,7 +38,7 @@ class NullTracker:
         """The recipe, with what this run chose where it left something open."""
 
     def start(self, position: Position, total_steps: int, metric: str) -> None:
-        """Training begins here, and goes on to so many steps; `metric` tells which epoch is best."""
+        """Training begins here, and goes on to so many steps; `metric` is what people look at beside the loss."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """TensorBoard values; tags as in the design, x is the optimizer step."""

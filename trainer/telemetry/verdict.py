@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import yaml
 
@@ -156,11 +156,15 @@ class Verdict:
 
     def to_markdown(self) -> str:
         """For TensorBoard's text tab."""
-        lines = [self.sentence, "", f"| part of a step ({1e3 * self.step_seconds:.3g} ms) | share |", "| --- | ---: |"]
-        lines += [f"| {name} | {share:.1%} |" for name, share in self.step.items()]
-        lines += ["", "| part of the run | share |", "| --- | ---: |"]
-        lines += [f"| {name} | {share:.1%} |" for name, share in self.run.items()]
-        return "\n".join(lines)
+        step = 1e3 * self.step_seconds
+        lines = [self.sentence, "", f"| part of a step ({step:,.{0 if step >= 100 else 1}f} ms) | share |"]
+        lines += ["| --- | ---: |", *_rows(self.step), "", "| part of the run | share |", "| --- | ---: |"]
+        return "\n".join([*lines, *_rows(self.run)])
+
+
+def _rows(parts: Mapping[Any, float]) -> list[str]:
+    """Those that take any time: a mode has no such part else, or it was not told apart."""
+    return [f"| {name} | {share:.1%} |" for name, share in parts.items() if share >= 0.0005]
 
 
 def shares(measured: StepParts) -> dict[Part, float]:

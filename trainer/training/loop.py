@@ -47,7 +47,9 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 with suppress(SetupError, DiskFullError):  # where the folder is what failed, the first error tells
-                    this.tracker.result(reporting.result(this, status, *in_one_line(error)))
+                    line, code = in_one_line(error)
+                    this.tracker.result(reporting.result(this, status, line, code))
+                    presenting.ended_early(this, status, line)
             raise
 
 

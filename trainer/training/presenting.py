@@ -6,6 +6,7 @@ Drawn once at the start and once at the end, on rank 0; what other ranks have co
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 from trainer.data import Batch, as_pictures, held_out_pictures
 from trainer.devices import precision
 from trainer.errors import TrainerError, text_of
+from trainer.processes.started import as_typed
 from trainer.processes.world import cores
 from trainer.recipe.loading import words_of
 from trainer.telemetry import dashboards, gallery
@@ -29,6 +31,7 @@ from trainer.training.run import Run
 
 SEEN, PIXELS = 32, 2**22  # samples of the first batch that are shown, and their pixels: of large images fewer
 PAGE = "run"
+COLUMNS = ("mode", "model.name", "devices", "batch_size", "optimizer.lr", "precision")  # that each line has anyway
 
 
 def begin(run: Run) -> None:
@@ -38,7 +41,9 @@ def begin(run: Run) -> None:
         return
     tracker.show(_layout(run), 0)
     words = words_of(run.recipe)
-    for summary in dashboards.columns(_main(run), _changed(words), task.titles.get(task.metric, task.metric)):
+    changed = {key: value for key, value in _changed(words).items() if key not in COLUMNS}
+    title = task.titles.get(task.metric, task.metric)
+    for summary in dashboards.columns(_main(run), changed, task.metric, title):
         tracker.show(summary, 0)
     tracker.text(PAGE, opening(run, words), 0)
 
@@ -114,6 +119,21 @@ def end(run: Run, result: Result, verdict: Verdict | None) -> None:
     tracker.show(dashboards.ended(), step)
 
 
+def ended_early(run: Run, status: str, reason: str) -> None:
+    """Why it ended before its time, above what ran, and how to go on; `status` is result.json's."""
+    tracker = run.tracker
+    if not tracker.shows:
+        return
+    with _dispensable(run):
+        again, words = _next(run, words_of(run.recipe)), reason[:1].upper() + reason[1:]
+        advice = (
+            "## How to go on" if status == "preempted" else "## To go on from its newest checkpoint, if there is one"
+        )
+        page = {f"# {'Stopped' if status == 'preempted' else 'Failed'} at step {run.position.step}": escaped(words)}
+        tracker.text(PAGE, _markdown(page | {advice: _commands(again[:1])}), max(1, run.position.step))
+        tracker.show(dashboards.ended(well=False), run.position.step)
+
+
 def _layout(run: Run, communication: bool = False) -> Any:
     task = run.task
     return dashboards.layout(task.metric_names(), task.titles, communication, run.recipe.traits.micro_batches)
@@ -124,9 +144,9 @@ def opening(run: Run, words: Sequence[str]) -> str:
     changed = _changed(words)
     return _markdown(
         {
-            f"# {run.recipe.name}, {run.recipe.mode}": _table(banner.facts(run)),
-            "## What was changed": _table(changed) if changed else "Nothing: the recipe as it is.",
-            "## Machine": _table(_machine(run)),
+            f"# {run.recipe.name}, {run.recipe.mode}": _list(banner.facts(run)),
+            "## What was changed": _list(changed) if changed else "Nothing: the recipe as it is.",
+            "## Machine": _list(_machine(run)),
             "## If it is interrupted": _commands(_next(run, words)[:1]),
             "## The whole recipe": "```yaml\n" + run.recipe.to_yaml() + "```",
         }
@@ -152,19 +172,21 @@ def _markdown(parts: Mapping[str, str]) -> str:
 
 
 def _commands(found: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"- {what}: `python -m trainer {words}`" for what, words in found)
+    return "\n".join(f"- {what}: `{as_typed(f'python -m trainer {words}')}`" for what, words in found)
 
 
 def _next(run: Run, words: Sequence[str]) -> list[tuple[str, str]]:
     """What one may do, with the words to type; the first while it is not over."""
     where, world = shlex.quote(str(run.tracker.path)), run.world
     ranks = [f"nproc={world.size}"] * (1 < world.size == world.place.local_size)
-    again = " ".join([*(shlex.quote(word) for word in words if not word.startswith(("output=", "resume="))), *ranks])
+    kept = [shlex.quote(word) for word in words if not word.startswith(("output=", "resume="))]
+    again = " ".join([*kept, *ranks])
+    fresh = " ".join([*(word for word in kept if not word.startswith(("model.init_from=", "model.weights="))), *ranks])
     found = [("go on", f"{again} output={where} resume=auto")]
     found += [("the same run again", " ".join([f"recipe={where}/recipe.yaml", *ranks]))]
     if not run.speed_only:
         found += [("its accuracy once more", f"evaluate checkpoint={where}")]
-        found += [("a new run from these weights", f"{again} model.init_from={where}")]
+        found += [("a new run from these weights", f"{fresh} model.init_from={where}")]
     return found
 
 
@@ -190,10 +212,9 @@ def _main(run: Run) -> dict[str, Any]:
 
 
 def _changed(words: Sequence[str]) -> dict[str, Any]:
-    """Keys that differ from the recipe's own, apart from those that have a column anyway and where things lie."""
+    """Keys that differ from the recipe's own, apart from where things lie."""
     pairs = (word.partition("=") for word in words)
-    known = {"recipe", "mode", "model.name", "batch_size", "optimizer.lr", "precision", "output", "resume"}
-    found = {key: yaml.safe_load(value) for key, _, value in pairs if key not in known}
+    found = {key: yaml.safe_load(value) for key, _, value in pairs if key not in ("recipe", "output", "resume")}
     return {key: value if isinstance(value, bool | int | float) else _words(value) for key, value in found.items()}
 
 
@@ -201,9 +222,13 @@ def _words(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _table(rows: Mapping[str, Any]) -> str:
-    lines = [f"| {key} | {' '.join(str(value).split()).replace('|', '/')} |" for key, value in rows.items()]
-    return "\n".join(["| | |", "| --- | --- |", *lines])
+def _list(rows: Mapping[str, Any]) -> str:
+    return "\n".join(f"- **{escaped(key)}**: {escaped(value)}" for key, value in rows.items())
+
+
+def escaped(value: Any) -> str:
+    """A text as it is, in one line of Markdown."""
+    return re.sub(r"([\\`*_{}\[\]#])", r"\\\1", " ".join(str(value).split())).replace("<", "&lt;")
 
 
 @contextmanager

@@ -102,8 +102,8 @@ def summary(run: Run) -> dict[str, float]:
     """How far the run has come, in the few figures by which runs are compared."""
     speed, history = run.timer.summary(run.loader.samples_per_step), run.history
     found = {
-        "best": history.best,
-        "last": history.validation.get(f"val_{run.task.metric}"),
+        f"best_{run.task.metric}": history.best,
+        f"last_{run.task.metric}": history.validation.get(f"val_{run.task.metric}"),
         "samples_per_sec": speed["throughput"] and speed["throughput"]["samples_per_sec"],
         "step_ms": speed["step_time_s"] and 1e3 * speed["step_time_s"]["mean"],
         "hours": run.seconds() / 3600,
@@ -120,7 +120,7 @@ def _mfu(run: Run, samples_per_sec: float) -> float | None:
 def epoch_line(run: Run, epoch: int) -> str:
     """One line an epoch."""
     return (
-        f"epoch {epoch + 1}/{run.recipe.epochs}  train loss {run.history.losses[-1]:.4f}  "
+        f"epoch {epoch + 1}/{run.recipe.epochs}  train {run.task.told({'loss': run.history.losses[-1]})}  "
         f"val {run.task.told(metrics_of(run.history.validation))}  {run.seconds():.0f} s"
     )
 

@@ -120,7 +120,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     tracker.say(banner.banner(run))
     if state is not None:
         resuming.restore(run, state)
-    tracker.start(run.position, run.total_steps, task.metric)
+    tracker.start(run.position, run.total_steps, task.headline())
     presenting.begin(run)
     return run
 

@@ -104,8 +104,8 @@ def test_sentences():
     )
     uneven = said(StepParts(1, bubble=0.4, busy=[0.2, 1.0]), Setting(2), ("mode=pipeline", "pipeline.cuts=[a]"))
     assert uneven == (
-        "40% of the devices' time in a step is idle, waiting for other stages: stage 1 works 1.7 times as long as the "
-        "mean stage. Try pipeline.cuts=auto"
+        "40% of the devices' time in a whole step is idle, waiting for other stages: stage 1 works 1.7 times as long "
+        "as the mean stage. Try pipeline.cuts=auto"
     )
     assert said(StepParts(1), run={"steps": 2.0, "evaluation": 6.0}).endswith(
         "Steps are only 25% of this run: evaluation takes 75%"

@@ -24,7 +24,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 PHRASES: dict[Part, str] = {
     "data": "{share:.0%} of the step waits for images",
     "communication": "{share:.0%} of the step waits for communication between ranks",
-    "bubble": "{share:.0%} of the devices' time in a step is idle, waiting for other stages",
+    "bubble": "{share:.0%} of the devices' time in a whole step is idle, waiting for other stages",
     "optimizer": "{share:.0%} of the step is the optimizer's",
     "logging": "{share:.0%} of the step is logging",
     "compute": "{share:.0%} of the step is computing, forward and backward",

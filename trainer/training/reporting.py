@@ -152,7 +152,8 @@ def last_line(run: Run, result: Result) -> str:
         text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared anew"
     pipeline = result["pipeline"]
     if pipeline and pipeline["bubble_measured"] is not None:
-        text += f"\n  bubble   {pipeline['bubble_measured']:.1%} measured, {pipeline['bubble_predicted']:.1%} predicted"
+        text += f"\n  bubble   {pipeline['bubble_measured']:.1%} of forward and backward, measured in some steps; "
+        text += f"{pipeline['bubble_predicted']:.1%} predicted"
         text += f": {folder}/timeline.png" if run.recipe.pipeline.timeline else ", pipeline.timeline=true draws it"
     text += _verdict_line(result)
     text += f"\n  weights  {folder}/last.safetensors"

@@ -67,7 +67,7 @@ def picture(path: Path, spans: Sequence[Span]) -> None:
     axes.set_xlim(0, 1e3 * length)
     axes.set_xlabel("ms")
     bubble = idle_share(spans, len(set(workers.values())))
-    title = f"one training step; numbers are micro-batches; the workers are idle {bubble:.0%} of the time"
+    title = f"one training step; numbers are micro-batches; in this step the workers idle {bubble:.0%} of the time"
     axes.set_title(title, color=plots.INK)
     kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]

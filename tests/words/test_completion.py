@@ -1,7 +1,8 @@
-"""The Tab key: the printed script, in a real bash."""
+"""The Tab key: the printed scripts, in a real bash and, where there is one, a real zsh."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -58,7 +59,120 @@ def test_files(sourced: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     (tmp_path / "photos").mkdir()
     assert completed(sourced, "trainer recipe=min", cwd=tmp_path) == ["mine.yaml"]
-    assert completed(sourced, "trainer data.root=pho", cwd=tmp_path) == ["photos"]
+    assert completed(sourced, "trainer data.root=pho", cwd=tmp_path) == ["photos/"]
+    assert completed(sourced, "trainer recipes new m", cwd=tmp_path) == ["mine.yaml"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to work in that has two runs, beside what is none."""
+    folder = tmp_path_factory.mktemp("trained")
+    for run in ("first", "second"):
+        (folder / "runs" / run).mkdir(parents=True)
+        (folder / "runs" / run / "recipe.yaml").touch()
+        (folder / "runs" / run / "best.safetensors").touch()
+    (folder / "runs" / "no_run").mkdir()
+    (folder / "photos").mkdir()
+    (folder / "my.yaml").touch()
+    (folder / "notes.txt").touch()
+    (folder / "cache" / "pets-1a2b").mkdir(parents=True)
+    (folder / "cache" / "pets-1a2b" / "about.json").touch()
+    return folder
+
+
+RUNS = {"runs/first", "runs/second"}
+TABLE: list[tuple[str, set[str]]] = [
+    ("trainer runs ", {"show", "compare", "delete"}),
+    ("trainer runs de", {"delete"}),
+    ("trainer runs show ", RUNS),
+    ("trainer runs show fi", {"first"}),
+    ("trainer runs show runs/fi", {"runs/first"}),
+    ("trainer runs show first ", set()),
+    ("trainer runs compare first ", RUNS | {"output="}),
+    ("trainer runs delete ", RUNS | {"yes="}),
+    ("trainer runs delete yes=", {"true", "false"}),
+    ("./launch.sh export ", RUNS | {"format=", "output=", "plugin="}),
+    ("./launch.sh export runs/first/be", {"runs/first/best.safetensors"}),
+    ("./launch.sh export first f", {"format="}),
+    ("trainer evaluate checkpoint=", RUNS),
+    ("trainer predict checkpoint=runs/s", {"runs/second"}),
+    ("trainer predict checkpoint=runs/second/b", {"runs/second/best.safetensors"}),
+    ("trainer predict checkpoint=no", {"notes.txt"}),
+    ("trainer recipe=finetune model.init_from=", RUNS),
+    ("trainer recipe=", RUNS | {"my.yaml", *shipped_recipes()}),
+    ("trainer recipe=ru", RUNS),
+    ("trainer recipe=pho", {"photos/"}),
+    ("trainer plan recipe=my", {"my.yaml"}),
+    ("trainer recipes ", {"diff", "new", "keys", "schema", *shipped_recipes()}),
+    ("trainer recipes diff digits runs/f", {"runs/first"}),
+    ("trainer recipes diff digits mnist ", set()),
+    ("trainer recipes new my.yaml ext", {"extends="}),
+    ("trainer recipes new my.yaml extends=", RUNS | {"my.yaml", *shipped_recipes()}),
+    ("trainer recipes new my.yaml extends=dig", {name for name in shipped_recipes() if name.startswith("dig")}),
+    ("trainer recipes new my.yaml extends=digits epo", {"epochs="}),
+    ("trainer recipes keys schedule.na", {"schedule.name"}),
+    ("trainer recipes digits epo", {"epochs="}),
+    ("trainer cache ", {"build", "verify", "delete", "data.cache_dir="}),
+    ("trainer cache build rec", {"recipe="}),
+    ("trainer cache delete p", {"pets-1a2b"}),
+    ("trainer guide mod", {"modes"}),
+    ("trainer completion ", {"bash", "zsh"}),
+    ("trainer help ev", {"evaluate"}),
+    ("trainer runs --", {"--help", "--json"}),
+    ("trainer doctor ", set()),
+    ("trainer recipe=digits eva", set()),
+    ("trainer evaluate rec", set()),
+    ("trainer recipe=digits model.name=resnet20", {"resnet20"}),
+    ("trainer recipe=digits resume=au", {"auto"}),
+    ("./launch.sh tens", {"tensorboard"}),
+    ("python -m trainer runs del", {"delete"}),
+    ("torchrun --nproc_per_node=2 -m trainer evaluate checkpoint=runs/f", {"runs/first"}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), TABLE)
+def test_what_can_stand_there(
+    sourced: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: set[str]
+) -> None:
+    monkeypatch.setenv("TRAINER_DATA", str(trained))
+    function = "_trainer_after_m" if " -m " in line else "_trainer"
+    assert {*completed(sourced, line, function, cwd=trained)} == expected
+
+
+def test_a_folder_without_runs_and_names_with_blanks(sourced: Path, tmp_path: Path) -> None:
+    assert completed(sourced, "trainer runs show ", cwd=tmp_path) == []
+    assert {*completed(sourced, "trainer recipe=", cwd=tmp_path)} == {*shipped_recipes()}
+    (tmp_path / "runs" / "my run").mkdir(parents=True)
+    (tmp_path / "runs" / "my run" / "recipe.yaml").touch()
+    assert completed(sourced, "trainer runs delete r", cwd=tmp_path) == ["runs/"]  # readline quotes what comes then
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed")
+def test_zsh_finds_what_bash_finds(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "completion.zsh").write_text(script("zsh"))
+    (tmp_path / "lines").write_text("\n".join(line for line, _ in TABLE) + "\n")
+    commands = r"""
+compdef() { }
+source $1
+compset() { PREFIX=${PREFIX#*=}; }
+compadd() { [[ $1 = -S ]] && shift 2; shift; print -rn -- "$* "; }
+_files() { }
+while IFS= read -r line; do
+    words=(${=line})
+    if [[ $line = *\  ]]; then words+=(""); fi
+    CURRENT=$#words
+    PREFIX=$words[-1]
+    _trainer
+    print
+done < $2
+"""
+    done = subprocess.run(
+        ["zsh", "-fc", commands, "zsh", str(tmp_path / "completion.zsh"), str(tmp_path / "lines")],
+        cwd=trained, env={**os.environ, "TRAINER_DATA": str(trained)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    found = dict(zip([line for line, _ in TABLE], done.stdout.split("\n"), strict=False))
+    assert {line: {*words.split()} for line, words in found.items()} == dict(TABLE)
 
 
 @pytest.mark.parametrize("program", ["python", "python3", "torchrun"])
@@ -78,6 +192,6 @@ def test_what_completed_python_before_still_does(sourced: Path, tmp_path: Path) 
 
 def test_zsh_lists_the_same() -> None:
     text = script("zsh")
-    assert "compdef _trainer trainer" in text and "'mode=hogwild'" in text and " optimizer.lr= " in text
+    assert "compdef _trainer trainer" in text and " mode=hogwild " in text and " optimizer.lr= " in text
     if shutil.which("zsh"):
         subprocess.run(["zsh", "-n"], input=text, text=True, check=True, timeout=60)

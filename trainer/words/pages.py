@@ -210,7 +210,7 @@ PAGES = {
     ),
     "completion": Page(
         "completion bash|zsh",
-        "Print what lets the Tab key complete commands, recipes, keys and values.",
+        "Print what lets the Tab key complete commands, recipes, runs, keys and values.",
         examples=(
             "python -m trainer completion bash > ~/.trainer-completion; source ~/.trainer-completion",
             "python -m trainer completion zsh > ~/.trainer-completion; source ~/.trainer-completion",

@@ -83,6 +83,10 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
         message += ", or null"
     if kind in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(r"[\d.]+", value):
         message += "; leave the quotes out"
+    elif kind == "float_type" and re.fullmatch(r"\d+,\d+", str(value)):
+        message += f"; write {str(value).replace(',', '.')}"
+    if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float) and value.is_integer()):
+        message += f"; write {value:.0f}" if value == int(value) else ""
     if kind == "string_type" and isinstance(value, int | float):
         message += f"; put it in quotes, as in \"{key}='{shown(value)}'\""
     return f"{found} must be {message}"

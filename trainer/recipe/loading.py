@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.errors import RecipeError
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
+from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, nearest, one_line, shown, typed
 from trainer.recipe.unread import check_read, reads
 
@@ -37,14 +39,31 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
     Raises:
         RecipeError: naming the key, what was found, and the nearest thing that works.
     """
+    try:
+        return _loaded(recipe, words, keywords)
+    except RecipeError:
+        for path in _own_files(recipe):
+            if (slip := first_slip(_text(path), shipped_recipes())) is not None:
+                raise RecipeError(f"{path}: {slip}") from None
+        raise
+
+
+def _loaded(
+    recipe: str | Path | Mapping[str, Any] | Recipe | None, words: Iterable[str], keywords: Mapping[str, Any]
+) -> Recipe:
+    """As `load`, whose message may name a line of a file."""
     name, layers = _layers(recipe, words, keywords)
     try:
         plain = _plain(OmegaConf.merge(*(tree for _, tree in layers)))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
     said = _origins(layers)
+    sources = {key: name if label == YOURS else label for key, label in said.items()}
     try:
-        made = validated(plain, name, {key: name if label == YOURS else label for key, label in said.items()})
+        try:
+            made = validated(plain, name, sources)
+        except RecipeError:
+            made = validated(plain, name, {**sources, **_places(recipe, name, said)})  # the same again, with the line
         check_read(made, (key for key, label in said.items() if label == YOURS))
         return made
     except RecipeError as error:
@@ -86,6 +105,48 @@ def _layers(
         parent = shown(said[EXTENDS])
         raise RecipeError(f"extends={parent} is a line of a YAML file; on the command line it is recipe={parent}")
     return name, [*chain, (YOURS, said)]
+
+
+def _own_files(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Iterator[Path]:
+    """The files of a recipe that are not shipped: its own, then what that extends, as far as they can be read."""
+    if not isinstance(recipe, str | Path):
+        return
+    with suppress(RecipeError):
+        path, seen = find(str(recipe)), set[Path]()
+        while path.resolve() not in seen and _label(path) not in shipped_recipes():
+            yield path
+            seen.add(path.resolve())
+            tree = _read(path)
+            if not isinstance(parent := tree.get(EXTENDS), str):
+                return
+            path = _parent(parent, _label(path), path.resolve())
+
+
+def _places(recipe: Any, name: str, said: Mapping[str, str]) -> dict[str, str]:
+    """The file and line of each key that a file of one's own has said last."""
+    found: dict[str, str] = {}
+    for order, path in enumerate(_own_files(recipe)):
+        label, lines = (_label(path) if order else name), dict[str, int]()
+        with suppress(yaml.YAMLError):
+            lines |= _key_lines(yaml.compose(_text(path), Loader=_loader()), "")
+        found |= {key: f"{path}, line {lines[key]}" for key in said if said[key] == label and key in lines}
+    return found
+
+
+def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    """The dotted keys of a YAML map, with their lines."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{prefix}{key.value}", key.start_mark.line + 1
+        yield from _key_lines(value, f"{prefix}{key.value}.")
+
+
+def _text(path: Path) -> str:
+    """A file's text, with what is no UTF-8 in it replaced; empty where it is too large for a recipe."""
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            return file.read(MAX_BYTES) if path.stat().st_size <= MAX_BYTES else ""
+    except OSError:
+        return ""
 
 
 def _origins(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -207,8 +268,8 @@ def _read(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
         _check_shape(text, str(path))
         tree = OmegaConf.load(path)
-    except UnicodeDecodeError:
-        raise RecipeError(f"{path}: a binary file, not a YAML recipe (text is to be saved as UTF-8)") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: {_no_utf8(error)}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RecipeError(f"{path}: {_told(error, text)}") from None
     except OSError as error:
@@ -222,24 +283,37 @@ def _read(path: Path) -> Any:
     return tree
 
 
+def _no_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong with a file that is not UTF-8."""
+    number = error.object.count(b"\n", 0, error.start) + 1
+    if b"\x00" in error.object and not error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "a binary file, not a YAML recipe"
+    return f"line {number}: not UTF-8: save the file as UTF-8 text in your editor"
+
+
 def _told(error: Exception, text: str) -> str:
-    """What is wrong with a file's YAML: the line, and what it ought to look like."""
+    """What is wrong with a file's YAML, where no slip is found in it: the line, and what it ought to look like."""
     mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f"line {line}: it holds a character that cannot be seen: take it out"
     if mark is None:
         return one_line(error)
-    lines = text.splitlines()
     said = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
-    if any(re.match(r" *\t", line) for line in lines[: mark.line + 1]):
-        return f"{said}; a tab is no indent in YAML: write two blanks"
     if "mapping values are not allowed" in said:
         return f"{said}; keys of one section begin in one column, and a text with ': ' in it is put in quotes"
-    return said
+    return f"{said}; look at this line and those above it"
+
+
+def _loader() -> Any:
+    """YAML's own, in C where it is there, as OmegaConf takes it: it also takes a tab before a value."""
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _check_shape(text: str, name: str) -> None:
     """Refuse what would grow without limit when read (aliases of aliases, ${a}${a}) or overflow the stack."""
     depth = aliases = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in yaml.parse(text, Loader=_loader()):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         aliases += isinstance(event, yaml.AliasEvent)
         if depth > MAX_DEPTH or aliases > MAX_ALIASES:

@@ -1,0 +1,223 @@
+"""Slips in a recipe file that make it no YAML, or other YAML than was meant: the line, and what to write there.
+
+YAML itself tells the line where reading broke off, which is often a later one, and nothing to write. Looked for only
+where a file could not be used.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from trainer.recipe.schema import EXTENDS, Recipe
+from trainer.recipe.text import flatten
+
+KEYS = tuple(flatten(Recipe().to_dict()))
+SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in KEYS if "." in key))
+TOP = (EXTENDS, *SECTIONS, *(key for key in KEYS if "." not in key))
+NAMES = {*TOP, *KEYS, *(key.partition(".")[2] for key in KEYS if "." in key)}  # with and without their sections
+CURLED = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
+CURLED += "\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}"
+BLANKS = "\N{NO-BREAK SPACE}\N{FIGURE SPACE}\N{NARROW NO-BREAK SPACE}\N{IDEOGRAPHIC SPACE}\N{ZERO WIDTH SPACE}"
+DASHES = "-\N{EN DASH}\N{EM DASH}"
+WIDE = {"\N{FULLWIDTH COLON}": ":", "\N{FULLWIDTH EQUALS SIGN}": "="}
+LINE = re.compile(
+    rf"(?P<indent> *)(?P<dash>[{DASHES}] *|--)?(?P<key>[A-Za-z_][\w.]*)(?P<before> *)(?P<sign>[:=])(?P<rest>.*)"
+)
+BRACKETED = re.compile(r"'[^']*'|\"[^\"]*\"|([^\s,\[\]'\"]+\[[^\]]*\])")  # a text in quotes, or one with brackets in it
+PROGRAMS = re.compile(r" *(\$ *)?(python3?|torchrun|trainer|\S*launch\.sh) ")
+MEANS_OTHERWISE = "@%`&*!"  # what a text without quotes cannot begin with
+
+
+@dataclass
+class _Above:
+    """What stands above a line.
+
+    Attributes:
+        section: whose keys can follow; empty where none was begun.
+        first: the line of that section's first key and its column, (0, 0) where there is none yet.
+        seen: the line of each key, with its section.
+    """
+
+    section: str
+    first: tuple[int, int]
+    seen: dict[tuple[str, str], int]
+
+
+def first_slip(text: str, recipes: Collection[str]) -> str | None:
+    """The first slip of a file, as "line 2: ..."; None where none is known.
+
+    Args:
+        text: the file's.
+        recipes: names that can be extended.
+    """
+    lines = list(_lines(text))
+    above = _Above("", (0, 0), {})
+    open_in, depth = 0, 0  # the line that began a list or map over several lines, and how deep it is
+    for place, (number, line) in enumerate(lines):
+        if depth > 0:
+            if open_in and (key := _key(line)) in TOP and key and not line.startswith(" "):
+                opened = next(said for at, said in lines if at == open_in)
+                return f"line {open_in}: {opened.strip()} is not closed: put {_closing(opened)} behind it"
+            depth += _depth(line)
+            continue
+        told = _signs(line) or _no_key(line, place, recipes) or _written(line, above, number)
+        if told:
+            return f"line {number}: {told}"
+        depth = max(_depth(line), 0)
+        open_in = number if depth and _key(line) else 0
+    return None
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines that say something, without comments, with their numbers."""
+    for number, line in enumerate(textwrap.dedent(text.removeprefix("\ufeff")).split("\n"), 1):
+        said = _uncommented(line).rstrip()
+        if said.strip():
+            yield number, said
+
+
+def _uncommented(line: str) -> str:
+    found = re.match(r"((?:[^#'\"]|'[^']*'|\"[^\"]*\"|(?<=\S)#|['\"](?=[^'\"]*$))*)", line)
+    return found[1] if found else line
+
+
+def _key(line: str) -> str:
+    found = LINE.fullmatch(line)
+    return found["key"] if found and found["sign"] == ":" else ""
+
+
+def _depth(line: str) -> int:
+    """How many more brackets a line opens than it closes."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
+    return sum(map(bare.count, "[{")) - sum(map(bare.count, "]}"))
+
+
+def _closing(line: str) -> str:
+    return "]" if "[" in line else "}"
+
+
+def _signs(line: str) -> str | None:
+    """Signs that look like others."""
+    if re.match(r" *\t", line):
+        return f"a tab is no indent in YAML: write two blanks before {line.strip()}"
+    blank = next((sign for sign in BLANKS if sign in line), None)
+    if blank:
+        clean = re.sub(f"[{BLANKS}]", " ", line).strip()
+        return f"a sign that only looks like a blank stands in it (U+{ord(blank):04X}): type the line anew: {clean}"
+    wide = next((sign for sign in WIDE if re.match(rf" *[\w.]+ *{sign}", line)), None)
+    if wide:
+        key, _, value = line.partition(wide)
+        return f"its {WIDE[wide]} is another sign that looks like it: write {key.strip()}: {value.strip()}"
+    return None
+
+
+def _no_key(line: str, place: int, recipes: Collection[str]) -> str | None:
+    """Lines that set nothing. `place` is 0 for the first."""
+    said = line.strip()
+    if said.startswith("//"):
+        return f"a comment begins with #: write # {said.strip('/ ')}"
+    if said == "---" and place:
+        return "--- begins another document: leave it out"
+    if PROGRAMS.match(line):
+        return "this is a command: a file has a line for each key, such as epochs: 3"
+    if said in SECTIONS:
+        return f"put a colon behind it: {said}:"
+    if said in NAMES:
+        return f"a colon and a value are missing: write {said}: VALUE"
+    if said in recipes:
+        return f"write {EXTENDS}: {said}"
+    return None
+
+
+def _written(line: str, above: _Above, number: int) -> str | None:
+    """A line that sets a key, or was to set one; remembers it."""
+    found = LINE.fullmatch(line)
+    if found is None or (found["key"] not in NAMES and not (found["key"] == "recipe" and found["sign"] == "=")):
+        return None
+    key, sign, value = found["key"], found["sign"], found["rest"].strip()
+    if sign == "=":
+        words = re.split(r"\s+(?=[\w.]+=)", value)
+        if len(words) > 1 and found["before"] == "":
+            return f"one key a line, with a colon: write {_as_lines(key, words[0])}"
+        return f"a file has a colon where a command has =: write {_as_lines(key, value)}"
+    if found["dash"]:
+        return f"keys have no dash: write {key}: {value}"
+    if value and found["rest"][0] not in " \t":
+        return f"put a blank after the colon: {key}: {value}"
+    told = _value(key, value) or (None if "." in key else _place(key, len(found["indent"]), above, number))
+    return told or (_section(key, value) if not found["indent"] else None)
+
+
+def _as_lines(key: str, value: str) -> str:
+    """key=value as a file has it."""
+    section, dot, own = key.rpartition(".")
+    if key == "recipe":
+        return f"{EXTENDS}: {value}"
+    return f"{section}: {{{own}: {value}}}" if dot else f"{key}: {value}"
+
+
+def _section(key: str, value: str) -> str | None:
+    """A section with a value of its own."""
+    if key not in SECTIONS or not value or value[0] in "{&*" or value in ("null", "~"):
+        return None
+    if f"{key}.name" in KEYS:
+        return f"{key} is a section: write {key}: {{name: {value}}}"
+    return f"{key} is a section: write its keys below it, with two blanks before each"
+
+
+def _value(key: str, value: str) -> str | None:
+    """A value that YAML does not read as it was meant."""
+    if value[:1] in CURLED and value:
+        return f"quotes are straight or left out: write {key}: {value.strip(CURLED)}"
+    if value[-1:] in (",", ";") and _depth(value) == 0:
+        what = "comma" if value[-1] == "," else "semicolon"
+        return f"a line ends without a {what}: write {key}: {value.rstrip(',; ')}"
+    if value[:1] in MEANS_OTHERWISE and value:
+        return f"put it in quotes: {key}: {_quoted(value)}"
+    if value[:1] in "'\"" and value:
+        end = value.find(value[0], 1)
+        if end < 0:
+            return f"the quote is not closed: write {key}: {value}{value[0]}"
+        if end < len(value) - 1 and value[end + 1] not in "'\"" and value[0] == "'":
+            return f"put all of it in quotes: {key}: {_quoted(value.replace(value[0], ''))}"
+        return None
+    if value[:1] in "[{" and value:
+        quoted = BRACKETED.sub(lambda found: f"'{found[1]}'" if found[1] else found[0], value)
+        if quoted != value:
+            return f"put what has brackets in it in quotes: {key}: {quoted}"
+        end = max(value.rfind("]"), value.rfind("}"))
+        return f"put it in quotes: {key}: {_quoted(value)}" if 0 < end < len(value) - 1 and _depth(value) == 0 else None
+    second = re.search(r"([\w.]*): ", value)
+    if second and second[1] in NAMES:
+        return f"one key a line: write {value[second.start() :]} in a line of its own"
+    return f"put a text with a colon in quotes: {key}: {_quoted(value)}" if second or value.endswith(":") else None
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def _place(key: str, column: int, above: _Above, number: int) -> str | None:
+    """The column that a key begins in, and whether it was there before."""
+    within = f"{above.section}.{key}" in KEYS
+    if column == 0 and key not in TOP:
+        if within:
+            return f"{key} belongs to {above.section}: put two blanks before it"
+        return None
+    if column and not within:
+        return f"{key} belongs to no section: begin it at the left edge" if key in TOP else None
+    if column and above.first[0] and column != above.first[1]:
+        line, blanks = above.first
+        return f"keys of a section begin in one column: put {blanks} blanks before {key}, as in line {line}"
+    seen = above.seen.setdefault((above.section if column else "", key), number)
+    if seen != number:
+        keep = "put the keys of both below one" if key in SECTIONS and not column else "keep one of them"
+        return f"{key} stands in line {seen} already: {keep}"
+    if column == 0:
+        above.section, above.first = (key if key in SECTIONS else ""), (0, 0)
+    elif not above.first[0]:
+        above.first = (number, column)
+    return None

@@ -3,6 +3,7 @@
 import csv
 import os
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -50,6 +51,52 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     again = RunFolder(recipe(tmp_path / "run", "resume=auto", "mode=single", "data.workers=1", "logging.every_steps=1"))
     assert again.resuming
     again.close()
+
+
+def last_command(line: str) -> list[str]:
+    """The words of the command that a message tells to type last."""
+    return shlex.split(line.split("python -m trainer ")[-1].partition(";")[0])
+
+
+@pytest.mark.parametrize("more", [(), ("model.weights=DEFAULT",)])
+def test_more_epochs_are_a_run_of_their_own_that_one_can_type(tmp_path, more):
+    words = ("recipe=digits_single", "model.name=mlp", "data.mean=[0.3]", "data.std=[0.4]", *QUIET)
+    ok(*words, "epochs=2", "output=runs/my first", cwd=tmp_path)
+    asked = trainer(*words, "epochs=3", "output=runs/my first", "resume=auto", cwd=tmp_path)
+    assert asked.returncode == 2 and "(epochs: 2 there, 3 now); to train longer, start a run from its " in asked.stderr
+    assert asked.stderr.rstrip().endswith(
+        "; or else put it back, as recipe=runs/my first does, or choose another output="
+    )
+    typed = last_command(asked.stderr)
+    assert typed == [
+        "recipe=runs/my first", "model.init_from=runs/my first", "epochs=1", "output=runs/my first-longer"
+    ]  # fmt: skip
+    ok(*typed, *more, cwd=tmp_path)
+    before, after = (load(tmp_path / "runs" / name) for name in ("my first", "my first-longer"))
+    assert (after.epochs, after.model.init_from, after.model.weights) == (1, "runs/my first", None)
+    assert after.data == before.data
+    first, second = (steps(tmp_path / "runs" / name) for name in ("my first", "my first-longer"))
+    assert abs(float(second[0]["train_loss"]) - float(first[-1]["train_loss"])) < 0.2
+    again = trainer(*typed[:2], "epochs=2", typed[3], "resume=auto", cwd=tmp_path)
+    ok(*last_command(again.stderr), cwd=tmp_path)
+
+
+def test_longer_where_the_run_is_not_complete_and_the_next_name_is_taken(tmp_path):
+    first = RunFolder(recipe(tmp_path / "run", "epochs=2"))
+    first.write_recipe(recipe(tmp_path / "run", "epochs=2"))
+    first.close()
+    (tmp_path / "run" / "last.safetensors").touch()
+    (tmp_path / "run-longer").mkdir()
+    where = tmp_path / "run"
+    with pytest.raises(RecipeError) as told:
+        RunFolder(recipe(where, "epochs=6", "resume=auto"))
+    end = f"end it with python -m trainer recipe={where} output={where} resume=auto; then to train longer, start a "
+    assert end in str(told.value) and f"epochs=4 output={where}-longer2;" in str(told.value)
+    with pytest.raises(RecipeError) as told:
+        RunFolder(recipe(where, "epochs=1", "resume=auto"))
+    assert "to train longer" not in str(told.value)
+    with pytest.raises(RecipeError, match=r"max_steps: null there, 5 now|max_steps: None there, 5 now"):
+        RunFolder(recipe(where, "epochs=2", "max_steps=5", "resume=auto"))
 
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):

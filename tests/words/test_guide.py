@@ -52,7 +52,7 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ("slurm", "nodes"),
         ("notebook", "python"),
         ("onnx", "export"),
-        ("exit codes", "errors"),
+        ("exit codes of a shell", "errors"),
         ("hogwild", "modes"),
         ("8 gpus", "imagenet"),
         ("multilabel", "tasks"),
@@ -63,6 +63,21 @@ def test_another_word_finds_the_nearest_topics(asked: str, first: str) -> None:
     with pytest.raises(RecipeError, match=f"'{asked}' is no topic; nearest: ") as told:
         guide.command(asked.split())
     assert len(str(told.value)) < 160
+
+
+@pytest.mark.parametrize(
+    ("asked", "topic", "line"),
+    [
+        ("longer", "resume", "recipe=runs/first model.init_from=runs/first epochs=2 output=runs/longer"),
+        ("more epochs", "resume", "recipe=runs/first model.init_from=runs/first epochs=2 output=runs/longer"),
+        ("exit codes", "errors", "28"),
+    ],
+)
+def test_words_of_one_heading_print_its_section(asked: str, topic: str, line: str) -> None:
+    done = trainer("guide", *asked.split(), env={"TRAINER_COMMAND": "./launch.sh"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert line in done.stdout and done.stdout.endswith(f"\nmore of this: ./launch.sh guide {topic}\n")
+    assert len(done.stdout) < len(guide.command([topic]))
 
 
 def test_a_word_that_is_nowhere() -> None:

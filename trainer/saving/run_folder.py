@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -118,9 +119,23 @@ class RunFolder:
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
-                f"resume=auto: {self.path} was trained with another recipe ({listed}); "
+                f"resume=auto: {self.path} was trained with another recipe ({listed}); {self._longer(changes)}"
                 f"put it back, as recipe={self.path} does, or choose another output="
             )
+
+    def _longer(self, changes: Mapping[str, tuple[Any, Any]]) -> str:
+        """What to type to train for more epochs or steps, if that is what was wanted: the schedule was made for all."""
+        key = next((key for key in ("epochs", "max_steps") if key in changes), None)
+        old, new = changes[key] if key else (None, None)
+        if old is None or new is None or new <= old:
+            return ""
+        where, taken = shlex.quote(str(self.path)), 1
+        while os.path.lexists(after := f"{self.path}-longer{taken if taken > 1 else ''}"):
+            taken += 1
+        words = f"recipe={where} model.init_from={where} {key}={new - old} output={shlex.quote(after)}"
+        done = self.previous_result(lambda text: None).get("status") == "completed"
+        first = "" if done else f"end it with python -m trainer recipe={where} output={where} resume=auto; then "
+        return f"{first}to train longer, start a run from its weights: type python -m trainer {words}; or else "
 
     def write_recipe(self, recipe: Recipe) -> None:
         """recipe.yaml, resolved and re-runnable; a continued run keeps the one it has."""

@@ -20,7 +20,7 @@ WIDEST = 100  # characters of a line, on any screen
 
 
 def command(words: Sequence[str]) -> str:
-    """The page of the topic that the words name; without words, all topics.
+    """The page of the topic that the words name, or the one section whose heading has them; without words, all topics.
 
     Raises:
         RecipeError: no such topic; the line names those nearest to it.
@@ -28,11 +28,15 @@ def command(words: Sequence[str]) -> str:
     asked = " ".join(words).strip().lower().removesuffix(".md")
     if not asked or asked == INDEX.lower():
         return _listed()
+    width = min(WIDEST, shutil.get_terminal_size().columns)
+    if asked not in topics() and (part := _section(asked)) is not None:
+        topic, text = part
+        return for_terminal(_as_started(f"# {text}"), width) + f"\nmore of this: {program()} guide {topic}\n"
     if asked not in topics():
         near = nearest_topics(asked)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise RecipeError(f"'{asked[:80]}' is no topic{hint}: type {' '.join([program(), 'guide', *near[:1]])}")
-    return for_terminal(_as_started(page(asked)), min(WIDEST, shutil.get_terminal_size().columns))
+    return for_terminal(_as_started(page(asked)), width)
 
 
 @functools.cache
@@ -44,6 +48,17 @@ def topics() -> dict[str, str]:
 def page(topic: str) -> str:
     """A topic's page, in Markdown."""
     return (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
+
+
+def _section(asked: str) -> tuple[str, str] | None:
+    """The topic and text of the only section whose heading has all the words; None where there is none, or several."""
+    found = [
+        (topic, part)
+        for topic in topics()
+        for part in page(topic).split("\n## ")[1:]
+        if set(asked.split()) <= set(re.findall(r"\w+", part.partition("\n")[0].lower()))
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def nearest_topics(asked: str) -> list[str]:

@@ -28,7 +28,7 @@ from trainer.recipe.words import split_words
 from trainer.saving.files import open_streams
 from trainer.words import completion, guide, pages
 from trainer.words.pages import version_line
-from trainer.words.reading import read
+from trainer.words.reading import program, read
 
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
@@ -118,7 +118,7 @@ def run(words: Sequence[str]) -> int:
 
         return doctor.command(rest)
     if command == "recipes":
-        _show(recipe_pages.answer(rest))
+        _show(recipe_pages.answer(rest, program()))
         return 0
     if command == "guide":
         _show(guide.command(rest))

@@ -396,3 +396,12 @@ def test_ctrl_c_ends_the_run_under_way(tmp_path):
     assert started.returncode == 130, out + err
     assert "resume=auto" in err and err.count("\n") == 1
     assert json.loads((tmp_path / "out/compare.json").read_text())["status"] == "interrupted"
+
+
+def test_what_it_tells_to_type_is_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    monkeypatch.setenv("TRAINER_TENSORBOARD", "./launch.sh tensorboard")
+    comparing._say("  watch    python -m tensorboard.main --logdir runs/x/tensorboard")
+    assert capsys.readouterr().out == "  watch    ./launch.sh tensorboard --logdir runs/x/tensorboard\n"

@@ -73,6 +73,16 @@ def test_what_is_wrong_comes_last_and_exits_3(quick, monkeypatch, capsys):
     assert "2. nothing can be written into" in last
 
 
+def test_it_tells_what_works_where_launch_sh_started_it(monkeypatch, capsys):
+    findings = Findings()
+    findings.problem(cards.NO_NCCL)
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    doctor.command([])
+    told = capsys.readouterr().out
+    assert "pip install --force-reinstall torch" in told and sys.executable in told
+
+
 @pytest.mark.parametrize(
     ("module", "error"),
     [

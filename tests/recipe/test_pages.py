@@ -33,6 +33,15 @@ def test_a_new_file_is_short_and_works_at_once(tmp_path: Path) -> None:
     ok("recipe=my.yaml", "output=run", *QUIET, cwd=tmp_path)
 
 
+def test_it_tells_the_program_that_was_typed(tmp_path: Path) -> None:
+    words, started = ("recipes", "new", "my.yaml", "extends=digits"), {"TRAINER_COMMAND": "../launch.sh"}
+    told = ok(*words, cwd=tmp_path, env=started).stdout
+    assert told == "wrote my.yaml; edit it, and type: ../launch.sh recipe=my.yaml\n"
+    text = (tmp_path / "my.yaml").read_text()
+    assert "\n#   ../launch.sh recipe=my.yaml  " in text and "\n#   ../launch.sh recipes my.yaml  " in text
+    assert "python -m trainer" not in text
+
+
 def test_keys_may_have_dashes_and_a_file_blanks(tmp_path: Path) -> None:
     told = ok(
         "recipes", "new", "my file.yaml", "--extends", "digits", "--epochs=3", "seed", "=", "4", cwd=tmp_path

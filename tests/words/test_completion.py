@@ -45,6 +45,12 @@ def test_commands_and_keys(sourced: Path) -> None:
     assert completed(sourced, "trainer guide mod") == ["modes"]
 
 
+def test_the_script_tells_how_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "made by: python -m trainer completion bash\n" in script("bash")
+    monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    assert "made by: ./launch.sh completion zsh\n" in script("zsh")
+
+
 def test_values(sourced: Path) -> None:
     assert {*completed(sourced, "trainer export runs/x format=")} == {*SUFFIXES}
     assert completed(sourced, "trainer mode=loc") == ["local_sgd"]

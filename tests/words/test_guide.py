@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.commands import trainer
@@ -91,6 +93,8 @@ def test_the_program_is_called_as_it_was_started(monkeypatch: pytest.MonkeyPatch
     assert "    ./launch.sh test\n" in guide.command(["tested"])  # launch.sh alone knows it
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
     assert "    ./launch.sh doctor\n" in guide.command(["errors"])
+    assert "python -m trainer" not in guide.command(["commands"]) and "python -m trainer" in guide.command(["start"])
+    assert f"{sys.executable}" in guide.command(["photos"])  # pip may be another Python's
 
 
 MARKDOWN = """# A page

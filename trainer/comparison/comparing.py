@@ -20,6 +20,7 @@ from trainer.comparison.folder import previous
 from trainer.comparison.predictions import predictions
 from trainer.comparison.running import Failed, Length, Repeats, Runner
 from trainer.errors import Interrupted
+from trainer.processes.started import as_typed
 from trainer.recipe import Recipe
 
 START = 4.0  # seconds, about, before a process has its libraries
@@ -201,4 +202,4 @@ def _parts(entries: Sequence[Entry]) -> dict[str, list[str]]:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(as_typed(text), flush=True)

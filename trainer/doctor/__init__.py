@@ -13,6 +13,7 @@ from trainer.doctor.devices import look_at_cards
 from trainer.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import fork_server
+from trainer.processes.started import as_typed
 
 
 def command(words: Sequence[str]) -> int:
@@ -20,7 +21,7 @@ def command(words: Sequence[str]) -> int:
     if words:
         raise RecipeError(f"doctor takes no words, and '{words[0][:80]}' is one: type python -m trainer doctor")
     found = examine()
-    print(found.text(), flush=True)
+    print(as_typed(found.text()), flush=True)
     return SetupError.code if found.problems else 0
 
 

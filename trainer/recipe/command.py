@@ -9,15 +9,15 @@ from trainer.errors import RecipeError
 from trainer.recipe.editor import schema_text
 from trainer.recipe.keys import shown_keys
 from trainer.recipe.loading import describe, shipped_recipes
-from trainer.recipe.pages import commented, differences, write_new
+from trainer.recipe.pages import PROGRAM, commented, differences, write_new
 from trainer.recipe.schema import EXTENDS
 from trainer.recipe.text import nearest
 
 VERBS = ("diff", "new", "keys", "schema")
 
 
-def answer(words: Sequence[str]) -> str:
-    """What `recipes` followed by these words prints.
+def answer(words: Sequence[str], program: str = PROGRAM) -> str:
+    """What `recipes` followed by these words prints; `program` is how it was started.
 
     Raises:
         RecipeError: the words are none of `recipes --help`.
@@ -41,7 +41,7 @@ def answer(words: Sequence[str]) -> str:
             raise RecipeError(f"recipes new {names[0]}: '{names[1]}' is not key=value, as in optimizer.lr=0.05")
         if len(names) > 1:
             raise RecipeError(f"recipes new {names[0]}: to start from {names[1]}, type extends={names[1]}")
-        return write_new(names[0], [word for word in rest if "=" in word])
+        return write_new(names[0], [word for word in rest if "=" in word], program)
     if verb == "keys":
         if len(rest) > 1:
             raise RecipeError(f"recipes keys takes one section or key, not {len(rest)}: type recipes keys {rest[0]}")

@@ -16,6 +16,7 @@ from trainer.recipe.schema import EXTENDS
 from trainer.recipe.text import flatten, typed
 from trainer.recipe.words import split_words
 
+PROGRAM = "python -m trainer"  # how it is started, where nobody says otherwise
 COLUMN = 34  # where comments start, unless a value reaches it
 OFTEN = ("data.root", "model.name", "batch_size", "epochs", "optimizer.lr", "precision")  # what people change first
 
@@ -49,8 +50,10 @@ def differences(one: str, other: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_new(name: str, words: Sequence[str]) -> str:
+def write_new(name: str, words: Sequence[str], program: str = PROGRAM) -> str:
     """Write a short recipe file that extends another and holds the keys of `words`; returns what to do with it.
+
+    `program` is what the file and the answer tell to type in front of words.
 
     Raises:
         RecipeError: the file exists or has no YAML name, nothing to extend is named, or a word is wrong.
@@ -64,7 +67,7 @@ def write_new(name: str, words: Sequence[str]) -> str:
     if len(own) != 1:
         raise RecipeError(f"recipes new {name} needs one recipe to start from: type recipes new {name} extends=digits")
     (parent,) = own.values()
-    text = _new_file(path, parent, rest)
+    text = _new_file(path, parent, rest, program)
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
@@ -72,18 +75,18 @@ def write_new(name: str, words: Sequence[str]) -> str:
         raise RecipeError(f"{name} is there already and stays as it is: choose another name, or remove it") from None
     except OSError as error:
         raise SetupError(f"{name} cannot be written: {error.strerror}") from None
-    return f"wrote {name}; edit it, and type: python -m trainer {shlex.quote(f'recipe={name}')}\n"
+    return f"wrote {name}; edit it, and type: {program} {shlex.quote(f'recipe={name}')}\n"
 
 
-def _new_file(path: Path, parent: str, words: Sequence[str]) -> str:
+def _new_file(path: Path, parent: str, words: Sequence[str], program: str) -> str:
     """The text of a file that extends `parent`: the keys of `words`, and some that people change, as comments."""
     values, was = flatten(load(parent, *words).to_dict()), flatten(load(parent).to_dict())
     said = [key for key, origin in origins(parent, *words).items() if origin == YOURS]
     lines = [
         shorten(f"# {path.stem}: {parent} with {' '.join(words) or 'nothing changed yet'}", 110),
         f"{MODELINE}{schema_file()}",
-        f"#   python -m trainer {shlex.quote(f'recipe={path.name}')}      trains it",
-        f"#   python -m trainer recipes {shlex.quote(path.name)}     shows every key, what it means and who set it",
+        f"#   {program} {shlex.quote(f'recipe={path.name}')}      trains it",
+        f"#   {program} recipes {shlex.quote(path.name)}     shows every key, what it means and who set it",
         f"{EXTENDS}: {typed(_from(path, parent))}",
     ]
     known = keys()

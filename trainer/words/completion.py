@@ -204,7 +204,7 @@ _trainer_found() {
 }
 """
 
-_BASH = r"""# Completion of trainer for bash; made by: python -m trainer completion bash
+_BASH = r"""# Completion of trainer for bash; made by: @PROGRAM@ completion bash
 @FOUND@
 _trainer() {
     local typed=${COMP_LINE:0:COMP_POINT} breaks before
@@ -245,7 +245,7 @@ complete -o default -F _trainer trainer launch.sh
 """
 
 _ZSH = r"""#compdef trainer launch.sh
-# Completion of trainer for zsh; made by: python -m trainer completion zsh
+# Completion of trainer for zsh; made by: @PROGRAM@ completion zsh
 @FOUND@
 _trainer() {
     local -aU found
@@ -297,7 +297,7 @@ def script(shell: str) -> str:
     for mark, found in marks.items():
         text = text.replace(f"@{mark}@", " ".join(found))
     text = text.replace("@FOLDERS@", " | ".join(OTHER_FOLDERS))
-    return (_BASH if shell == "bash" else _ZSH).replace("@FOUND@", text)
+    return (_BASH if shell == "bash" else _ZSH).replace("@FOUND@", text).replace("@PROGRAM@", program())
 
 
 def _commands() -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import trainer
 from trainer.errors import RecipeError
+from trainer.processes.started import as_typed
 from trainer.words.reading import program
 from trainer.words.terminal import cells, for_terminal
 
@@ -31,12 +32,12 @@ def command(words: Sequence[str]) -> str:
     width = min(WIDEST, shutil.get_terminal_size().columns)
     if asked not in topics() and (part := _section(asked)) is not None:
         topic, text = part
-        return for_terminal(_as_started(f"# {text}"), width) + f"\nmore of this: {program()} guide {topic}\n"
+        return for_terminal(_as_started(topic, f"# {text}"), width) + f"\nmore of this: {program()} guide {topic}\n"
     if asked not in topics():
         near = nearest_topics(asked)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise RecipeError(f"'{asked[:80]}' is no topic{hint}: type {' '.join([program(), 'guide', *near[:1]])}")
-    return for_terminal(_as_started(page(asked)), width)
+    return for_terminal(_as_started(asked, page(asked)), width)
 
 
 @functools.cache
@@ -88,6 +89,10 @@ def _listed() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _as_started(text: str) -> str:
-    """A page with the program's name as it was typed; what only launch.sh knows stays launch.sh's."""
+def _as_started(topic: str, text: str) -> str:
+    """A page with the program's name as it was typed; what only launch.sh knows stays launch.sh's.
+
+    `start` tells all ways to start, and so keeps them.
+    """
+    text = text if topic == "start" else as_typed(text)
     return re.sub(r"\./launch\.sh(?= (?!test\b|tensorboard\b|--help\b)[\w-])", lambda _: program(), text)

@@ -1,6 +1,6 @@
 """What other programs call a recipe's keys and values, so that an error can say what they are called here.
 
-Names of torchvision's references, timm, Lightning, Ultralytics, Hugging Face, Accelerate and torchrun.
+Names of torchvision's references, timm, Lightning, Ultralytics, Keras, Hugging Face, Accelerate and torchrun.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _KEYS = {
     "image_folder img_dir folder input_dir input inputs data.path data.dir data.folder data.source dataset.root",
     "data.val_fraction": "val_split validation_split val_size test_size val_ratio validation_fraction",
     "data.balance": "balanced weighted_sampler class_balance balance_classes oversample",
+    "data.channels": "in_chans in_channels input_channels color_mode num_channels",
     "data.image_size": "imgsz img_size image_size input_size size resolution crop_size train_crop_size val_crop_size "
     "data.img_size data.size",
     "data.workers": "num_workers workers n_workers nw j dataloader_num_workers dataloader.num_workers data.num_workers "
@@ -52,6 +53,7 @@ _KEYS = {
     "optimizer.weight_decay": "wd l2 weightdecay optim.weight_decay",
     "optimizer.momentum": "mom optim.momentum",
     "optimizer.betas": "adam_betas opt_betas",
+    "optimizer.eps": "adam_epsilon opt_eps epsilon adam_eps",
     "optimizer.lr_per": "lr_base_size base_batch_size scale_lr auto_scale_lr lr_scaling",
     "optimizer.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay lr_layer_decay",
     "optimizer.trust": "trust_coefficient trust_coeff lars_coefficient",
@@ -60,12 +62,13 @@ _KEYS = {
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
     "schedule.step_epochs": "lr_step_size step_size decay_epochs lr_step lr_drop",
     "schedule.gamma": "lr_gamma decay_rate lr_decay",
-    "loss.label_smoothing": "smoothing labelsmoothing",
+    "loss.label_smoothing": "smoothing labelsmoothing label_smoothing_factor",
     "loss.class_weights": "class_weight cls_weight",
     "precision": "dtype data_type mixed_precision amp_dtype torch_dtype trainer.precision",
-    "compile": "torch_compile torchcompile use_compile torch.compile",
-    "ema": "ema_decay model_ema model_ema_decay",
-    "clip_grad_norm": "clip_grad clip grad_clip gradient_clip_val max_grad_norm clip_gradients gradient_clipping "
+    "compile": "jit_compile torch_compile torchcompile use_compile torch.compile",
+    "ema": "use_ema ema_momentum ema_decay model_ema model_ema_decay",
+    "clip_grad_norm": "clipnorm global_clipnorm "
+    "clip_grad clip grad_clip gradient_clip_val max_grad_norm clip_gradients gradient_clipping "
     "max_norm trainer.gradient_clip_val",
     "sync_bn": "sync_batchnorm syncbn sync_batch_norm sync_bn_layers",
     "channels_last": "channelslast memory_format",
@@ -80,15 +83,23 @@ _KEYS = {
     "threads": "num_threads omp_num_threads torch_threads",
     "stop.patience": "early_stopping early_stop earlystopping early_stopping_patience early_stopping_rounds "
     "es_patience",
-    "save.every_epochs": "save_period save_epochs checkpoint_interval save_freq",
-    "save.every_steps": "save_steps checkpoint_steps",
-    "save.keep": "save_total_limit save_top_k checkpoint_hist",
-    "logging.every_steps": "print_freq log_interval log_every log_every_n_steps logging_steps log_freq",
+    "save.every_epochs": "save_period save_epochs checkpoint_interval save_freq every_n_epochs save_every "
+    "save_interval checkpoint.every checkpoint.interval checkpoint.epochs checkpoint.every_epochs checkpoint.freq "
+    "save.every save.interval save.epochs",
+    "save.every_steps": "save_steps checkpoint_steps every_n_train_steps checkpointing_steps checkpoint.steps "
+    "checkpoint.every_steps checkpoint.every_n_steps save.steps",
+    "save.keep": "save_total_limit save_top_k checkpoint_hist checkpoints_total_limit total_limit checkpoint.keep "
+    "checkpoint.save_top_k",
+    "logging.every_steps": "print_freq log_interval log_every log_every_n_steps logging_steps log_freq log.interval "
+    "log.every log.steps log.every_steps log.freq logging.interval logging.every logging.steps logging.freq",
+    "logging.wandb": "log_wandb use_wandb wandb",
+    "logging.mlflow": "mlflow use_mlflow",
     "logging.progress": "progress_bar enable_progress_bar progress",
     "resume": "resume_from resume_from_checkpoint continue ckpt_path resume_path",
-    "seed": "random_seed manual_seed rng_seed seed_everything",
-    "deterministic": "use_deterministic_algorithms reproducible trainer.deterministic",
-    "output": "out output_dir outdir output_path save_dir savedir save_path project log_dir logdir logging_dir "
+    "seed": "data_seed random_seed manual_seed rng_seed seed_everything",
+    "deterministic": "full_determinism use_deterministic_algorithms reproducible trainer.deterministic",
+    "output": "project_dir checkpoint_dir checkpoint.dir log.dir "
+    "out output_dir outdir output_path save_dir savedir save_path project log_dir logdir logging_dir "
     "default_root_dir run_dir work_dir exp_name run_name experiment_name results_dir hydra.run.dir dest o",
 }
 OTHER_KEYS = {name: key for key, names in _KEYS.items() for name in names.split()}

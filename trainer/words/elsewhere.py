@@ -63,6 +63,31 @@ def _logger(value: str, _: Around) -> Meaning:
     return put("logging.tensorboard", "false" if value.lower() in NOTHING else "true")
 
 
+def _beta(first: bool) -> Told:
+    """One of Adam's two, which are one key here."""
+    return lambda value, _: put("optimizer.betas", f"[{value},0.999]" if first else f"[0.9,{value}]")
+
+
+def _few_steps(value: str, _: Around) -> Meaning | None:
+    """A try of some steps."""
+    steps = "1" if value.lower() in YES else value
+    return put("max_steps", steps) if steps.isdigit() and steps != "0" else None
+
+
+def _no_progress(value: str, _: Around) -> Meaning:
+    return put("logging.progress", "true" if value.lower() in NO else "false")
+
+
+def _sharded(value: str, _: Around) -> Meaning:
+    if value.lower() in NOTHING:
+        return Meaning((), "weights are not sharded here: leave it out")
+    return put("mode", "pipeline", "weights are not sharded here; a pipeline shares a model among devices too")
+
+
+def _said(what: str) -> Told:
+    return lambda _, __: Meaning((), what)
+
+
 def _dropped(why: str) -> Told:
     return lambda _, __: Meaning((), f"{why}: leave it out")
 
@@ -78,20 +103,114 @@ ELSEWHERE: dict[str, Told] = {
     **dict.fromkeys(("cuda", "use_cuda", "use_gpu"), _cuda),
     **{name: _mode(name) for name in MODES},
     **dict.fromkeys(("distributed", "multiprocessing_distributed", "multi_gpu"), _mode("ddp")),
-    **dict.fromkeys(("nnodes", "num_nodes", "n_nodes"), _nodes),
+    **dict.fromkeys(("nnodes", "num_nodes", "n_nodes", "num_machines"), _nodes),
     **dict.fromkeys(("name", "exp", "experiment", "run_id"), _named_run),
-    **dict.fromkeys(("logger", "logging", "report_to"), _logger),
+    **dict.fromkeys(("logger", "logging", "report_to", "log_with"), _logger),
+    **dict.fromkeys(("adam_beta1", "beta_1", "beta1"), _beta(first=True)),
+    **dict.fromkeys(("adam_beta2", "beta_2", "beta2"), _beta(first=False)),
+    **dict.fromkeys(("fast_dev_run", "overfit_batches", "limit_train_batches"), _few_steps),
+    **dict.fromkeys(("disable_tqdm", "no_progress_bar"), _no_progress),
+    **dict.fromkeys(("fsdp", "use_fsdp", "deepspeed", "use_deepspeed", "zero_stage"), _sharded),
     **dict.fromkeys(
-        ("local_rank", "rank", "node_rank", "master_addr", "master_port"), _dropped("torchrun tells it itself")
+        ("warmup_ratio", "warmup_steps", "warmup_iters", "lr_warmup_steps", "num_warmup_steps"),
+        _said("the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5"),
+    ),
+    **dict.fromkeys(
+        ("color_jitter", "hsv_h", "hsv_s", "hsv_v", "degrees", "rotation", "translate", "shear"),
+        _said("augment.auto=trivial turns, shifts, shears and recolours images"),
+    ),
+    "lrf": _said("schedule.min_lr= is the last learning rate itself, not a share of the first"),
+    "auto_find_batch_size": _said("the command plan says beforehand what fits into memory"),
+    "max_time": _said("max_steps= ends a run; one that is stopped goes on with resume=auto"),
+    "steps_per_epoch": _said("an epoch is each training image once; max_steps= ends a run earlier"),
+    **dict.fromkeys(
+        (
+            "local_rank",
+            "rank",
+            "node_rank",
+            "machine_rank",
+            "master_addr",
+            "master_port",
+            "main_process_ip",
+            "main_process_port",
+            "rdzv_backend",
+            "rdzv_endpoint",
+        ),
+        _dropped("torchrun tells it itself"),
     ),
     **dict.fromkeys(("verbose", "v", "quiet", "q", "debug"), _dropped("there is no such switch")),
-    **dict.fromkeys(("backend", "dist_backend", "dist_url"), _dropped("NCCL joins GPUs and gloo CPUs by itself")),
-    **dict.fromkeys(("val", "validate", "do_eval", "eval"), _dropped("every epoch ends with an evaluation")),
+    **dict.fromkeys(
+        ("backend", "dist_backend", "dist_url", "ddp_backend"), _dropped("NCCL joins GPUs and gloo CPUs by itself")
+    ),
+    **dict.fromkeys(
+        (
+            "val",
+            "validate",
+            "do_eval",
+            "eval",
+            "val.every",
+            "eval.every",
+            "val_every",
+            "eval_every",
+            "val.interval",
+            "eval.interval",
+            "val_interval",
+            "eval_interval",
+            "eval_freq",
+            "val_freq",
+            "check_val_every_n_epoch",
+            "val_check_interval",
+            "eval_strategy",
+            "evaluation_strategy",
+            "eval_steps",
+            "validation_freq",
+        ),
+        _dropped("every epoch ends with an evaluation"),
+    ),
+    **dict.fromkeys(
+        ("limit_val_batches", "validation_steps", "num_sanity_val_steps"),
+        _dropped("each held-out image is evaluated, once an epoch"),
+    ),
+    **dict.fromkeys(
+        ("per_device_eval_batch_size", "eval_batch_size", "val_batch_size", "test_batch_size"),
+        _dropped("no figure depends on how many images are evaluated at a time"),
+    ),
+    **dict.fromkeys(
+        (
+            "monitor",
+            "eval_metric",
+            "metric_for_best_model",
+            "greater_is_better",
+            "load_best_model_at_end",
+            "restore_best_weights",
+            "save_best_only",
+            "save_last",
+            "save_weights_only",
+            "checkpoint_metric",
+        ),
+        _dropped("the run's folder keeps the last weights and the best, by the task's own metric"),
+    ),
+    "metrics": _dropped("the metrics are those of the task"),
+    **dict.fromkeys(
+        ("gradient_clip_algorithm", "clip_mode"), _dropped("gradients are clipped by their norm, clip_grad_norm=")
+    ),
+    **dict.fromkeys(("start_epoch", "initial_epoch"), _dropped("resume=auto knows where the run was")),
+    **dict.fromkeys(
+        ("vflip", "flipud", "vertical_flip", "mosaic", "copy_paste", "perspective"),
+        _dropped("images are not varied in this way; recipes keys augment lists the ways there are"),
+    ),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+        _dropped("ddp needs no settings"),
+    ),
     **dict.fromkeys(("dropout", "drop", "drop_rate", "drop_path"), _dropped("dropout is the model's own")),
-    **dict.fromkeys(("exist_ok", "overwrite", "force"), _dropped("choose another output=, or continue by resume=auto")),
+    **dict.fromkeys(
+        ("exist_ok", "overwrite", "force", "overwrite_output_dir"),
+        _dropped("choose another output=, or continue by resume=auto"),
+    ),
     **dict.fromkeys(("cudnn_benchmark", "benchmark", "cudnn"), _dropped("kernels are chosen by trying them")),
     "tta": _dropped("each image is looked at once"),
-    "pin_memory": _dropped("memory is pinned where a GPU trains"),
+    **dict.fromkeys(("pin_memory", "dataloader_pin_memory"), _dropped("memory is pinned where a GPU trains")),
     "persistent_workers": _dropped("workers live as long as the run"),
     "standalone": _dropped("ranks are started by nproc="),
     "shuffle": _dropped("training images are shuffled in every epoch"),

@@ -15,6 +15,7 @@ from trainer.words.keys import FOLDERS, is_name, keys, our_name, sections
 from trainer.words.meaning import SHARDS, WEIGHTS, Around, Meaning, plain, put
 from trainer.words.values import IMAGENET, data_name, devices, model_name, unknown, value_of
 
+FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
 PHOTOS = ("photos", "imagefolder", "folder", "custom", "myphotos", "images", "finetuning", "transfer")
 
 
@@ -28,6 +29,9 @@ def meaning(key: str, value: str, around: Around) -> Meaning | None:
     """
     if not value:
         return None
+    section, _, own = key.partition(".")
+    if section in FOREIGN and own and not is_name(key):  # trainer.fast_dev_run, args.lr
+        return meaning(own, value, around) or (put(own, value) if own in keys() else None)
     if value.startswith("{"):  # a section as YAML writes it
         return None
     several = _several(key, value, around)

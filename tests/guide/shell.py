@@ -23,6 +23,8 @@ from trainer.words.reading import read
 OTHERS = {  # what other programs' lines may look like
     "git": r"clone URL trainer",
     "cd": r"trainer",
+    ".venv/bin/python": r"-m pip install [a-z-]+",
+    "uv": r"pip install --python \.venv [a-z-]+",
     "pip": r"install (\.|'?\.\[\w+\]'?|[a-z-]+)",
     "source": r"\.venv/bin/activate|~/\.trainer-completion|",
     "tar": r"--sort=name -C photos -cf photos\.tar \.",

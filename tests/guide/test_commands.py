@@ -44,9 +44,11 @@ NOT_RUN = {
         "pip install pillow-heif",
         "pip install timm",
         "pip install pyarrow",
+        "pip install ipywidgets",
+        ".venv/bin/python -m pip install timm",
+        "uv pip install --python .venv timm",
         "pip install wandb",
         "pip install mlflow",
-        "pip install ipywidgets",
         "source .venv/bin/activate",
     ),
     "is these tests, or hours of them": (

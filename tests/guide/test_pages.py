@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import PROJECT
-from tests.guide.documents import CONTRIBUTING, LANGUAGES, PAGES, anchors, blocks, commands, links, name, prose
+from tests.guide.documents import CONTRIBUTING, LANGUAGES, PAGES, anchors, blocks, commands, links, name, prose, spans
 from tests.pages import GUIDE, PART, PARTS, README, filled
 from trainer.words.guide import INDEX, topics
 from trainer.words.terminal import cells
@@ -101,6 +101,22 @@ def test_a_page_begins_with_its_title_and_is_plain(page: Path) -> None:
     text = " ".join(page.read_text().split())
     assert [sentence for sentence in UNCLEAR if sentence in text] == []
     assert len(re.findall("^# ", prose(page), re.M)) == 1
+
+
+ELSEWHERE = ("start", "export", "predict", "watch", "commands")  # says it itself, or is made or told otherwise
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in ELSEWHERE], ids=name)
+def test_a_package_is_asked_for_with_the_way_to_the_right_pip(page: Path) -> None:
+    """launch.sh's environment is not that of a plain pip, and may have no pip at all."""
+    if any(span.startswith("pip install ") for span in spans(page)):
+        assert "(start.md#another-package)" in page.read_text()
+    assert "%pip install" not in page.read_text()  # where launch.sh started it, a terminal shows another pip
+
+
+def test_readme_tells_where_torchrun_is_found() -> None:
+    text = README.read_text()
+    assert "`source .venv/bin/activate`" in text.partition("\ntorchrun ")[2].partition("\n## ")[0]
 
 
 def test_readme_is_two_screens() -> None:

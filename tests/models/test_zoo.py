@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import torchvision_zoo, zoo
+from trainer.models.blocks import head
 from trainer.recipe import ModelRecipe, checks
 
 
@@ -80,6 +81,42 @@ def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
     assert torch.equal(other[0].weight, source[0].weight) and other[-1].weight.shape == (4, 128)
     with pytest.raises(CheckpointError, match="another model"):
         zoo.build(ModelRecipe(name="mlp", init_from=str(tmp_path / "w.safetensors")), 10, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("classes", "rows"),
+    [
+        (["cat", "cow", "dog"], [0, 1, 2]),
+        (["dog", "cat", "cow"], [2, 0, 1]),
+        (["dog", "owl"], [2, None]),
+        (["ant", "cat", "cow", "dog"], [None, 0, 1, 2]),
+        (["ant", "bee", "fly"], [None, None, None]),
+    ],
+)
+@pytest.mark.parametrize("name", ["cnn", "squeezenet1_1"])  # whose last layer is a convolution
+def test_init_from_finds_classes_by_their_names(tmp_path, classes, rows, name):
+    size = 8 if name == "cnn" else 64
+    source = zoo.build(ModelRecipe(name=name), 3, 3, size)
+    save_file(source.state_dict(), tmp_path / "w.safetensors", {"classes": '["cat", "cow", "dog"]'})
+    recipe = ModelRecipe(name=name, init_from=str(tmp_path / "w.safetensors"))
+    torch.manual_seed(5)
+    model = zoo.build(recipe, len(classes), 3, size, classes=classes)
+    torch.manual_seed(5)
+    fresh = zoo.build(ModelRecipe(name=name), len(classes), 3, size)
+    assert zoo.known_classes(recipe, classes) == sum(row is not None for row in rows)
+    for part in ("weight", "bias"):
+        there, here, new = (one.state_dict()[f"{head(one)}.{part}"] for one in (source, model, fresh))
+        for place, row in enumerate(rows):
+            assert torch.equal(here[place], new[place] if row is None else there[row])
+
+
+@pytest.mark.parametrize("told", ["[", "5", "[1, 2]", "[" * 100_000, "{}"])
+def test_classes_that_weights_do_not_tell_leave_their_outputs_in_place(tmp_path, told):
+    source = zoo.build(ModelRecipe(name="cnn"), 3, 1, 8)
+    save_file(source.state_dict(), tmp_path / "w.safetensors", {"classes": told})
+    recipe = ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors"))
+    model = zoo.build(recipe, 3, 1, 8, classes=["a", "b", "c"])
+    assert torch.equal(model[-1].weight, source[-1].weight) and zoo.known_classes(recipe, ["a", "b", "c"]) is None
 
 
 @pytest.mark.parametrize(

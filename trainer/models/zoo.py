@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
 from trainer.recipe.timm_names import TIMM
-from trainer.saving.weights import read_weights
+from trainer.saving.weights import read_metadata, read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 UNTOLD = object()  # an output that shapes alone do not tell
@@ -72,6 +72,7 @@ def build(
     starting: bool = True,
     inputs: Tensor | None = None,
     any_output: bool = False,
+    classes: Sequence[str] = (),
 ) -> nn.Module:
     """The recipe's model on the CPU, with `num_classes` outputs, and tried on a shape.
 
@@ -79,6 +80,7 @@ def build(
         starting: load the weights it starts from; without, it is the model that those would have been loaded into.
         inputs: two samples (2, ...) to try it on, where they are no images.
         any_output: whether other outputs than (N, num_classes) are right.
+        classes: their names, by which `init_from`'s outputs are found; empty where they are not known.
 
     Raises:
         RecipeError: an unknown name, a model that cannot read such images, or a `freeze` that does not fit it.
@@ -112,7 +114,7 @@ def build(
     if out is not UNTOLD and (wrong := _unfit(out, num_classes, any_output)):
         raise RecipeError(f"model.name={recipe.name} gives {wrong}")
     if starting and recipe.init_from is not None:
-        _start_from(recipe.init_from, model, recipe.name)
+        _start_from(recipe.init_from, model, recipe.name, classes)
     if recipe.freeze is not None:
         freeze(model, recipe.freeze, recipe.name)
     return model
@@ -155,15 +157,23 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
     return torchvision_zoo.bare(recipe, num_classes, image_size)
 
 
-def _start_from(source: str, model: nn.Module, name: str) -> None:
+def known_classes(recipe: ModelRecipe, classes: Sequence[str]) -> int | None:
+    """Of how many classes `init_from`'s weights know the name; None where they tell no names."""
+    told = _classes_told(read_metadata(Path(recipe.init_from).expanduser())) if recipe.init_from else []
+    return len({*told} & {*classes}) if told else None
+
+
+def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]) -> None:
     """Load plain-named weights of a run folder, a checkpoint or a file.
 
-    The head stays as it is where their number of classes is another.
+    Of the last layer the outputs of the same classes are taken, where the weights tell the names of theirs. Without
+    names it is taken whole, and stays as it is where the number of classes is another.
 
     Raises:
         CheckpointError: what does not fit, and which model it was written from, where the file tells.
     """
     weights, told = read_weights(Path(source).expanduser())
+    weights = _by_class(weights, _classes_told(told), model, classes)
     try:
         initialise(model, weights, f"init_from={source}")
     except CheckpointError as error:
@@ -172,6 +182,35 @@ def _start_from(source: str, model: nn.Module, name: str) -> None:
             raise
         known = trained in _builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
         raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
+
+
+def _by_class(
+    weights: dict[str, Tensor], known: Sequence[str], model: nn.Module, classes: Sequence[str]
+) -> dict[str, Tensor]:
+    """Weights whose last layer is the model's own, but for the outputs of the classes that both have.
+
+    An output that has learned another class would be worse than none: the network is sure of it, and wrong.
+    """
+    if not known or not classes or [*known] == [*classes]:
+        return weights
+    own, last, found = model.state_dict(), head(model), dict(weights)
+    for name in (f"{last}.weight", f"{last}.bias"):
+        here, there = own.get(name), weights.get(name)
+        fits = here is not None and there is not None and here.shape[1:] == there.shape[1:]
+        if here is not None and there is not None and fits and len(here) >= len(classes) and len(there) >= len(known):
+            found[name] = here.clone()
+            for row, one in enumerate(classes):
+                if one in known:
+                    found[name][row] = there[known.index(one)]
+    return found
+
+
+def _classes_told(metadata: Mapping[str, str]) -> list[str]:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        names = json.loads(metadata["classes"])
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+    return []
 
 
 def _model_told(metadata: Mapping[str, str]) -> str | None:

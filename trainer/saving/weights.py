@@ -67,6 +67,18 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{file} is not a whole safetensors file ({error}); {wanted}") from error
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the weights of a run folder or a .safetensors file tell of themselves, unread; empty where they do not."""
+    file = path / "last.safetensors" if path.is_dir() else path
+    if file.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(file, "pt") as whole:
+            return whole.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
+
+
 def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     model, ema = state.tensors.get("model", {}), state.tensors.get("ema", {})
     kind = "ema" if ema else "model"

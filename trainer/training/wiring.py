@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from trainer.devices.precision import set_precision
 from trainer.errors import RecipeError
 from trainer.models.given import Given
 from trainer.models.inputs import with_own_input
-from trainer.models.zoo import build, initialise, registered_model
+from trainer.models.zoo import build, initialise, known_classes, registered_model
 from trainer.modes import Context, Strategy
 from trainer.processes import stacks
 from trainer.processes.allocation import keep_freed_memory
@@ -83,7 +84,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         known=known,
         say=tracker.say,
     )
-    told = notes(model, recipe)
+    told = starting_notes(recipe, data) | notes(model, recipe)
     strategy, optimizer, updater = wire(context, model)
     tracker.remember({**known, **strategy.known})
     run = Run(
@@ -125,6 +126,18 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     return run
 
 
+def starting_notes(recipe: Recipe, data: Datasets) -> dict[str, str]:
+    """The banner's line of weights that training starts from."""
+    source, names = recipe.model.init_from, data.classes
+    if source is None:
+        return {}
+    known = known_classes(recipe.model, names)
+    if known is None:
+        return {"start": f"from {source}"}
+    new = "" if known == len(names) else "; the outputs of the others begin anew"
+    return {"start": f"from {source}, which knows {known} of these {len(names)} by name{new}"}
+
+
 def start_process(recipe: Recipe) -> None:
     """What a process does before anything that computes."""
     keep_freed_memory()
@@ -150,7 +163,8 @@ def begun_model(recipe: Recipe, task: Task, data: Datasets, state: State | None,
 
 def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:
     """The recipe's model for a data set, on the CPU; `starting` gives it the weights that the recipe starts from."""
-    return model_for(recipe, task, len(data.classes), data.channels, data.image_size, data.plain, starting)
+    names = data.classes
+    return model_for(recipe, task, len(names), data.channels, data.image_size, data.plain, starting, names)
 
 
 def model_for(
@@ -161,10 +175,11 @@ def model_for(
     image_size: int,
     plain: TensorSpec | None = None,
     starting: bool = True,
+    classes: Sequence[str] = (),
 ) -> nn.Module:
     """The same for a data set of which only so much is known; `plain` are inputs that are no images."""
     few = Example(2, plain).zeros(torch.device("cpu")).inputs if plain else None
-    return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None)
+    return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None, classes)
 
 
 def make_alike(model: nn.Module, world: World) -> None:

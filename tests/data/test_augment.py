@@ -10,7 +10,8 @@ from tests.simulated.simcuda import simulated
 from trainer.data import augment, policies, sampling
 from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
 from trainer.data.images import with_channels
-from trainer.data.photos import for_evaluation
+from trainer.data.photos import held_out
+from trainer.data.pictures import Picture
 from trainer.recipe import AugmentRecipe
 
 CPU = torch.device("cpu")
@@ -184,12 +185,12 @@ def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
 
 @pytest.mark.parametrize(("shape", "size"), [((3, 300, 400), 224), ((3, 50, 20), 32), ((1, 32, 32), 32)])
 def test_evaluation_images_have_the_size(shape, size):
-    assert for_evaluation(torch.zeros(shape, dtype=torch.uint8), size).shape == (shape[0], size, size)
+    assert held_out(Picture.of(torch.zeros(shape, dtype=torch.uint8)), size).shape == (shape[0], size, size)
 
 
 def test_tiny_images_of_the_right_size_are_left_as_they_are():
     picture = images(1, size=32)[0]
-    assert torch.equal(for_evaluation(picture, 32), picture)
+    assert torch.equal(held_out(Picture.of(picture), 32), picture)
 
 
 def test_channels_are_repeated_or_weighted():

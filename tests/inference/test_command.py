@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests import warm
 from tests.commands import QUIET, environment, ok, orphaned_blocks, result, torchrun, trainer
+from tests.data.photo_folders import coloured, photo
 from tests.storms import Job, slack
 from trainer.errors import FolderInUseError, PredictionError
 from trainer.inference import sources
@@ -68,6 +69,23 @@ def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
     assert json.loads((tmp_path / "out" / "predict.json").read_text())["images"] == 360
     tags = [path.name for path in (tmp_path / "out").iterdir()]
     assert any(name.startswith("events.out") for name in tags)
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized"])  # in memory, and read as they are needed
+def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_path):
+    for name, colour in (("cat", (200, 90, 60)), ("dog", (60, 90, 200))):
+        for number in range(6):
+            photo(tmp_path / "photos" / name / f"{number}.jpg", (400, 300), number)
+            coloured(tmp_path / "photos" / name / f"{number + 6}.jpg", colour, (400, 300), number)
+    words = [f"data.root={tmp_path / 'photos'}", "data.image_size=32", f"augment.crop={crop}", "mode=single"]
+    ok("recipe=finetune_small", *words, "model.name=cnn", "epochs=2", "batch_size=8", *QUIET, cwd=tmp_path)
+    run = next((tmp_path / "runs").iterdir())
+    label(run, tmp_path / "val", CPU)
+    label(run, tmp_path / "all", CPU, f"data.root={tmp_path / 'photos'}")
+    one = {row["path"]: float(row["probability"]) for row in read(tmp_path / "val")}
+    other = {row["path"]: float(row["probability"]) for row in read(tmp_path / "all")}
+    assert 0 < len(one) < len(other) == 24
+    assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
 
 
 def test_the_training_part(digits, tmp_path):

@@ -8,10 +8,18 @@ import warnings
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
+from tests.data.test_images import exif
+from tests.data.test_pictures import scene
+from trainer.caching import as_stored
+from trainer.data import Loader, Shard, open_datasets
+from trainer.data.photos import shorter_side
 from trainer.data.pictures import Picture
-from trainer.inference import labelling
+from trainer.data.registered import lent
+from trainer.data.splits import Before
+from trainer.inference import labelling, sources
 from trainer.inference.labelling import Labeller, Preparation
 from trainer.recipe import load
 from trainer.tasks import Classification
@@ -35,7 +43,7 @@ def labeller(*words, threads=0):
     torch.manual_seed(0)
     found = Labeller(
         Seen(),
-        Preparation(8, 3, (0.5,) * 3, (0.25,) * 3),
+        Preparation(8, 8, 3, (0.5,) * 3, (0.25,) * 3),
         load(None, *words),
         Classification(load(None), ()),
         None,
@@ -133,3 +141,74 @@ def test_compiling_is_done_before_an_image_is_waited_for(own_threads, monkeypatc
         for row, other in zip(mine, theirs, strict=True):
             assert row.probabilities == pytest.approx(other.probabilities, abs=1e-6)
     assert len(compiled) == 1
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """Photos of every kind that has a way of its own to pixels, large and as small as a model's images."""
+    root = tmp_path_factory.mktemp("kinds")
+    for name in ("a", "b"):
+        folder = root / name
+        folder.mkdir()
+        large = Image.fromarray(scene(530, 701) if name == "a" else 255 - scene(530, 701))
+        for orientation in (1, 3, 6):
+            large.save(folder / f"turned-{orientation}.jpg", exif=exif(orientation), quality=95)
+        large.convert("L").save(folder / "gray.jpg")
+        large.convert("CMYK").save(folder / "cmyk.jpg")
+        large.save(folder / "progressive.jpg", progressive=True)
+        large.save(folder / "large.png")
+        large.resize((400, 300)).save(folder / "middle.jpg")
+        for side in (32, 80):
+            large.resize((side, side)).save(folder / f"{side}.jpg")
+            large.resize((side, side)).save(folder / f"{side}.png")
+    return root
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [32, 80])
+@pytest.mark.parametrize("crop", ["none", "pad", "resized"])
+def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size, channels):
+    """From memory or read by a loader, as one of the held-out part or as a file: to the last bit."""
+    words = [f"data.root={kinds}", f"data.image_size={size}", f"data.channels={channels}", f"augment.crop={crop}"]
+    recipe = load(None, *words, "data.name=imagefolder", "data.workers=0", "batch_size=4", "model.name=cnn")
+    data = open_datasets(recipe, Before(None, elsewhere=True))  # all are held out
+    task = Classification(recipe, data.classes)
+    loader = Loader(data, recipe, task, Shard(), torch.device("cpu"))
+    evaluated = torch.cat([batch.inputs[: batch.count] for batch in loader.evaluation()])
+    loader.close()
+    listed = sources.dataset_split(data, "val")
+    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, task, listed.source)
+    worker.setup(torch.device("cpu"))
+    held_out = list(listed.items)
+    assert len(held_out) == len(evaluated) == 24
+    for row, item in enumerate(held_out):
+        of_part, of_file = (
+            worker._finish.inputs(worker._prepared(payload).permute(1, 2, 0)[None].contiguous())[0]
+            for payload in (item.payload, item.path)
+        )
+        assert torch.equal(of_part, evaluated[row]) and torch.equal(of_file, evaluated[row]), item.path
+
+
+@pytest.mark.parametrize("size", [32, 80])
+def test_a_cache_of_decoded_photos_changes_no_pixel(own_threads, kinds, size):
+    words = [f"data.root={kinds}", "data.name=imagefolder", f"data.image_size={size}", "augment.crop=resized"]
+    recipe = load(None, *words, f"data.cache_size={shorter_side(size)}", "data.cache_format=raw", "model.name=cnn")
+    data = as_stored(open_datasets(recipe, Before(None, elsewhere=True)), recipe)
+    listed = sources.dataset_split(data, "val")
+    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, ("a", "b")), listed.source)
+    for item in listed.items:
+        assert torch.equal(worker._prepared(item.payload), worker._prepared(item.path)), item.path
+
+
+def test_images_that_lie_in_memory_are_labelled_whole(own_threads, tmp_path):
+    """Also as files of their own: of tensors larger than tiny ones nothing is cut off."""
+    made = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (6, 3, 96, 96), dtype=torch.uint8, generator=made)
+    recipe = load(None, "data.name=squares", "model.name=cnn")
+    with lent("squares", lambda _: ((images, torch.arange(6) % 2), (images, torch.arange(6) % 2), ("a", "b"))):
+        data = open_datasets(recipe)
+    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, data.classes), None)
+    for number, image in enumerate(images):
+        path = tmp_path / f"{number}.png"
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+        assert torch.equal(worker._prepared(image), image) and torch.equal(worker._prepared(str(path)), image)

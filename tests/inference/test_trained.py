@@ -15,7 +15,7 @@ FACTS = {"classes": '["a", "b"]', "mean": "[0.5]", "std": "[0.2]", "image_size":
     "damage",
     [
         {"classes": "[" * 9999}, {"classes": "5"}, {"mean": '["x"]'}, {"std": "[1, 2]"}, {"image_size": "-1"},
-        {"channels": "99999999999"}, {"channels": ""}, {"mean": "NaN"},
+        {"channels": "99999999999"}, {"channels": ""}, {"mean": "NaN"}, {"shorter_side": "-1"}, {"shorter_side": "x"},
     ],
 )  # fmt: skip
 def test_what_weights_tell_of_their_images_is_not_trusted(tmp_path, damage):
@@ -23,6 +23,15 @@ def test_what_weights_tell_of_their_images_is_not_trusted(tmp_path, damage):
     assert (classes, how.channels, how.image_size) == (("a", "b"), 1, 8)
     with pytest.raises(CheckpointError, match="makes no sense"):
         _prepared(tmp_path, FACTS | damage, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "asked", "shorter"),
+    [({}, None, 256), ({"shorter_side": "224"}, None, 224), ({"shorter_side": "8"}, 64, 64)],
+)
+def test_weights_tell_how_much_is_cut_off(tmp_path, told, asked, shorter):
+    """Those of before do not, and photos were all that could be trained on with so many pixels."""
+    assert _prepared(tmp_path, FACTS | {"image_size": "224"} | told, asked)[1].shorter_side == shorter
 
 
 @pytest.mark.parametrize("told", ["[", "5", "{}x", '{"epochs": "many"}', "[" * 9999, '{"model": 7}'])

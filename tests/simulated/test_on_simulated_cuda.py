@@ -183,7 +183,7 @@ def everywhere(folder):
 
 def labels(machine):
     """A prediction worker on a card: what it says of images is what it says on the CPU."""
-    preparation = Preparation(8, 1, (0.5,), (0.5,))
+    preparation = Preparation(8, 8, 1, (0.5,), (0.5,))
     torch.manual_seed(0)
     model, images = build(ModelRecipe(name="cnn"), 10, 1, 8), torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
     found = []

@@ -18,7 +18,7 @@ from PIL import Image
 from trainer.data.encoded import EncodedPhotos, to_look_at
 from trainer.data.images import formats, reason
 from trainer.data.layout import check_several, classes_of, layout_of
-from trainer.data.photos import NEIGHBOURS, TINY, for_evaluation
+from trainer.data.photos import NEIGHBOURS, TINY, held_out
 from trainer.data.scanning import LeftOut, few
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.splits import Before, hold_out, table
@@ -150,8 +150,8 @@ def photos(
     mean, std = statistics(*IMAGENET, channels)
     return Datasets(
         name=recipe.data.name,
-        train=decoded(train, size, channels, recipe, held_out=False) if tiny else train,
-        val=decoded(val, size, channels, recipe, held_out=True) if tiny else val,
+        train=decoded(train, size, channels, recipe, evaluated=False) if tiny else train,
+        val=decoded(val, size, channels, recipe, evaluated=True) if tiny else val,
         classes=tuple(names),
         channels=channels,
         image_size=size,
@@ -225,7 +225,7 @@ def statistics(
     return luma(mean), luma(std)
 
 
-def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, held_out: bool) -> ImageSet:
+def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, evaluated: bool) -> ImageSet:
     """Every image of a folder of tiny ones, in memory.
 
     With data.on_error=skip, an unreadable image is left out when held out and replaced by the next readable one in
@@ -236,14 +236,14 @@ def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, hel
     # In this thread: images are so small that several threads take longer, by passing the interpreter lock around.
     for index in range(len(folder)):
         try:
-            images[index] = for_evaluation(folder.read(index, channels)[0], size).permute(1, 2, 0)
+            images[index] = held_out(folder.open(index, channels)[0], size).permute(1, 2, 0)
         except Exception as error:  # decoders raise anything at all
             failures[index] = reason(error)
     named = tuple((folder.where(index), failures[index]) for index in sorted(failures))
     if named and recipe.data.on_error == "stop":
         raise unreadable(*named[0])
     rows = np.arange(len(folder))
-    if held_out:
+    if evaluated:
         rows = np.delete(rows, list(failures))
     elif failures:
         for index in sorted(failures):

@@ -19,7 +19,7 @@ from trainer.data.augment import Auto, private_random_state
 from trainer.data.images import reason
 from trainer.data.pictures import Picture
 from trainer.data.sampling import Array
-from trainer.data.sets import LabelledSource, PhotoSource, PictureSource
+from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
 from trainer.recipe import AugmentRecipe
 
 TINY = 64  # images of this size and less are not zoomed into
@@ -50,23 +50,29 @@ class Report(NamedTuple):
     seconds: float = 0.0
 
 
-def for_evaluation(image: Tensor, size: int) -> Tensor:
-    """Resize the shorter side to size / 0.875 and cut out the centre; tiny ones are only resized."""
-    shorter = shorter_side(size)
+def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
+    """A photo for evaluation: its shorter side resized to `shorter` pixels, and `size` x `size` cut out of the centre.
+
+    Whatever evaluates or labels goes through here, and so has the same pixels: the image is decoded no larger than
+    this takes. `shorter` is by default `shorter_side(size)`.
+    """
+    shorter = shorter or shorter_side(size)
+    image = picture.whole(shorter)
     if min(image.shape[-2:]) != shorter:
         image = resized(image, [shorter])
     centre: Tensor = vision.center_crop(image, [size, size])
     return centre
 
 
-def held_out(picture: Picture, size: int) -> Tensor:
-    """As `for_evaluation`, of an image that is decoded no larger than that takes."""
-    return for_evaluation(picture.whole(shorter_side(size)), size)
-
-
 def shorter_side(size: int) -> int:
-    """What the shorter side of an image becomes before `size` pixels are cut out for evaluation."""
+    """What the shorter side of a photo becomes before `size` pixels are cut out for evaluation: size / 0.875; of tiny
+    ones nothing is cut off."""
     return size if size <= TINY else round(size / 0.875)
+
+
+def shorter_side_of(data: Datasets) -> int:
+    """The same for the held-out images of a data set: those that lie in memory are evaluated whole."""
+    return data.image_size if isinstance(data.val, ImageSet) else shorter_side(data.image_size)
 
 
 def resized(image: Tensor, size: list[int]) -> Tensor:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.data.photos import for_evaluation, held_out
+from trainer.data.photos import held_out
+from trainer.data.pictures import Picture
 from trainer.data.sets import Datasets, ImageSet, PictureSource, TensorSet
 
 
@@ -31,7 +32,7 @@ def held_out_pictures(datasets: Datasets, index: Sequence[int]) -> Tensor | None
     if isinstance(part, PictureSource):
         images = [held_out(part.open(place, channels)[0], size) for place in index]
     else:
-        images = [for_evaluation(part.read(place, channels)[0], size) for place in index]
+        images = [held_out(Picture.of(part.read(place, channels)[0]), size) for place in index]
     return _visible(torch.stack(images))
 
 

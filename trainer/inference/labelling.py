@@ -16,7 +16,7 @@ from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import Finish
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.images import open_image, reason, with_channels
-from trainer.data.photos import held_out
+from trainer.data.photos import held_out, shorter_side_of
 from trainer.data.pictures import Picture
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
@@ -43,10 +43,12 @@ class Preparation:
     """From a decoded image to a model's input, as in evaluation: resize, crop, normalise.
 
     Attributes:
+        shorter_side: pixels that it is brought to before image_size x image_size of them are cut out.
         published: torchvision's own transforms, for weights that it publishes; None for weights of ours.
     """
 
     image_size: int
+    shorter_side: int
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -54,7 +56,7 @@ class Preparation:
 
     @classmethod
     def of(cls, data: Datasets) -> Preparation:
-        return cls(data.image_size, data.channels, data.mean, data.std)
+        return cls(data.image_size, shorter_side_of(data), data.channels, data.mean, data.std)
 
 
 class Labeller:
@@ -134,9 +136,7 @@ class Labeller:
         how, picture = self.preparation, self._picture(item)
         if how.published is not None:
             return how.published(picture.whole(max(picture.height, picture.width)))
-        if not isinstance(item, str) and (picture.height, picture.width) == (how.image_size, how.image_size):
-            return picture.decode(1)  # of a set in memory, which is ready
-        return held_out(picture, how.image_size)
+        return held_out(picture, how.image_size, how.shorter_side)
 
     def _picture(self, item: Any) -> Picture:
         channels = self.preparation.channels

@@ -17,6 +17,7 @@ from trainer import recipe as recipes
 from trainer import tasks
 from trainer.data import Datasets
 from trainer.data.folders import IMAGENET
+from trainer.data.photos import shorter_side
 from trainer.errors import CheckpointError, RecipeError
 from trainer.inference.labelling import Preparation
 from trainer.models.zoo import build, initialise
@@ -83,11 +84,13 @@ def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> t
         CheckpointError: what it tells makes no sense.
     """
     try:
-        told = _Told.model_validate_json("{" + ",".join(f'"{key}":{facts[key]}' for key in _Told.model_fields) + "}")
-    except (KeyError, ValidationError):
+        known = (f'"{key}":{facts[key]}' for key in _Told.model_fields if key in facts)
+        told = _Told.model_validate_json("{" + ",".join(known) + "}")
+    except ValidationError:
         raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
     size = image_size or told.image_size
-    return told.classes, Preparation(size, told.channels, told.mean, told.std)
+    shorter = told.shorter_side if size == told.image_size else None
+    return told.classes, Preparation(size, shorter or shorter_side(size), told.channels, told.mean, told.std)
 
 
 class _Told(BaseModel):
@@ -97,6 +100,7 @@ class _Told(BaseModel):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_size: Annotated[int, Field(ge=1, le=2**16)]
+    shorter_side: Annotated[int, Field(ge=1, le=2**16)] | None = None  # older files do not tell it
     channels: Literal[1, 3]
 
     @model_validator(mode="after")
@@ -128,7 +132,7 @@ def published(words: Sequence[str]) -> Trained:
         _task(recipe, classes),
         model,
         classes,
-        Preparation(size, 3, *IMAGENET, preset),
+        Preparation(size, shorter_side(size), 3, *IMAGENET, preset),
         None,
         _fingerprint(model.state_dict()),
     )

@@ -11,6 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from trainer.data.photos import shorter_side_of
 from trainer.errors import CheckpointError, SetupError, TrainerError, is_out_of_memory, text_of
 from trainer.models.zoo import bare
 from trainer.processes.rank import job_id
@@ -203,6 +204,7 @@ def write_weights(run: Run, name: str) -> None:
             "num_classes": str(run.num_classes),
             "channels": str(data.channels),
             "image_size": str(data.image_size),
+            **({} if data.plain else {"shorter_side": str(shorter_side_of(data))}),
             "inputs": data.inputs.to_json(),
             "mean": json.dumps(data.mean),
             "std": json.dumps(data.std),

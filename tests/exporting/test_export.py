@@ -16,8 +16,10 @@ from trainer.exporting import export, formats
 from trainer.models import zoo
 
 needs_onnx = pytest.mark.skipif(
-    not all(map(find_spec, exporting.ONNX)), reason=f"needs {', '.join(exporting.ONNX)}: pip install .[export]"
+    not all(map(find_spec, exporting.ONNX)),
+    reason=f"needs {', '.join(exporting.ONNX)}: pip install {' '.join(exporting.ONNX)}",
 )
+IMAGES = ("classes", "mean", "std", "image_size", "shorter_side", "channels", "inputs")
 PLUGIN = """
 import torch
 from torch import nn
@@ -109,8 +111,16 @@ def test_what_the_file_tells_and_computes(here, kind):
     run, facts = facts_of(here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}", kind)
     with safe_open(here / "runs" / "images" / "last.safetensors", "pt") as file:
         told = file.metadata()
-    for key in ("classes", "mean", "std", "image_size", "channels"):
-        assert facts[key] == told[key]
+    if kind == "onnx":  # which holds texts
+        assert all(facts[key] == told[key] for key in IMAGES)
+        facts = json.loads(facts[formats.FACTS])
+    assert all(facts[key] == json.loads(told[key]) for key in IMAGES)
+    assert facts["classes"] == [*"0123456789"] and facts["mean"] == [0.3053] and facts["std"] == [0.376]
+    assert (facts["channels"], facts["image_size"], facts["shorter_side"]) == (1, 8, 8)
+    assert facts["inputs"] == ["float32", [1, 8, 8]]
+    assert facts["resize"] == (
+        "the shorter side to 8 pixels, bilinear with antialiasing, then 8 x 8 cut out of the centre"
+    )
     assert (facts["model"], facts["task"]) == ("cnn_gn", "classification")
     from trainer.exporting.source import load
 
@@ -159,6 +169,28 @@ def test_a_folder_of_the_runs_name_is_not_in_the_way(here):
 def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])
     assert "  input   int64 (batch, 6): as the data set gives them\n" in text and "2 names (even, odd)" in text
+    assert "  resize " not in text
+
+
+def test_safetensors_hold_texts_and_what_the_bare_model_is(here):
+    """Those of before do not tell how images are resized: photos were what had more than 64 pixels."""
+    from safetensors.torch import load_file, save_file
+
+    from trainer.exporting.source import load
+
+    words = ["recipe=digits", "mode=single", "model.name=squeezenet1_1", "max_steps=1", "data.channels=3"]
+    ok(*words, "data.image_size=96", *QUIET, "output=runs/bare", cwd=here)
+    exporting.command(["runs/bare", "format=safetensors"])
+    with safe_open(here / "runs" / "bare" / "model.safetensors", "pt") as file:
+        told = file.metadata()
+    assert told["model"] == "torchvision.models.squeezenet1_1(num_classes=10)"
+    assert json.loads(told["mean"]) == [0.3053] * 3 and json.loads(told["shorter_side"]) == 96
+    assert told["resize"].startswith("the shorter side to 96 pixels")
+    del told["shorter_side"]
+    for size, shorter in ((64, 64), (224, 256)):
+        told |= {"image_size": str(size), "inputs": f'["float32", [3, {size}, {size}]]'}
+        save_file(load_file(here / "runs" / "bare" / "last.safetensors"), here / "model-old.safetensors", told)
+        assert load(here / "model-old.safetensors", []).facts["shorter_side"] == shorter
 
 
 def test_runs_of_before_ask_their_data_set_what_inputs_are(here, monkeypatch):

@@ -71,8 +71,9 @@ def shorter_side(size: int) -> int:
 
 
 def shorter_side_of(data: Datasets) -> int:
-    """The same for the held-out images of a data set: those that lie in memory are evaluated whole."""
-    return data.image_size if isinstance(data.val, ImageSet) else shorter_side(data.image_size)
+    """The same for the held-out images of a data set: those that lie in memory, or on targets, are evaluated whole."""
+    whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
+    return data.image_size if whole else shorter_side(data.image_size)
 
 
 def resized(image: Tensor, size: list[int]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,11 +90,12 @@ def _agreement(source: ExportSource, run: Runner) -> str:
 
 def _told(source: ExportSource, path: Path, kind: str, target: Path, size: int, agreement: str) -> str:
     shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
-    names = json.loads(source.facts["classes"])
+    names = source.facts["classes"]
     first = ", ".join(map(str, names[:5]))
     lines = {
         "file": f"{target}, {size / 1e6:,.1f} MB",
         "input": f"{str(source.inputs.dtype).removeprefix('torch.')} ({shape}): {source.facts['input']}",
+        **({"resize": source.facts["resize"]} if "resize" in source.facts else {}),
         "output": source.facts["output"],
         "holds": f"{len(names)} names ({first}{', ...' * (len(names) > 5)}), mean, std and size",
         "agrees": agreement,

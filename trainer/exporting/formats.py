@@ -18,17 +18,17 @@ from trainer.models.zoo import initialise
 from trainer.saving.weights import read_weights, save_weights
 
 Runner = Callable[[Tensor], Tensor]
-FACTS = "trainer.json"  # in files of torch, which hold further ones by name
+FACTS = "trainer.json"  # a further file in those of torch; in ONNX, which holds texts by name, one of them
 ONE_FILE = 1.9e9  # bytes that protobuf can hold, and some room: an ONNX file with more has its weights beside it
 
 
 def to_onnx(source: ExportSource, path: Path) -> Runner:
-    """An ONNX file; the facts are its metadata."""
+    """An ONNX file; the facts are its metadata, each as a text and all of them as trainer.json."""
     with quietly():
         made: Any = torch.onnx.export(
             _program(source), (), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
         )
-        made.model.metadata_props.update(source.facts)
+        made.model.metadata_props.update({**source.texts(), FACTS: _as_json(source)})
         size = sum(tensor.numel() * tensor.element_size() for tensor in source.tensors.values())
         made.save(path, external_data=size > ONE_FILE)
     del made
@@ -43,7 +43,7 @@ def to_onnx(source: ExportSource, path: Path) -> Runner:
 def to_exported_program(source: ExportSource, path: Path) -> Runner:
     """A file of torch.export; the facts are a further file in it, trainer.json."""
     with quietly():
-        torch.export.save(_program(source), path, extra_files={FACTS: json.dumps(dict(source.facts), indent=1)})
+        torch.export.save(_program(source), path, extra_files={FACTS: _as_json(source)})
         found: Runner = torch.export.load(path).module()
     return found
 
@@ -52,16 +52,18 @@ def to_torchscript(source: ExportSource, path: Path) -> Runner:
     """A traced module; the facts are a further file in it, trainer.json."""
     with quietly():
         traced: Any = torch.jit.trace(source.model, source.sample(2), check_trace=False)  # type: ignore[no-untyped-call]
-        facts = json.dumps(dict(source.facts), indent=1)
-        torch.jit.save(traced, path, _extra_files={FACTS: facts})
+        torch.jit.save(traced, path, _extra_files={FACTS: _as_json(source)})
         found: Runner = torch.jit.load(path)  # type: ignore[no-untyped-call]
     return found
 
 
 def to_safetensors(source: ExportSource, path: Path) -> Runner:
-    """The weights alone under plain names, with the facts as metadata; predict and evaluate take the file."""
+    """The weights alone under plain names, with the facts as metadata; predict and evaluate take the file.
+
+    What the weights' own file tells goes first: its `model` is the call that makes the bare one, where there is one.
+    """
     recipe = json.dumps(source.recipe.replace(output=None, resume=None).to_dict())
-    save_weights(path, dict(source.tensors), {**source.metadata, **source.facts, "recipe": recipe})
+    save_weights(path, dict(source.tensors), {**source.texts(), **source.metadata, "recipe": recipe})
     before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
 
     def run(inputs: Tensor) -> Tensor:
@@ -79,6 +81,10 @@ WRITERS: dict[str, Callable[[ExportSource, Path], Runner]] = {
     "torchscript": to_torchscript,
     "safetensors": to_safetensors,
 }
+
+
+def _as_json(source: ExportSource) -> str:
+    return json.dumps(dict(source.facts), indent=1)
 
 
 def _program(source: ExportSource) -> torch.export.ExportedProgram:

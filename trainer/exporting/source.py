@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.data import TensorSpec, open_datasets
+from trainer.data.photos import shorter_side, shorter_side_of
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.recipe import Recipe
@@ -20,6 +22,9 @@ from trainer.training.trained import facts_of, recipe_of
 from trainer.training.wiring import model_for
 
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"
+RESIZED = (
+    "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"  # `photos.held_out`
+)
 OUTPUTS = {
     "classification": "a score a class: softmax gives probabilities",
     "multilabel": "a score a label: the sigmoid gives probabilities",
@@ -33,16 +38,20 @@ class ExportSource:
 
     Attributes:
         inputs: of one sample, without the batch dimension.
-        facts: texts, to be kept beside the model: classes, mean, std, sizes, what inputs and outputs are.
+        facts: to be kept beside the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are.
         tensors: the weights as they were saved, and what their own file tells.
     """
 
     recipe: Recipe
     model: nn.Module
     inputs: TensorSpec
-    facts: Mapping[str, str]
+    facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
+
+    def texts(self) -> dict[str, str]:
+        """The facts for files that hold nothing but texts: what is none is written as JSON."""
+        return {key: fact if isinstance(fact, str) else json.dumps(fact) for key, fact in self.facts.items()}
 
     def sample(self, rows: int, seed: int = 0) -> Tensor:
         """Random inputs (rows, ...): normal real numbers; of whole ones 0 and 1, which every vocabulary has."""
@@ -68,17 +77,24 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         kind, shape = json.loads(told["inputs"])
         inputs = TensorSpec(tuple(map(int, shape)), getattr(torch, kind))
         channels, size = int(told["channels"]), int(told["image_size"])
-        images = bool(json.loads(told["mean"]))
+        mean, std = ([float(value) for value in json.loads(told[key])] for key in ("mean", "std"))
+        shorter = int(told["shorter_side"]) if "shorter_side" in told else shorter_side(size)
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: what it tells of its inputs makes no sense") from None
     task = tasks.create(recipe.replace(loss={}, augment={}), classes)
-    model = model_for(recipe, task, len(classes), channels, size, None if images else inputs, starting=False)
+    model = model_for(recipe, task, len(classes), channels, size, None if mean else inputs, starting=False)
     initialise(model, tensors, str(path), whole=True)
     facts = {
         "model": recipe.model.name,
         "task": recipe.task.name,
-        **{key: told[key] for key in ("classes", "mean", "std", "channels", "image_size", "inputs")},
-        "input": PREPARED if images else "as the data set gives them",
+        "classes": classes,
+        "mean": mean,
+        "std": std,
+        "channels": channels,
+        "image_size": size,
+        **({"shorter_side": shorter, "resize": RESIZED.format(shorter, size, size)} if mean else {}),
+        "inputs": (kind, inputs.shape),
+        "input": PREPARED if mean else "as the data set gives them",
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
     }
     return ExportSource(recipe, model.eval(), inputs, facts, tensors, {**told, **metadata})
@@ -107,5 +123,6 @@ def _told(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dict[str, 
         "std": json.dumps([] if data.plain else data.std),
         "channels": str(data.channels),
         "image_size": str(data.image_size),
+        "shorter_side": str(shorter_side_of(data)),
         "inputs": data.inputs.to_json(),
     }

@@ -51,7 +51,8 @@ def test_on_this_machine():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "" and done.stdout.endswith("\nall good\n") and "secret" not in done.stdout
     assert f" torch                 {torch.__version__.partition('+')[0]}\n" in done.stdout
-    assert re.search(r"^  bf16 +[\d.e-]+ times as fast as fp32, in a convolution$", done.stdout, re.M)
+    speed = r"(not known: .*|[\d.e-]+ times as fast as fp32, in a convolution on one core)"
+    assert re.search(rf"^  bf16 +{speed}$", done.stdout, re.M)
     assert " gloo, 2 processes     sums come out right\n" in done.stdout
     assert all(len(line) <= 120 for line in done.stdout.splitlines())
 

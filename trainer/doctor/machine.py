@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -51,7 +52,10 @@ def precisions(found: Findings) -> None:
     from trainer.devices import precision  # needs torch
 
     for name in precision.AUTOCAST:
-        found.row("processor", name, f"{precision.cpu_speed(name):.2g} times as fast as fp32, in a convolution")
+        times = precision.cpu_speed(name)
+        unclear = "not known: convolutions take too unevenly long, as beside other programs; try again"
+        text = unclear if math.isnan(times) else f"{times:.2g} times as fast as fp32, in a convolution on one core"
+        found.row("processor", name, text)
 
 
 def try_loader_memory() -> None:

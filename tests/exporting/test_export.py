@@ -14,6 +14,7 @@ from trainer import exporting
 from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.exporting import export, formats
 from trainer.models import zoo
+from trainer.saving.run_names import run_named
 
 needs_onnx = pytest.mark.skipif(
     not all(map(find_spec, exporting.ONNX)),
@@ -160,7 +161,7 @@ def test_from_all_that_holds_weights(here, source, target):
 def test_a_folder_of_the_runs_name_is_not_in_the_way(here):
     (here / "images").mkdir()
     try:
-        assert str(exporting.find("images")) == "runs/images"
+        assert str(run_named("images")) == "runs/images"
     finally:
         (here / "images").rmdir()
 
@@ -267,7 +268,7 @@ def test_what_computes_something_else_gets_no_name(here, monkeypatch):
             "'nowhere' is not there, nor runs/nowhere: python",
         ),
         (["x" * 5000, "format=onnx"], CheckpointError, "is not there, nor runs/xxx"),
-        (["~nobody/x", "format=onnx"], CheckpointError, "is not there, nor runs/~nobody/x"),
+        (["~nobody/x", "format=onnx"], CheckpointError, "'~nobody/x' is not there"),
         (
             ["runs/images/steps.csv", "output=x.pt2"],
             CheckpointError,

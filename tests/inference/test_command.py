@@ -23,7 +23,7 @@ from tests.data.photo_folders import coloured, photo
 from tests.storms import Job, slack
 from trainer.errors import FolderInUseError, PredictionError
 from trainer.inference import sources
-from trainer.inference.command import _complete, _decoders
+from trainer.inference.command import _complete, _decoders, summary
 from trainer.processes.rank import Place
 from trainer.processes.world import cores
 
@@ -80,12 +80,18 @@ def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_
     words = [f"data.root={tmp_path / 'photos'}", "data.image_size=32", f"augment.crop={crop}", "mode=single"]
     ok("recipe=finetune_small", *words, "model.name=cnn", "epochs=2", "batch_size=8", *QUIET, cwd=tmp_path)
     run = next((tmp_path / "runs").iterdir())
-    label(run, tmp_path / "val", CPU)
-    label(run, tmp_path / "all", CPU, f"data.root={tmp_path / 'photos'}")
+    label(run.name, "val", CPU, cwd=tmp_path)  # a name below runs will do
+    done = label(run, tmp_path / "all", CPU, f"data.root={tmp_path / 'photos'}")
     one = {row["path"]: float(row["probability"]) for row in read(tmp_path / "val")}
     other = {row["path"]: float(row["probability"]) for row in read(tmp_path / "all")}
     assert 0 < len(one) < len(other) == 24
     assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
+    told = f"of 24 images whose class is known\n  note     {24 - len(one)} of these were trained on; without data.root="
+    assert told in done.stdout and "24 images labelled\n" in done.stdout
+    assert json.loads((tmp_path / "all" / "predict.json").read_text())["trained_on"] == 24 - len(one)
+    alone = label(run, tmp_path / "one", CPU, f"data.root={next(iter(one))}").stdout
+    assert "predicting 1 image on cpu" in alone and "\n1 image labelled\n" in alone
+    assert "of 1 image whose class is known\n  result" in alone
 
 
 def test_the_training_part(digits, tmp_path):
@@ -120,7 +126,7 @@ def test_bad_images_are_rows_with_reasons(photos, labelled):
         *(f"odd/{name}" for name in ("cmyk.jpg", "deep.png", "empty.png", "text.jpg", "truncated.jpg")),
     ]
     bad = {os.path.basename(row["path"]): row["error"] for row in rows if row["error"]}
-    assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "the file is empty"
+    assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "it is empty"
     assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
     assert {row["label"] for row in rows} == {"0", "1", ""}
     assert "3 could not be read" in printed and "of 40 images whose class is known" in printed
@@ -148,6 +154,15 @@ def test_paths_from_stdin(digits, photos, tmp_path):
     rows = read(tmp_path / "stdin")
     assert [row["path"] for row in rows] == list(map(str, chosen))
     assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
+
+
+def test_what_is_told_in_the_end():
+    counts = {"images": 2_000, "unreadable": 1, "failed": 0, "labelled": 1_000, "right": 500}
+    text = summary(counts, 0.5, 1_000, 321.4, Path("x.csv"))
+    assert text.startswith("2,000 images labelled, 321 images/s; 1 could not be read, its row says why\n")
+    assert "\n  note     all of these were trained on; " in text and text.endswith("\n  result   x.csv")
+    text = summary({**counts, "unreadable": 2}, None, None, None, Path("x.csv"))
+    assert text == "2,000 images labelled; 2 could not be read, their rows say why\n  result   x.csv"
 
 
 def test_what_is_complete():
@@ -278,7 +293,7 @@ def test_published_weights(tmp_path, photos):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["checkpoint=nowhere"], 4, "nowhere"),
+        (["checkpoint=nowhere"], 4, "'nowhere' is not there, nor runs/nowhere: "),
         ([], 2, "predict needs a model and images"),
         (["model.name=resnet50", "model.weights=NEW", "data.root=."], 2, "IMAGENET1K_V1"),
         (["model.name=resnet05", "model.weights=DEFAULT", "data.root=."], 2, "did you mean resnet50"),

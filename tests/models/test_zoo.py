@@ -9,7 +9,8 @@ from torch import nn
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import torchvision_zoo, zoo
 from trainer.models.blocks import head
-from trainer.recipe import ModelRecipe, checks
+from trainer.models.inputs import with_own_input
+from trainer.recipe import ModelRecipe, checks, load
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "vit_b_32"])
@@ -70,6 +71,20 @@ def test_what_published_weights_bring_with_them_stays_when_others_are_loaded():
         assert zoo.build(recipe, 3, 3, 384, starting=False).image_size == 384
         with pytest.raises(RecipeError, match=r"data\.image_size=384"):
             zoo.build(recipe, 3, 3, 224, starting=False)
+
+
+def test_init_from_takes_a_runs_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "tuned"
+    run.mkdir(parents=True)
+    model = zoo.build(ModelRecipe(name="mlp"), 10, 1, 8)
+    facts = {"image_size": "8", "channels": "1", "mean": "[0.25]", "std": "[0.5]"}
+    save_file(model.state_dict(), run / "last.safetensors", facts)
+    found = zoo.build(ModelRecipe(name="mlp", init_from="tuned"), 10, 1, 8)
+    assert all(torch.equal(one, other) for one, other in zip(found.parameters(), model.parameters(), strict=True))
+    assert with_own_input(load(None, "data.name=imagefolder", "data.root=x", "model.init_from=tuned")).data.std == [0.5]
+    with pytest.raises(CheckpointError, match=r"did you mean runs/tuned\?"):
+        zoo.build(ModelRecipe(name="mlp", init_from="tunde"), 10, 1, 8)
 
 
 def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):

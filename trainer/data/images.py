@@ -63,7 +63,7 @@ def read_file(path: str | bytes) -> Bytes:
 def open_encoded(data: Bytes, channels: int) -> Picture:
     """An image by the bytes of its file, as `open_image`."""
     if not data.size:
-        raise ValueError("the file is empty")
+        raise ValueError("it is empty")
     if data[:2].tobytes() == b"\xff\xd8":
         height, width, orientation = jpeg_header(data)
         if height * width * channels > LARGEST:

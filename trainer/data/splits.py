@@ -96,7 +96,14 @@ def table(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> str:
 
 
 def held_out_of(path: Path) -> frozenset[str] | None:
-    """The images that a run held out, by its folder, a checkpoint in it or its weights; None: it made no split.
+    """The images that a run held out, as `part_of`."""
+    return part_of(path, "val")
+
+
+def part_of(path: Path, part: str) -> frozenset[str] | None:
+    """The images of a part, `train` or `val`, of a run, by its folder, a checkpoint in it or its weights.
+
+    None: it made no split.
 
     Raises:
         SetupError: its split.csv cannot be read.
@@ -107,7 +114,7 @@ def held_out_of(path: Path) -> frozenset[str] | None:
         return None
     try:
         with opened(file) as binary, io.TextIOWrapper(binary, encoding="utf-8", newline="") as text:
-            return frozenset(row["file"] for row in csv.DictReader(text) if row["split"] == "val")
+            return frozenset(row["file"] for row in csv.DictReader(text) if row["split"] == part)
     except (OSError, UnicodeError, csv.Error, KeyError) as error:
         raise SetupError(
             f"{file} cannot be read ({type(error).__name__}): remove it, and the seed draws the split again"

@@ -6,20 +6,19 @@ Imports: errors, recipe, saving, tasks, data, launch, models, training.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainer.errors import CheckpointError, RecipeError, SetupError
+from trainer.errors import RecipeError, SetupError
 from trainer.launch import launching
 from trainer.recipe import nearest
 from trainer.recipe.words import split_words
+from trainer.saving.run_names import run_named
 
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2", "torchscript": ".torchscript", "safetensors": ".safetensors"}
 SYNONYMS = {"pt2": "exported_program", "export": "exported_program", "jit": "torchscript", "ts": "torchscript"}
 ONNX = ("onnx", "onnxscript", "onnxruntime")
-WEIGHTS = ("last.safetensors", "manifest.json")  # what a run folder, or a checkpoint, has
 EXAMPLE = "as in export runs/x format=onnx"
 
 
@@ -35,7 +34,7 @@ def command(words: Sequence[str]) -> str:
     run = _run([own["checkpoint"]] if "checkpoint" in own else [], rest)
     rest = [word for word in rest if "=" in word]
     kind = _format(own.get("format"), own.get("output"))
-    path = find(run)
+    path = run_named(run)
     target = Path(own["output"]).expanduser() if "output" in own else default_target(path, kind)
     _check_target(target, kind)
     launching.load_plugin(own.get("plugin"))
@@ -67,20 +66,6 @@ def _format(asked: str | None, output: str | None) -> str:
         hint = f"; did you mean format={guess}?" if guess else ""
         raise RecipeError(f"format={asked[:80]} is not one of {', '.join(SUFFIXES)}{hint}")
     return asked
-
-
-def find(run: str) -> Path:
-    """What the user means: a path, or a name below runs/; of both the one that holds weights.
-
-    Raises:
-        CheckpointError: there is neither.
-    """
-    path = os.path.expanduser(run)
-    there = [Path(found) for found in (path, os.path.join("runs", path)) if os.path.exists(found)]
-    if not there:
-        raise CheckpointError(f"'{run[:120]}' is not there, nor runs/{run[:120]}: python -m trainer runs lists runs")
-    good = [found for found in there if found.is_file() or any((found / name).is_file() for name in WEIGHTS)]
-    return (good or there)[0]
 
 
 def default_target(path: Path, kind: str) -> Path:

@@ -27,7 +27,7 @@ from trainer.inference.labelling import Labeller
 from trainer.inference.rows import Counts, PartFile, PredictionSettings
 from trainer.inference.sources import Inputs, Item
 from trainer.inference.trained import Trained, from_checkpoint, published
-from trainer.inference.watching import Watch
+from trainer.inference.watching import Watch, images
 from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
 from trainer.processes import fork_server
@@ -37,8 +37,10 @@ from trainer.processes.world import World, cores, cuda_for
 from trainer.recipe import Recipe
 from trainer.recipe.words import split_words
 from trainer.saving.run_folder import write_atomically
+from trainer.saving.run_names import run_named
 
 PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
+MANY = 100  # images from which on their speed is more than that of the start
 DECODERS = 32  # threads that read for one device, at most
 
 
@@ -52,9 +54,7 @@ def command(words: Sequence[str]) -> int:
     launching.load_plugin(own.get("plugin"))
     me = place()
     fork_server.context("trainer.pool.worker", "trainer.inference.labelling")  # it loads torch while weights are read
-    trained = (
-        published(rest) if "checkpoint" not in own else from_checkpoint(Path(own["checkpoint"]).expanduser(), rest)
-    )
+    trained = published(rest) if "checkpoint" not in own else from_checkpoint(run_named(own["checkpoint"]), rest)
     folder = output_folder(trained.recipe, own.get("checkpoint"))
     label_part(trained, folder, me)
     return 0
@@ -88,7 +88,7 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
         return
     if inputs.ignored and me.is_main:
         print(f"ignored: {as_typed(inputs.ignored)}", flush=True)
-    written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings)
+    written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings, trained.seen)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
     watch = Watch(folder, inputs.count, recipe.logging, devices, me.is_main, written.done)
@@ -215,26 +215,33 @@ def sum_up(
     Raises:
         PredictionError: some images were given up.
     """
-    parts = world.share(world.gather({**written.counts, "before": written.done}))
+    parts = world.share(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
     counts = output.together(parts)
+    seen = None if written.seen is None else sum(part["seen"] for part in parts)
     new = counts["images"] - sum(part["before"] for part in parts)
     output.put_together(world, folder, final)
     if world.is_main:
         accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
+        found = {"top1": accuracy, "trained_on": seen}
         write_atomically(
             folder / "predict.json",
-            json.dumps({"settings": dict(settings), **counts, "top1": accuracy, "seconds": seconds}, indent=2) + "\n",
+            json.dumps({"settings": dict(settings), **counts, **found, "seconds": seconds}, indent=2) + "\n",
         )
-        print(_summary(counts, accuracy, new / seconds, final), flush=True)
+        print(summary(counts, accuracy, seen, new / seconds if new >= MANY else None, final), flush=True)
     world.barrier()
     world.close()
     _report_failures(counts, final)
 
 
-def _summary(counts: Counts, accuracy: float | None, speed: float, final: Path) -> str:
-    text = f"{counts['images']:,} images labelled, {speed:,.0f} images/s"
+def summary(counts: Counts, accuracy: float | None, seen: int | None, speed: float | None, final: Path) -> str:
+    """What came of it; `seen` of the images whose class is known were trained on."""
+    text = f"{images(counts['images'])} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
     if counts["unreadable"]:
-        text += f"; {counts['unreadable']:,} could not be read, their rows say why"
+        rows = "its row says" if counts["unreadable"] == 1 else "their rows say"
+        text += f"; {counts['unreadable']:,} could not be read, {rows} why"
     if accuracy is not None:
-        text += f"\n  top-1    {accuracy:.2%} of {counts['labelled']:,} images whose class is known"
+        text += f"\n  top-1    {accuracy:.2%} of {images(counts['labelled'])} whose class is known"
+    if accuracy is not None and seen:
+        some = "all" if seen == counts["labelled"] else f"{seen:,}"
+        text += f"\n  note     {some} of these were trained on; without data.root= those held out are labelled"
     return text + f"\n  result   {final}"

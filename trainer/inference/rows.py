@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from trainer.errors import FolderInUseError
 from trainer.inference.labelling import Labels
 from trainer.inference.sources import Item, without_line_ends
+from trainer.inference.trained_on import TrainedOn
 from trainer.saving.files import read_json, remove, writing
 from trainer.saving.run_folder import write_atomically
 
@@ -67,10 +68,17 @@ class PartFile:
 
     Attributes:
         done: rows that an earlier, stopped command has written.
+        seen: images whose class is known and that were trained on; None where nothing tells which were.
     """
 
     def __init__(
-        self, folder: Path, rank: int, kind: str, classes: Sequence[str], settings: PredictionSettings
+        self,
+        folder: Path,
+        rank: int,
+        kind: str,
+        classes: Sequence[str],
+        settings: PredictionSettings,
+        trained_on: TrainedOn | None = None,
     ) -> None:
         """Begin, or continue what the same settings have begun.
 
@@ -79,6 +87,8 @@ class PartFile:
         """
         self.path, self.kind, self.classes = folder / f"part-{rank:04}", kind, classes
         self.counts: Counts = {"images": 0, "unreadable": 0, "failed": 0, "labelled": 0, "right": 0}
+        self._trained_on = trained_on
+        self.seen = None if trained_on is None else 0
         note = folder / f"part-{rank:04}.json"
         with self._writing():
             try:
@@ -172,6 +182,8 @@ class PartFile:
         if row["label"] and row["class"]:
             self.counts["labelled"] += 1
             self.counts["right"] += row["label"] == row["class"]
+            if self.seen is not None and self._trained_on is not None:
+                self.seen += row["path"] in self._trained_on
 
     def sync(self) -> None:
         """What was written survives whatever happens now."""

@@ -20,6 +20,7 @@ from trainer.data.folders import IMAGENET
 from trainer.data.photos import shorter_side
 from trainer.errors import CheckpointError, RecipeError
 from trainer.inference.labelling import Preparation
+from trainer.inference.trained_on import TrainedOn, trained_on
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
 from trainer.recipe.timm_names import TIMM
@@ -40,6 +41,7 @@ class Trained:
     preparation: Preparation
     data: Datasets | None  # where a split of the data set is labelled
     fingerprint: str
+    seen: TrainedOn | None = None  # what it was trained on, where other images are labelled
 
 
 def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
@@ -62,7 +64,8 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     model = model_for(recipe, task, len(classes), how.channels, how.image_size, starting=False)
     initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
-    return Trained(recipe, task, model, names, how, data, _fingerprint(weights))
+    seen = trained_on(path, recipe_of(path, facts, ())) if data is None else None
+    return Trained(recipe, task, model, names, how, data, _fingerprint(weights), seen)
 
 
 def _task(recipe: Recipe, names: Sequence[str]) -> Task:

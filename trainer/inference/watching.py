@@ -41,7 +41,7 @@ class Watch:
             with self._writing():
                 self._events = Events(folder)
         if speaks:
-            whole = "images as they come" if count is None else f"{count:,} images"
+            whole = "images as they come" if count is None else images(count)
             again = f", after {done:,} that were labelled before" if done else ""
             print(f"predicting {whole}{again} on {', '.join(self._names)}", flush=True)
 
@@ -85,6 +85,11 @@ class Watch:
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self._folder, f"the same words with output={self._folder} go on from here")
+
+
+def images(count: int) -> str:
+    """So many images, in words."""
+    return f"{count:,} image{'s' * (count != 1)}"
 
 
 def _terminal() -> bool:

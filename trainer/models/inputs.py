@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from trainer.errors import RecipeError
+from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo
 from trainer.recipe import Recipe
 from trainer.recipe.checks import OWN_PHOTOS
+from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata
 
 
@@ -33,8 +33,8 @@ def with_own_input(recipe: Recipe) -> Recipe:
 def _told(source: str) -> dict[str, Any]:
     """Keys of `data` by what a run's weights tell of its images; empty where they tell nothing, or of no images."""
     try:
-        facts = read_metadata(Path(source).expanduser())
+        facts = read_metadata(run_named(source))
         found = {key: json.loads(facts[key]) for key in ("image_size", "channels", "mean", "std")}
-    except (KeyError, ValueError, RecursionError):
+    except (CheckpointError, KeyError, ValueError, RecursionError):
         return {}  # building the model says what is wrong with them
     return found if found["mean"] else {}

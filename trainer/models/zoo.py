@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
 from trainer.recipe.timm_names import TIMM
+from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
@@ -159,7 +159,7 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
 
 def known_classes(recipe: ModelRecipe, classes: Sequence[str]) -> int | None:
     """Of how many classes `init_from`'s weights know the name; None where they tell no names."""
-    told = _classes_told(read_metadata(Path(recipe.init_from).expanduser())) if recipe.init_from else []
+    told = _classes_told(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
     return len({*told} & {*classes}) if told else None
 
 
@@ -172,7 +172,7 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
     Raises:
         CheckpointError: what does not fit, and which model it was written from, where the file tells.
     """
-    weights, told = read_weights(Path(source).expanduser())
+    weights, told = read_weights(run_named(source))
     weights = _by_class(weights, _classes_told(told), model, classes)
     try:
         initialise(model, weights, f"init_from={source}")

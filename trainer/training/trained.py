@@ -17,6 +17,7 @@ from trainer.modes import Context
 from trainer.processes.world import locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
+from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_weights
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.same_images import check_same_images
@@ -27,7 +28,8 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
     """Evaluate a trained run again, in this process or as one of torchrun's ranks.
 
     Args:
-        checkpoint: a run folder (its last weights), one of its checkpoints, or a .safetensors file of it.
+        checkpoint: a run folder (its last weights) or its name below runs, one of its checkpoints, or a .safetensors
+            file of it.
         words: `key=value` on top of the run's own recipe: where the data is, another batch size, devices.
 
     Returns:
@@ -36,7 +38,7 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
     Raises:
         CheckpointError: no such checkpoint, or no recipe with it.
     """
-    path = Path(checkpoint).expanduser()
+    path = run_named(checkpoint)
     weights, metadata = read_weights(path)
     recipe = recipe_of(path, metadata, words)
     start_process(recipe)

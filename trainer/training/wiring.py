@@ -84,7 +84,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         known=known,
         say=tracker.say,
     )
-    told = starting_notes(recipe, data) | notes(model, recipe)
+    told = (starting_notes(recipe, data) if state is None else {}) | notes(model, recipe)
     strategy, optimizer, updater = wire(context, model)
     tracker.remember({**known, **strategy.known})
     run = Run(

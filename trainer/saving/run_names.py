@@ -1,0 +1,34 @@
+"""A run as people name it: by a path, or by its name below runs/. Imports no torch, so that a slip is told at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trainer.errors import CheckpointError
+from trainer.recipe import nearest
+
+HOME = "runs"
+WEIGHTS = ("last.safetensors", "manifest.json")  # what a run folder, or a checkpoint, has
+
+
+def run_named(name: str) -> Path:
+    """What the user means: a path, or one below runs/; of both the one that holds weights.
+
+    Raises:
+        CheckpointError: there is neither; says which run may be meant.
+    """
+    path = os.path.expanduser(name)
+    candidates = list(dict.fromkeys((path, os.path.join(HOME, path))))
+    there = [Path(found) for found in candidates if os.path.exists(found)]
+    if not there:
+        nor = f", nor {HOME}/{name[:120]}" if len(candidates) > 1 else ""
+        raise CheckpointError(f"'{name[:120]}' is not there{nor}: {_hint(path)}")
+    good = [found for found in there if found.is_file() or any((found / name).is_file() for name in WEIGHTS)]
+    return (good or there)[0]
+
+
+def _hint(path: str) -> str:
+    known = os.listdir(HOME) if os.path.isdir(HOME) else []
+    guess = nearest(os.path.basename(path), known)
+    return f"did you mean {HOME}/{guess}?" if guess else f"python -m trainer runs lists {HOME}"

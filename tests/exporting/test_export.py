@@ -265,7 +265,7 @@ def test_what_computes_something_else_gets_no_name(here, monkeypatch):
         (
             ["nowhere", "output=x.pt2"],
             CheckpointError,
-            "'nowhere' is not there, nor runs/nowhere: python",
+            "'nowhere' is not there, nor runs/nowhere: give a run",
         ),
         (["x" * 5000, "format=onnx"], CheckpointError, "is not there, nor runs/xxx"),
         (["~nobody/x", "format=onnx"], CheckpointError, "'~nobody/x' is not there"),

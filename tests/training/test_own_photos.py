@@ -64,12 +64,12 @@ def test_ninety_in_a_hundred_of_ten_classes_with_thirty_photos_each(folders, tmp
 def test_what_fails_before_the_first_step_is_no_run(folders, tmp_path):
     words = [*PLAIN, f"data.root={folders[0]}", "model.init_from=/nowhere", f"output={tmp_path / 'run'}"]
     done = trainer("recipe=finetune", "model.name=cnn", *words)
-    assert done.returncode != 0 and "/nowhere is not there" in done.stderr
+    assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
     assert "no runs below" in ok("runs", str(tmp_path)).stdout
 
 
 def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(folders, tmp_path):
     words = [*PLAIN, f"data.root={folders[0]}", "model.init_from=/nowhere"]
     done = trainer("recipe=finetune", "model.name=cnn", *words, cwd=tmp_path)
-    assert done.returncode != 0 and "/nowhere is not there" in done.stderr
+    assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
     assert list((tmp_path / "runs").iterdir()) == []

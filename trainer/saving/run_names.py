@@ -31,4 +31,6 @@ def run_named(name: str) -> Path:
 def _hint(path: str) -> str:
     known = os.listdir(HOME) if os.path.isdir(HOME) else []
     guess = nearest(os.path.basename(path), known)
-    return f"did you mean {HOME}/{guess}?" if guess else f"python -m trainer runs lists {HOME}"
+    if guess:
+        return f"did you mean {HOME}/{guess}?"
+    return f"give a run, or a file of weights; python -m trainer runs lists those below {HOME}"

@@ -17,6 +17,8 @@ def photos(tmp_path):
     for number, name in enumerate(NAMES):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 8), (number * 20,) * 3).save(tmp_path / name)
+    (tmp_path / "other").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "other" / "2.png")
     return tmp_path
 
 
@@ -86,19 +88,22 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
         ("file\ntrain/0.png\n", [], "needs a header and rows"),
         (table("file,label", ["cat", "dog", "cat", "dog,x"] * 2), [], "line 5: 3 cells, and the header has 2"),
         (
-            table("file,label", ["cat", "dog", "cat", "dog"] * 2).replace("val/2", "2"),
+            table("file,label", ["cat", "dog", "cat", "dog"] * 2).replace("val/2", "other/2"),
             [],
             "line 8: nothing says whether",
         ),
         (table("file,label", ["cat", "dog"] * 2, NAMES[:4]), [], "no row of split val"),
         (table("file,label", ["cat"] * 4 + ["cow"] * 4), [], "line 6: no training image has the class 'cow'"),
         (table("file,label", ["cat", "dog"] * 4).replace("0.png", "9.png"), [], "line 2: .*train/9.png is not there"),
-        (table("file,a,b", ["1,0"] * 8), [], "a column with each image's class; beside the first its columns are a, b"),
+        (
+            table("file,a,b", ["1,0"] * 8),
+            [],
+            "a column with each image's class; beside the images' its columns are a, b",
+        ),
         (table("file,age", ["young"] * 8), ["task.name=regression"], "line 2: young are not all numbers"),
         (table("file,a,b", ["1,2"] * 8), ["task.name=multilabel"], "labels must be 0 or 1, found 1 to 2"),
         (table("file,age", ["1", "nan"] * 4), ["task.name=regression"], "line 3: nan are not all numbers"),
         (table("file,label", ["cat", ""] * 4), [], "line 3: train/1.png has no class"),
-        (table("file;label", ["x"] * 8).replace(",", ";"), [], "semicolons between its columns"),
         (table("file,label", ["cat"] * 8), [], "1 class names are given, and a classifier tells at least 2 apart"),
     ],
 )
@@ -118,6 +123,69 @@ def test_tables_that_cannot_be_read(photos):
         open_datasets(load(None, "data.name=imagefolder", "data.labels=odd.csv"))
     with pytest.raises(RecipeError, match=r"use data.name=imagefolder"):
         open_datasets(load(None, "data.name=digits", "data.labels=odd.csv"))
+
+
+CATS = ["cat", "dog"] * 4
+
+
+def test_a_table_without_a_header_loses_no_image(photos):
+    found = opened(photos, table("", CATS).lstrip())
+    assert len(found.train) == 4 and found.train.labels.tolist() == [0, 1, 0, 1]
+    assert found.notes["labels"] == "there is no header, line 1 names an image too"
+    found = opened(photos, table("", ["cat;dog", ""] * 4).lstrip(), "task.name=multilabel")
+    assert found.train.labels.tolist() == [[1, 1], [0, 0]] * 2
+    with pytest.raises(SetupError, match="line 1 names an image: put a header above it, such as file,a,b, of which"):
+        opened(photos, table("", ["1,2"] * 8).lstrip(), "task.name=regression")
+
+
+def test_an_image_has_one_line(photos):
+    """Else it might be held out under one label, and trained on under another."""
+    text = table("file,label", CATS)
+    found = opened(photos, f"{text}./val/0.png,cat\nval/1.png,dog\n")
+    assert (len(found.train), len(found.val)) == (4, 4)
+    assert found.notes["labels"] == "2 lines said again what is said above, and are left out"
+    with pytest.raises(SetupError, match=r"line 10: train/0.png is there already \(line 2\), as cat: keep one of them"):
+        opened(photos, f"{text}train/0.png,dog\n")
+    with pytest.raises(SetupError, match=r"line 10: .* as cat: an image's classes stand in one line, as cat;dog"):
+        opened(photos, f"{text}train/0.png,dog\n", "task.name=multilabel")
+    with pytest.raises(SetupError, match=r"line 10: train/0.png is there already \(line 2\), as val"):
+        parts = [f"cat,{part}" for part in ("val", "train") * 4]
+        opened(photos, table("file,label,split", parts) + "train/0.png,cat,train\n")
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "index"])
+def test_the_index_of_pandas_is_not_looked_at(photos, name):
+    rows = [f"{n},{file},{label}" for n, (file, label) in enumerate(zip(NAMES, CATS, strict=True))]
+    found = opened(photos, "\n".join([f"{name},file,label", *rows]))
+    assert found.classes == ("cat", "dog") and len(found.val) == 4
+    assert found.notes["labels"] == "column file names the images"
+    rows = [f"{n},{file},{n / 2}" for n, file in enumerate(NAMES, 1)]
+    found = opened(photos, "\n".join([f"{name},file,height", *rows]), "task.name=regression")
+    assert found.classes == ("height",) and found.val.labels.tolist() == [[2.5], [3], [3.5], [4]]
+
+
+def test_columns_in_another_order(photos):
+    """And one that counts is a value where its name does not say otherwise."""
+    rows = [f"{n},{file}" for n, file in enumerate(NAMES)]
+    found = opened(photos, "\n".join(["age,file", *rows]), "task.name=regression")
+    assert found.classes == ("age",) and found.train.labels.tolist() == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_other_separators(photos, separator):
+    found = opened(photos, table("file,label", CATS).replace(",", separator))
+    assert found.classes == ("cat", "dog") and len(found.train) == 4 and "labels" not in found.notes
+    text = table("file|height", [f"{n},5" for n in range(8)]).replace(",", "|", 1).replace("png,", "png|")
+    found = opened(photos, text.replace("|", separator), "task.name=regression")
+    assert found.train.labels.tolist() == [[0.5], [1.5], [2.5], [3.5]]  # a decimal comma
+
+
+def test_measures_are_no_classes(photos):
+    says = "age holds 4 different numbers for 4 images, such as 1.5: .* add task.name=regression"
+    with pytest.raises(SetupError, match=says):
+        opened(photos, table("file,age", [f"{n / 2}" for n in range(8)]))
+    assert opened(photos, table("file,dose", ["0.5", "1.0"] * 4)).classes == ("0.5", "1.0")
+    assert opened(photos, table("file,digit", ["0", "1", "2", "3"] * 2)).classes == ("0", "1", "2", "3")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +16,15 @@ from trainer.data.folders import PhotoFolder, divided, photos
 from trainer.data.layout import HELD_OUT, TRAIN
 from trainer.data.sets import Datasets
 from trainer.data.splits import Before
+from trainer.data.table_names import Naming, counts_rows, is_index, is_there, missing, naming
+from trainer.data.table_text import Line, read_lines
 from trainer.errors import SetupError
 from trainer.recipe import Recipe
 from trainer.tasks.base import Reads
 
 SPLIT = "split"  # the column that says which set an image is in
 SEPARATOR = ";"  # between the classes of an image
+DIGITS = 10  # so many classes are often called by numbers
 
 WANTED = {
     "class": "a column with each image's class",
@@ -41,45 +42,71 @@ class Row(NamedTuple):
 
 
 class Table:
-    """A CSV with a header: the first column is an image's path below data.root, `split` may say which set it is in.
+    """A CSV with a header: one column is an image's path below data.root, `split` may say which set it is in.
 
     Attributes:
         columns: what it tells of each image.
         train, val: its rows; where it is not `divided`, all of them train and none is held out.
+        told: what to say of how it was read; empty where it is as the guide describes it.
 
     Raises:
         SetupError: it cannot be read, or is no such table; the line says where.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                reader = csv.reader(file)
-                lines = [(reader.line_num, row) for row in reader if any(row)]
-        except (OSError, UnicodeError, csv.Error) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise SetupError(f"data.labels={path} cannot be read ({reason})") from None
-        if len(lines) > 1 and len(lines[0][1]) == 1 and ";" in lines[0][1][0]:
-            raise SetupError(f"data.labels={path} has semicolons between its columns: commas are needed there")
-        if len(lines) < 2 or len(lines[0][1]) < 2:
+    def __init__(self, path: Path, root: Path, reads: Reads) -> None:
+        self.path, self.told = path, ""
+        header, lines, separator = read_lines(path)
+        self._decimals = separator != ","  # where programs write 1,72 they put something else between columns
+        found = naming(root, header, lines)
+        notes = [found.told] if found.told else []
+        if is_there(root, found.path(header[found.column])):
+            notes.append("there is no header, line 1 names an image too")
+            lines = [Line(1, header), *lines]
+            header = [f"column {n + 1}" for n in range(len(header))]
+        split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n != found.column), None)
+        told = [n for n in range(len(header)) if n not in (split, found.column)]
+        may_count = found.column and len(told) > 1 and (reads == "class" or is_index(header[0]))
+        if may_count and counts_rows([line.cells[0] for line in lines]):
+            told.remove(0)
+        if lines[0].number == 1 and reads != "class" and (reads == "values" or len(told) > 1):
             raise SetupError(
-                f"data.labels={path} needs a header and rows, such as file,label and train/cat-1.jpg,cat below it"
+                f"{path}, line 1 names an image: put a header above it, such as file,{','.join('abc'[: len(told)])}, "
+                "of which the names of classes or values are taken"
             )
-        header = [name.strip() for name in lines[0][1]]
-        split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n), None)
-        told = [n for n in range(1, len(header)) if n != split]
         self.columns = tuple(header[n] for n in told)
         self.train: list[Row] = []
         self.val: list[Row] = []
-        rows: list[tuple[str, Row]] = []
-        for number, cells in lines[1:]:
-            if len(cells) != len(header):
-                raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(header)}")
-            image = os.path.normpath(cells[0].strip().replace("\\", "/"))
-            part = cells[split] if split is not None else image.partition("/")[0]
-            rows.append((part.strip().lower(), Row(number, image, tuple(cells[n].strip() for n in told))))
+        lost = [line for line in lines if not is_there(root, found.path(line.cells[found.column]))]
+        if lost:
+            raise missing(path, root, lines, lost, found)
+        rows = self._rows(lines, found, split, told, reads)
+        again = len(lines) - len(rows)
+        if again:
+            notes.append(f"{again} line{'s' * (again > 1)} said again what is said above, and are left out")
+        self.told = "; ".join(notes)
         self.divided = split is not None or any(part in (*TRAIN, *HELD_OUT) for part, _ in rows)
+        self._divide(rows)
+
+    def _rows(
+        self, lines: Sequence[Line], found: Naming, split: int | None, told: Sequence[int], reads: Reads
+    ) -> list[tuple[str, Row]]:
+        """Its rows, each with the part that it is in; an image has one."""
+        rows: dict[str, tuple[str, Row]] = {}
+        for number, cells in lines:
+            image = found.path(cells[found.column])
+            part = (cells[split] if split is not None else image.partition("/")[0]).lower()
+            row = Row(number, image, tuple(cells[n] for n in told))
+            before, said = rows.setdefault(image, (part, row))
+            if (before, said.cells) != (part, row.cells):
+                other = _listed(said.cells) if said.cells != row.cells else before
+                one = "an image's classes stand in one line, as cat;dog" if reads == "classes" else "keep one of them"
+                raise SetupError(
+                    f"{self.path}, line {number}: {image} is there already (line {said.number}), as {other}: {one}"
+                )
+        return list(rows.values())
+
+    def _divide(self, rows: Sequence[tuple[str, Row]]) -> None:
+        """Put each row into the set that it is for."""
         for part, row in rows:
             if part in TRAIN or not self.divided:
                 self.train.append(row)
@@ -87,18 +114,19 @@ class Table:
                 self.val.append(row)
             else:
                 raise SetupError(
-                    f"{path}, line {row.number}: nothing says whether {row.file} is for training: put it below train/ "
-                    "or val/, or add a column `split` with train or val"
+                    f"{self.path}, line {row.number}: nothing says whether {row.file} is for training: put it below "
+                    "train/ or val/, or add a column `split` with train or val"
                 )
         for found, name in ((self.train, "train"), (self.val, "val")):
             if not found and self.divided:
-                raise SetupError(f"{path} has no row of {SPLIT} {name}; both sets need images")
+                raise SetupError(f"{self.path} has no row of {SPLIT} {name}; both sets need images")
 
     def read(self, reads: Reads) -> tuple[tuple[str, ...], list[npt.NDArray[Any]]]:
         """The names of classes or values, and the targets of the training and the held-out rows."""
         parts = (self.train, self.val)
         if reads == "class" and len(self.columns) == 1:
             names = sorted({row.cells[0] for row in self.train})
+            self._check_classes(names)
             return tuple(names), [
                 np.array([self._place(row, row.cells[0], names) for row in rows], np.int64) for rows in parts
             ]
@@ -113,7 +141,18 @@ class Table:
             return tuple(names), found
         if reads in ("classes", "values") and self.columns:
             return self.columns, [self._matrix(rows) for rows in parts]
-        raise SetupError(f"{self.path} needs {WANTED[reads]}; beside the first its columns are {_listed(self.columns)}")
+        raise SetupError(
+            f"{self.path} needs {WANTED[reads]}; beside the images' its columns are {_listed(self.columns)}"
+        )
+
+    def _check_classes(self, names: Sequence[str]) -> None:
+        """Refuse numbers to be foretold, which hardly ever are the same twice."""
+        measures = all(map(_is_number, names)) and (len(names) > DIGITS or not all(map(str.isdigit, names)))
+        if measures and len(names) > len(self.train) / 2:
+            raise SetupError(
+                f"{self.path}: {self.columns[0]} holds {len(names)} different numbers for {len(self.train)} images, "
+                f"such as {names[-1]}: where they are measures and no classes, add task.name=regression"
+            )
 
     def _place(self, row: Row, name: str, names: list[str]) -> int:
         if not name:
@@ -128,7 +167,7 @@ class Table:
 
     def _numbers(self, row: Row) -> list[float]:
         try:
-            found = [float(cell) for cell in row.cells]
+            found = [float(cell.replace(",", ".") if self._decimals else cell) for cell in row.cells]
         except ValueError:
             found = [math.nan]
         if not all(map(math.isfinite, found)):
@@ -147,11 +186,9 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
     root = Path(recipe.data.root).expanduser()
     wanted = Path(str(recipe.data.labels)).expanduser()
     path = wanted if wanted.is_absolute() or not (root / wanted).is_file() else root / wanted
-    table = Table(path)
-    names, targets = table.read(tasks.kind(recipe).reads)
-    for row in (*table.train, *table.val):
-        if not os.path.isfile(root / row.file):
-            raise SetupError(f"{path}, line {row.number}: {root / row.file} is not there")
+    reads = tasks.kind(recipe).reads
+    table = Table(path, root, reads)
+    names, targets = table.read(reads)
     train, val = (
         PhotoFolder(root, [row.file for row in rows], labels)
         for rows, labels in zip((table.train, table.val), targets, strict=True)
@@ -159,7 +196,15 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
     split = f"the held-out rows of {path}"
     if not table.divided:
         train, val, split = divided(train, recipe, before)
-    return photos(recipe, train, val, names, split, {}, made=not table.divided)
+    notes = {"labels": table.told} if table.told else {}
+    return photos(recipe, train, val, names, split, notes, made=not table.divided)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return math.isfinite(float(cell))
+    except ValueError:
+        return False
 
 
 def _several(cell: str) -> list[str]:

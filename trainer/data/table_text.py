@@ -1,0 +1,77 @@
+"""The text of a table of labels: its lines and their cells, however a program separates and saves them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.errors import SetupError
+
+SEPARATORS = "\t", ",", ";"  # between columns: the first that the first line holds; `;` may stand within a cell
+UTF_16 = b"\xff\xfe", b"\xfe\xff"  # how such a file begins
+SAVE = "save it as UTF-8 (Excel: Save As, CSV UTF-8)"
+
+
+class Line(NamedTuple):
+    """A line that holds something."""
+
+    number: int
+    cells: list[str]
+
+
+class Lines(NamedTuple):
+    """A table's first line, the others, and what stands between the cells of each."""
+
+    first: list[str]
+    others: list[Line]
+    separator: str
+
+
+def read_lines(path: Path) -> Lines:
+    """The lines of a table that hold something: two at least, with as many cells each, and of those two at least.
+
+    Raises:
+        SetupError: it cannot be read, or is no such table; the sentence says where and what to do.
+    """
+    text = _text(path)
+    start = text.lstrip("\r\n").partition("\n")[0]
+    separator = next((mark for mark in SEPARATORS if mark in start), ",")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    try:
+        lines = [Line(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
+    except csv.Error as error:
+        raise SetupError(f"data.labels={path} cannot be read (line {reader.line_num}: {error})") from None
+    if len(lines) < 2 or len(lines[0].cells) < 2:
+        raise SetupError(
+            f"data.labels={path} needs a header and rows, such as file,label and train/cat-1.jpg,cat below it"
+        )
+    first = lines[0].cells
+    for number, cells in lines[1:]:
+        if len(cells) != len(first):
+            several = "; classes of one image with ; between them need commas between columns" * (separator == ";")
+            raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(first)}{several}")
+    return Lines(first, lines[1:], separator)
+
+
+def _text(path: Path) -> str:
+    """
+    Raises:
+        SetupError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SetupError(f"data.labels={path} cannot be read ({error.strerror})") from None
+    if data.startswith(b"PK\3\4"):
+        raise SetupError(f"data.labels={path} cannot be read: it is a spreadsheet or an archive, save it as CSV")
+    if data.startswith(UTF_16) or b"\0" in data[:1000]:
+        raise SetupError(f"data.labels={path} cannot be read: its text is UTF-16, {SAVE}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise SetupError(
+            f"data.labels={path} cannot be read: line {line} is not UTF-8 but another encoding, such as Latin-1; {SAVE}"
+        ) from None

@@ -359,6 +359,27 @@ def test_a_recipe_of_the_python_api(machine, tmp_path):
     assert head.endswith("| predicted |") and single.endswith("| 1,234 |") and split.endswith("| - |")
 
 
+@pytest.mark.parametrize("recipe", [Path("digits"), {"data.name": "digits", "model.name": "mlp"}])
+def test_what_python_gives_as_a_recipe_and_numbers(machine, tmp_path, recipe):
+    report = comparison.compare(recipe, "single", repeats="2", steps="40", output=tmp_path / "out")
+    assert [row["mode"] for row in report["entries"]] == ["single"] and report["entries"][0]["samples_per_sec"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"words": "epochs=2"}, r"words= is a list, as in words=\['epochs=2'\], not str"),
+        ({"sweep": {"seed": [1]}}, r"sweep= is text, as in sweep='batch_size:\[32,64\]', not dict"),
+        ({"output": 5}, "output= is a folder's name, not int"),
+        ({"repeats": 2.5}, "repeats=2.5 must be a whole number"),
+        ({"modes": "[single,dpp]"}, "did you mean"),
+    ],
+)
+def test_what_python_may_not_give(machine, options, says):
+    with pytest.raises(RecipeError, match=says):
+        comparison.compare("digits", **options)
+
+
 def test_through_the_command_line(full, tmp_path):
     """All seven modes in the full count; in the fast tests two of one process, and one that cannot run."""
     modes = MODES if full else ("single", "split")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import predict
 from trainer.errors import RecipeError
+
+PAIRS = TensorDataset(torch.rand(4, 2), torch.arange(4))
 
 
 class Scaled(nn.Module):
@@ -32,6 +37,45 @@ def test_a_model_over_devices_gives_what_one_gives():
     assert model.training and predict(model, inputs[:0], devices=["cpu"]) == []
     parts = predict(Scaled(), inputs[:3], devices=["cpu"])
     assert torch.equal(parts[1]["twice"], 2 * inputs[1]) and torch.equal(parts[2]["sums"][0], inputs[2].sum())
+
+
+class Net(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"model": "runs/x"}, "'runs/x' is a path: type python -m trainer predict checkpoint=runs/x data.root=FOLDER"),
+        ({"model": Path("runs/x")}, "'runs/x' is a path: type python -m trainer predict"),
+        ({"model": Net}, r"Net is a class: make one, Net\(...\)"),
+        ({"model": {"a": 1}}, "takes a model, a torch.nn.Module, not dict"),
+        ({"inputs": "photos"}, "a tensor of inputs, or an iterable of them, not str"),
+        ({"inputs": None}, "a tensor of inputs, or an iterable of them, not NoneType"),
+        ({"inputs": DataLoader(PAIRS)}, r"a DataLoader gives batches: give the inputs, as in \(item\[0\] for item in"),
+        ({"devices": 0}, r"devices= is a list, as in devices=\['cuda:0', 'cpu'\], or 'auto', not 0"),
+        ({"devices": "gpu"}, "devices: gpu is not a device"),
+        ({"batch_size": "2"}, "batch_size= is a whole number, or None, not str"),
+    ],
+)
+def test_what_is_something_else_is_said_at_once(given, says):
+    with pytest.raises(RecipeError, match=says):  # a stream's too: nobody has taken a first output from it
+        predict(**{"model": nn.Linear(2, 2), "inputs": [torch.rand(2)], "devices": ["cpu"], **given})
+
+
+def test_items_that_are_no_tensors():
+    with pytest.raises(RecipeError, match="tensors, not tuple as input 0 is, and of a data set's items the input"):
+        list(predict(nn.Linear(2, 2), PAIRS, devices="cpu"))
+    with pytest.raises(RecipeError, match="tensors, not str as input 1 is"):
+        list(predict(nn.Linear(2, 2), [torch.rand(2), "cat.jpg"], devices="cpu"))
+
+
+def test_arrays_and_a_device_are_taken_too():
+    model, inputs = nn.Linear(2, 3), np.ones((4, 2), np.float32)
+    expected = model(torch.ones(4, 2)).detach()
+    for devices in ("cpu", torch.device("cpu")):
+        torch.testing.assert_close(predict(model, inputs, devices), expected)
+    torch.testing.assert_close(torch.stack(list(predict(model, iter(inputs), "cpu"))), expected)
 
 
 def test_a_model_that_only_its_function_knows_travels_by_value():

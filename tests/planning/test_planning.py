@@ -11,6 +11,7 @@ import pytest
 from tests.commands import PROJECT, environment
 from trainer import load_recipe, plan
 from trainer.__main__ import answer
+from trainer.errors import RecipeError
 from trainer.planning import summary
 from trainer.planning.layout import lay_out
 from trainer.recipe.words import split_words
@@ -25,6 +26,26 @@ def test_a_plan_for_more_devices_than_there_are():
     assert found["communication"]["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 4 * 25_557_032
     assert found["steps"]["per_epoch"] is None  # no folder
     assert found["memory_limit"]["bytes"] == 24 * 2**30
+
+
+def test_a_recipe_is_given_as_to_train():
+    found = [plan(recipe) for recipe in ("digits", Path("digits"), load_recipe("digits"), {"data.name": "digits"})]
+    assert [each["data"] for each in found] == [found[0]["data"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "says"),
+    [
+        (5, {}, "a recipe is a name, a YAML file or a dictionary, not int"),
+        (None, {}, r"plan\(\) needs a recipe, as in plan\('digits'\)"),
+        ("digits", {"memory": [24]}, "memory= is a number, or text as in '24GiB', not list"),
+        ("digits", {"measured": 5}, "measured= is a run's folder or 'here', not int"),
+        ("digits", {"plugin": Path("mine")}, "plugin= is a module's name"),
+    ],
+)
+def test_what_a_program_may_not_give(recipe, options, says):
+    with pytest.raises(RecipeError, match=says):
+        plan(recipe, **options)
 
 
 def test_steps_and_rates():

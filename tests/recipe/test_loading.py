@@ -178,6 +178,12 @@ def test_a_wrong_word_is_one_line(word: str, expected: str) -> None:
     assert expected in line(load, None, word)
 
 
+def test_words_are_text() -> None:
+    given: Any
+    for given in (5, ["epochs=2"], {"epochs": 2}):
+        assert line(load, "digits", given).startswith("words are text, each by itself, as in 'epochs=2', not ")
+
+
 def test_a_key_given_twice() -> None:
     expected = "epochs is given twice, as 'epochs=1' and as 'epochs=2': keep one"
     assert line(load, None, "epochs=1", "seed=3", "epochs=2") == expected

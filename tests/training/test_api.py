@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +21,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trainer
 from tests import warm
 from tests.commands import PROJECT, environment, result
+from tests.data.photo_folders import photo_set
 from trainer import EpochReport, StepReport, train
-from trainer.errors import Interrupted, RecipeError
+from trainer.errors import Interrupted, RecipeError, SetupError
 from trainer.processes import stacks
 from trainer.training.callbacks import Callbacks
 
@@ -68,6 +70,11 @@ def test_a_dictionary_is_a_recipe_too(tmp_path):
             {"data": (DataLoader(DATA), DATA), "mode": "single"},
             "data.name=TensorDataset: its training set is a D",
         ),
+        (None, {"data": Path("nowhere")}, "data.root=nowhere is not a folder on this machine"),
+        (None, {"data": "nowhere/photos"}, "data.root=nowhere/photos is not a folder on this machine"),
+        ("digits", {"model": "net.pt"}, "model=net.pt is a file of weights: name the model that they are for"),
+        ("digits", {"model": Path("net.pt")}, "model=net.pt is a file of weights: name the model that they are for"),
+        ("digits", {"plugin": 5}, "plugin= is a module's name, as in plugin='my_module', not int"),
         (None, {"net": net()}, "net=Sequential is not a key: type model=net"),
         (None, {"train_set": DATA}, "train_set=TensorDataset is not a key: type data=(train_set, val_set)"),
         (None, {"callbacks": [print]}, "callbacks=print is not a key: type on_epoch=function"),
@@ -75,9 +82,23 @@ def test_a_dictionary_is_a_recipe_too(tmp_path):
 )
 def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, recipe, keywords, line):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises((RecipeError, SetupError)) as error:
         train(recipe, **{"devices": ["cpu"], **keywords})
     assert str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_folder_of_photos_is_data(tmp_path, kind):
+    photo_set(tmp_path / "photos", {"cat": 4, "dog": 4})
+    words = {**SHORT, "data__image_size": 16, "batch_size": 2, "data__workers": 0, "output": tmp_path / "run"}
+    found = train("digits", data=kind(tmp_path / "photos"), **words)
+    assert found["data"]["name"] == "imagefolder" and found["data"]["train_samples"] == 6
+
+
+@pytest.mark.parametrize("register", [trainer.register_model, trainer.register_dataset, trainer.register_task])
+def test_a_decorator_without_its_brackets(register):
+    with pytest.raises(RecipeError, match=rf"{register.__name__} is given a name: write @{register.__name__}\('net'\)"):
+        register(net)
 
 
 def test_words_are_text():

@@ -5,7 +5,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.commands import QUIET, ok, result, torchrun
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, RecipeError
 from trainer.training.trained import evaluate_run
 
 
@@ -16,6 +16,12 @@ def trained(tmp_path_factory):
     words = ["data.name=synthetic", "data.samples=96", "data.val_samples=37", "data.image_size=8", "model.name=cnn_gn"]
     ok("mode=single", *words, "batch_size=48", "epochs=1", *QUIET, f"output={folder}")
     return folder
+
+
+@pytest.mark.parametrize("given", [None, 5, {"output": "runs/x"}])
+def test_what_is_no_run(given):
+    with pytest.raises(RecipeError, match=rf"as in evaluate\('runs/x'\), not {type(given).__name__}$"):
+        evaluate_run(given)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])

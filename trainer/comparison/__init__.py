@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.comparison import entries
 from trainer.comparison.comparing import Comparison
@@ -49,15 +50,15 @@ def command(words: Sequence[str]) -> int:
 
 
 def compare(
-    recipe: Recipe | str,
-    modes: Sequence[str] | None = None,
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    modes: Sequence[str] | str | None = None,
     *,
     words: Sequence[str] = (),
     repeats: int | None = None,
     sweep: str | None = None,
     nproc: int | None = None,
     plugin: str | None = None,
-    output: str | None = None,
+    output: str | Path | None = None,
     resume: str | None = None,
     steps: int | None = None,
     predicted: Mapping[str, float] | None = None,
@@ -65,7 +66,7 @@ def compare(
     """Run every entry several times in fresh processes and return what compare.json holds.
 
     Args:
-        recipe: a recipe, or its name, file or run folder.
+        recipe: as for `train`: a name, a YAML file, a run folder, a dictionary or a recipe.
         modes: the entries, a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one
             of `mode=` in words, the recipe's in a sweep, else all seven.
         words: key=value of the recipe, for every entry.
@@ -82,6 +83,16 @@ def compare(
         FolderInUseError: the folder holds a comparison, or another run writes there.
         Interrupted: Ctrl-C; the tables hold what was done before.
     """
+    recipe = str(recipe) if isinstance(recipe, Path) else recipe
+    if isinstance(recipe, Mapping):
+        recipe = load_recipe(recipe)
+    modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
+    _check_kinds(words, sweep, output)
+    output = None if output is None else str(output)
+    repeats, nproc, steps = (
+        None if value is None else _whole(key, str(value))
+        for key, value in (("repeats", repeats), ("nproc", nproc), ("steps", steps))
+    )
     _check_words(recipe, output, resume)
     swept = entries.parse_sweep(sweep) if sweep else None
     source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
@@ -103,6 +114,16 @@ def compare(
     with claim(output, name, resume is not None, asked) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
         return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run()
+
+
+def _check_kinds(words: object, sweep: object, output: object) -> None:
+    """Raises RecipeError for what a program hands over as something else."""
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise RecipeError(f"words= is a list, as in words=['epochs=2'], not {type(words).__name__}")
+    if not isinstance(sweep, str | None):
+        raise RecipeError(f"sweep= is text, as in sweep='batch_size:[32,64]', not {type(sweep).__name__}")
+    if not isinstance(output, str | Path | None):
+        raise RecipeError(f"output= is a folder's name, not {type(output).__name__}")
 
 
 def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:

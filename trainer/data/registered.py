@@ -23,6 +23,7 @@ from trainer.errors import RecipeError
 from trainer.processes import carrying
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS
+from trainer.recipe.keywords import check_name
 from trainer.tasks import Task
 
 ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size; each is made in full
@@ -47,6 +48,7 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     Raises:
         RecipeError: the name is taken.
     """
+    check_name("register_dataset", name)
     if name in registered or name in DATASETS:
         raise RecipeError(f"register_dataset('{name}'): the name is taken; choose another")
 

@@ -67,12 +67,22 @@ def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
     return launch_to_start(recipe, nproc) is not None
 
 
+def check_plugin(name: object) -> None:
+    """
+    Raises:
+        RecipeError: it is no text, as a program may hand it over.
+    """
+    if not isinstance(name, str | None):
+        raise RecipeError(f"plugin= is a module's name, as in plugin='my_module', not {type(name).__name__}")
+
+
 def load_plugin(name: str | None) -> None:
     """Import the user's own module, which registers models and data sets; the working folder comes first.
 
     Raises:
         RecipeError: there is no such module.
     """
+    check_plugin(name)
     if not name:
         return
     if os.getcwd() not in sys.path:

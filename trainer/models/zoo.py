@@ -18,6 +18,7 @@ from trainer.models.blocks import freeze, head
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
+from trainer.recipe.keywords import check_name
 from trainer.recipe.timm_names import TIMM
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
@@ -35,6 +36,8 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
     Raises:
         RecipeError: the name is taken.
     """
+
+    check_name("register_model", name)
 
     def register(builder: Builder) -> Builder:
         if name in _builders or name in torchvision_zoo.names():

@@ -8,9 +8,13 @@ Imports: errors, recipe, devices, processes, saving, tasks, data, launch, models
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from trainer import recipe as recipes
+from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.planning import amounts
 from trainer.planning.layout import lay_out
@@ -46,10 +50,10 @@ def command(words: Sequence[str]) -> int:
 
 
 def plan(
-    recipe: Recipe,
+    recipe: Recipe | str | Path | Mapping[str, Any],
     nproc: int | str | None = None,
     memory: int | str | None = None,
-    measured: str | None = None,
+    measured: str | Path | None = None,
     bandwidth: float | str | None = None,
     plugin: str | None = None,
     every: bool = False,
@@ -58,7 +62,7 @@ def plan(
     """What training the recipe would take.
 
     Args:
-        recipe: with the mode to plan.
+        recipe: with the mode to plan: as for `train`, a name, a YAML file, a run folder, a dictionary or a recipe.
         nproc: processes, as in training; without, as many as training would start here.
         memory: of each device, in bytes or as in "24GiB", which are GPUs where the recipe does not say `devices=[cpu]`
             and nothing measured says what computes; without, that of this machine's.
@@ -75,6 +79,15 @@ def plan(
         RecipeError: training would refuse it on a machine that has all the devices; or an amount makes no sense.
         SetupError: what is measured is not there, or training would miss it on every machine.
     """
+    if recipe is None:
+        raise RecipeError("plan() needs a recipe, as in plan('digits')")
+    recipe = recipe if isinstance(recipe, Recipe) else recipes.load(recipe)
+    for key, amount in (("memory", memory), ("bandwidth", bandwidth)):
+        if not isinstance(amount, int | float | str | None):
+            raise RecipeError(f"{key}= is a number, or text as in '24GiB', not {type(amount).__name__}")
+    if not isinstance(measured, str | os.PathLike | None):
+        raise RecipeError(f"measured= is a run's folder or 'here', not {type(measured).__name__}")
+    measured = None if measured is None else os.fspath(measured)
     room = amounts.parse_memory(memory) if isinstance(memory, str) else memory
     speed = amounts.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
     layout = lay_out(recipe, nproc, gpus=room is not None and measured is None)

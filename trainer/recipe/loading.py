@@ -337,6 +337,8 @@ def _quoted(word: str) -> str:
 def _words(words: Iterable[str]) -> Any:
     seen: dict[str, str] = {}
     for word in words:
+        if not isinstance(word, str):
+            raise RecipeError(f"words are text, each by itself, as in 'epochs=2', not {type(word).__name__}")
         key, equals, _ = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, nearest
+from trainer.recipe.keywords import check_name
 
 Reads = Literal["class", "classes", "values"]
 
@@ -151,6 +152,7 @@ def register_task(name: str) -> Callable[[Kind], Kind]:
     Raises:
         RecipeError: the name is taken.
     """
+    check_name("register_task", name)
     if name in _registered:
         raise RecipeError(f"register_task('{name}'): the name is taken; choose another")
 

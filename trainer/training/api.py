@@ -54,9 +54,9 @@ def train(
             function that makes one of those of num_classes, channels and image_size that it has parameters for; or a
             name.
         data: (training set, held-out set), or these and the names of the classes or their number; a dictionary with
-            train and validation or test; a function that returns one of these; or a name. Sets are pairs of tensors or
-            arrays, or map-style data sets of items (input, target) or {"image": input, "label": target}: see
-            `register_dataset`.
+            train and validation or test; a function that returns one of these; a name; or a folder of photos. Sets are
+            pairs of tensors or arrays, or map-style data sets of items (input, target) or {"image": input, "label":
+            target}: see `register_dataset`.
         on_epoch, on_step: called in this process with an `EpochReport` after every epoch, and with a `StepReport` at
             every logged step (`logging__every_steps=1`: at each). Returning False ends the run there, as a completed
             one. What they raise ends it as a failed one, and is raised here. The ranks wait for them; in a script that
@@ -99,6 +99,7 @@ def _apart(
             raise RecipeError(
                 f"words are text, as in 'epochs=2', not {type(word).__name__}: model= and data= take objects"
             )
+    launching.check_plugin(plugin)
     typed, rest = split_words(words, ("nproc", "plugin"))
     given = {"nproc": None if nproc is None else str(nproc), "plugin": plugin}
     for key, value in given.items():

@@ -6,6 +6,7 @@ A rank that another process starts is sent whatever the recipe names and this pr
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS, TASKS, torchvision_classifiers
 
 TRAINING, HELD_OUT = ("train", "training"), ("val", "valid", "validation", "test")
+WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 SENT, MODULE = "given.pickle", "trainer_given"  # beside the ranks' modules
 
 Model = nn.Module | Callable[..., nn.Module] | str | Mapping[str, Any]
@@ -39,7 +41,13 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
         RecipeError: they are no model, or no data.
     """
     keys: dict[str, Any] = {}
+    known = (*DATASETS, *registered.registered)
     with ExitStack() as closing:
+        if isinstance(model, str | Path) and Path(model).suffix in WEIGHTS:
+            raise RecipeError(
+                f"model={model} is a file of weights: name the model that they are for, as in model='resnet50', and "
+                f"beside it the file, model__init_from='{model}'"
+            )
         if isinstance(model, str):
             keys["model.name"] = model
         elif isinstance(model, Mapping):
@@ -50,8 +58,10 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
             if name not in torchvision_classifiers():
                 keys["model.weights"] = None
                 closing.enter_context(zoo.lent(name, given))
-        if isinstance(data, str):
+        if isinstance(data, str) and (data in known or not (os.sep in data or os.path.isdir(data))):
             keys["data.name"] = data
+        elif isinstance(data, str | Path):
+            keys |= {"data.name": "imagefolder", "data.root": str(data)}
         elif isinstance(data, Mapping) and not any(name in data for name in TRAINING):
             keys["data"] = data
         elif data is not None:

@@ -11,7 +11,7 @@ from trainer import recipe as recipes
 from trainer.caching import as_stored
 from trainer.data import Datasets, Loader, open_datasets
 from trainer.data.splits import Before, held_out_of
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.modes import Context
 from trainer.processes.world import locate
@@ -24,7 +24,7 @@ from trainer.training.same_images import check_same_images
 from trainer.training.wiring import model_of, start_process, task_of
 
 
-def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
+def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     """Evaluate a trained run again, in this process or as one of torchrun's ranks.
 
     Args:
@@ -36,9 +36,13 @@ def evaluate_run(checkpoint: str, *words: str) -> dict[str, float]:
         What `evaluate` returns, on every rank.
 
     Raises:
+        RecipeError: it is no path, or the words mean nothing.
         CheckpointError: no such checkpoint, or no recipe with it.
     """
-    path = run_named(checkpoint)
+    if not isinstance(checkpoint, str | Path):
+        given = f"not {type(checkpoint).__name__}"
+        raise RecipeError(f"evaluate() takes a run's folder or file of weights, as in evaluate('runs/x'), {given}")
+    path = run_named(str(checkpoint))
     weights, metadata = read_weights(path)
     recipe = recipe_of(path, metadata, words)
     start_process(recipe)

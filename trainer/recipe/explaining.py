@@ -16,6 +16,7 @@ from trainer.recipe.text import flatten, nearest, shown
 KINDS = {
     "int_type": "an integer",
     "int_from_float": "an integer",
+    "int_parsing_size": "a smaller number",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
@@ -38,9 +39,39 @@ def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: It
 
     `defaults` are all keys, dotted, with their defaults; `top` are the keys and sections of the highest level.
     """
-    first = error.errors(include_url=False)[0]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    found = error.errors(include_url=False)
+    key = _key(found[0], defaults)
+    same = [each for each in found if _key(each, defaults).partition("[")[0] == key]
+    first = max(same, key=_telling, default=found[0])  # a key of several kinds has a finding for each
+    if len(same) > 1 and first["type"] == "literal_error":
+        kinds = [KINDS[each["type"]] for each in same if each["type"] in KINDS]
+        kinds += ["null"] if key in defaults and defaults[key] is None else []
+        choices = ", ".join([*_choices(first), *kinds[:-1]]) + (", or " if len(kinds) > 1 else " or ") + kinds[-1]
+        return key, f"{key}={shown(first['input'])} must be {choices}"
+    key = _key(first, defaults)
     return key, _line(first, key, defaults, top)
+
+
+def _key(found: ErrorDetails, defaults: Mapping[str, Any]) -> str:
+    """The dotted key that a finding is about. Below a key pydantic names also the kind of value that it tried there."""
+    key = ""
+    for part in found["loc"]:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif key.partition("[")[0] not in defaults:
+            key += f".{part}" if key else part
+    return key
+
+
+def _telling(found: ErrorDetails) -> int:
+    """How much a finding about one of several kinds tells: a sentence of ours, a place within the list, a choice."""
+    kinds = found["type"] == "value_error", isinstance(found["loc"][-1], int), found["type"] == "literal_error"
+    return sum(weight * kind for weight, kind in zip((4, 2, 1), kinds, strict=True))
+
+
+def _choices(found: ErrorDetails) -> list[str]:
+    """What a finding says that a value may be."""
+    return [word for word in re.findall(r"\w+", found["ctx"]["expected"]) if word != "or"]
 
 
 def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Iterable[str]) -> str:
@@ -66,7 +97,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
     if isinstance(value, Mapping) and value and key in defaults:
         return f"{key} has no keys of its own, as {key}.{next(iter(value))} would be"
     if kind == "literal_error":
-        choices = [word for word in re.findall(r"\w+", first["ctx"]["expected"]) if word != "or"]
+        choices = _choices(first)
         choices += ["null"] if key in defaults and defaults[key] is None else []
         guess = nearest(str(value).lower(), choices)
         return f"{found} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")

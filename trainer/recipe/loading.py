@@ -56,7 +56,7 @@ def _loaded(
     try:
         plain = _plain(OmegaConf.merge(*(tree for _, tree in layers)))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{name}: {one_line(error)}") from None
+        raise RecipeError(f"{name}: {_clash(layers) or one_line(error)}") from None
     said = _origins(layers)
     sources = {key: name if label == YOURS else label for key, label in said.items()}
     try:
@@ -147,6 +147,20 @@ def _text(path: Path) -> str:
             return file.read(MAX_BYTES) if path.stat().st_size <= MAX_BYTES else ""
     except OSError:
         return ""
+
+
+def _clash(layers: Iterable[tuple[str, Any]]) -> str | None:
+    """What to say where one source has a list and another has keys."""
+    keys = flatten(Recipe().to_dict())
+    for _, tree in layers:
+        for key, value in flatten(_plain(tree)).items():
+            inner = next((name for name in keys if name.startswith(f"{key}.")), None)
+            if inner and isinstance(value, list):
+                return f"{key}={shown(value)} must be a section, as in {inner}=..."
+            section = key.rpartition(".")[0]
+            if section in keys:
+                return f"{section} has no keys of its own, as {key} would be"
+    return None
 
 
 def _origins(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:

@@ -1,0 +1,55 @@
+"""What is said of a wrong value: of every key, and none of pydantic's own words."""
+
+import re
+
+import pytest
+
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe, flatten, load
+
+KEYS = [*flatten(Recipe().to_dict())]
+SECTIONS = sorted({key.partition(".")[0] for key in KEYS if "." in key})
+VALUES = ["nonsense", "auto", "", -1, 1000, 10**30, 1.5, -1e300, [], ["x", -1], [1.5, None], {"a": 1}, None, True]
+INSIDES = re.compile(
+    r"function-|literal\[|union\[|constrained|tagged|nullable|list\[|model-|Input should|valid |pydantic|merge|Unable"
+)
+
+
+def said(key, value):
+    """What is told of a key with this value; empty where it may have it."""
+    try:
+        load("digits", **{key: value})
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", [*KEYS, *SECTIONS])
+def test_nothing_of_how_it_is_checked_is_shown(key):
+    for value in VALUES:
+        line = said(key, value)
+        assert not INSIDES.search(line), line
+        assert not line or key.rpartition(".")[2] in line or "optimizer" in line, line
+        assert "\n" not in line and len(line) < 400
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("data.workers", 1000, "data.workers=1000 must be a number from 0 to 256, auto or null"),
+        ("loss.class_weights", "auto", "loss.class_weights=auto must be balanced, a list, or null"),
+        ("loss.class_weights", "balance", "loss.class_weights=balance must be balanced, a list, or null"),
+        ("loss.class_weights", [1, -1], "loss.class_weights[1]=-1 must be 0 or more"),
+        ("loss.class_weights", [1, "x"], "loss.class_weights[1]=x must be a number"),
+        ("pipeline.microbatches", 0, "pipeline.microbatches=0 must be auto or a number, as in 8"),
+        ("optimizer.betas", [0.9, 2], "optimizer.betas[1]=2 must be below 1"),
+        ("data", [1], "data=[1] must be a section, as in data.name=..."),
+    ],
+)
+def test_a_key_with_several_kinds_of_values(key, value, line):
+    assert said(key, value) == f"digits: {line}"
+
+
+def test_keys_below_a_list_of_a_file():
+    with pytest.raises(RecipeError, match=r"optimizer.betas has no keys of its own, as optimizer.betas.a would be"):
+        load(load("digits"), **{"optimizer.betas": {"a": 1}})

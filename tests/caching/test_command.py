@@ -47,6 +47,8 @@ def test_what_was_made_beforehand_is_used(photos, where):
 def test_no_caches(tmp_path, capsys):
     assert command([f"data.cache_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.startswith("no caches: with data.cache=disk a run makes one")
+    assert command([f"data.cache_dir={tmp_path}"]) == 0
+    assert "cache build recipe=finetune data.root=FOLDER" in capsys.readouterr().out
     assert command(["verify", f"data.cache_dir={tmp_path / 'nowhere'}"]) == 0
 
 
@@ -100,7 +102,8 @@ def test_what_is_in_use_is_not_deleted(built, where):
         (["list", "--all"], "is not a word of cache list"),
         (["verify", "size=3"], "is not a word of cache verify"),
         (["build", "data.cache=ram"], "data.cache=disk stays"),
-        (["build", "recipe=digits"], "there is nothing to cache"),
+        (["build", "recipe=digits"], "nothing to cache: of your photos, cache build recipe=finetune data.root=FOLDER"),
+        (["build", "data.root=."], "nothing to cache: of your photos, cache build recipe=finetune data.root=."),
         (["build", "recipe=nothing"], "nothing"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from tests.comparison.listing import listed
 from trainer.comparison import entries
 from trainer.comparison.entries import Sweep, parse_modes, parse_sweep
+from trainer.errors import RecipeError
 from trainer.recipe import MODES, load
 
 
@@ -81,6 +82,29 @@ def test_a_sweep_of_any_key(text, key, values):
     sweep = parse_sweep(text)
     assert (sweep.key, sweep.values) == (key, values)
     assert len({load("digits", sweep.word(value)).to_yaml() for value in values}) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "advised"),
+    [
+        ("batch_size=32,64", "batch_size:[32,64]"),
+        ("batch_size:32,64", "batch_size:[32,64]"),
+        ("batch_size=[32,64]", "batch_size:[32,64]"),
+        ("batchsize=32,64", "batch_size:[32,64]"),
+        ("batch_size", "batch_size:[128,256]"),
+        ("optimizer.lr", "optimizer.lr:[0.05,0.1]"),
+        ("augment.mixup", "augment.mixup:[0,0.1]"),
+        ("compile", "compile:[false,true]"),
+        ("precision=fp32, bf16", "precision:[fp32,bf16]"),
+        ("nproc=1,2", "nproc:[1,2]"),
+        ("", "batch_size:[128,256]"),
+    ],
+)
+def test_a_sweep_written_otherwise_is_advised_as_it_works(text, advised):
+    with pytest.raises(RecipeError) as caught:
+        parse_sweep(text)
+    assert str(caught.value) == f"sweep={text} must be a key and a list of values, as in sweep={advised}"
+    assert len(parse_sweep(advised).values) == 2
 
 
 def test_modes_as_a_shell_gives_them():

@@ -20,10 +20,12 @@ from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupErro
 from trainer.models.inputs import with_own_input
 from trainer.processes.world import locate
 from trainer.recipe import DataRecipe, load
+from trainer.recipe.checks import OWN_PHOTOS
 from trainer.recipe.words import split_words
 from trainer.saving import files, locks
 
 USAGE = "type cache, cache build recipe=NAME data.root=FOLDER, cache verify NAME or cache delete NAME"
+BUILD = "cache build recipe=finetune data.root={}"
 HEAD = ("cache", "photos", "size", "kept as", "last used", "of")
 
 
@@ -87,8 +89,10 @@ def build(words: Sequence[str]) -> int:
     with ExitStack() as closing:
         after, _ = cached(data, recipe, alone, print, closing)
     if after is data:
+        photos = recipe.data.name in OWN_PHOTOS
+        own = "" if photos else f": of your photos, {BUILD.format(recipe.data.root or 'FOLDER')}"
         raise RecipeError(
-            f"the images of data.name={recipe.data.name} lie in memory as they are: there is nothing to cache"
+            f"the images of data.name={recipe.data.name} lie in memory as they are, and there is nothing to cache{own}"
         )
     return 0
 
@@ -124,7 +128,7 @@ def looked_at(path: Path) -> CacheFacts:
 def table(found: Sequence[CacheFacts]) -> str:
     """One line a cache."""
     if not found:
-        return "no caches: with data.cache=disk a run makes one, as cache build data.root=FOLDER does beforehand\n"
+        return f"no caches: with data.cache=disk a run makes one, as {BUILD.format('FOLDER')} does beforehand\n"
     rows = [HEAD]
     for one in found:
         kept = f"{one.about.get('format', '?')} {one.about.get('size', '?')}"

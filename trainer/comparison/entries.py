@@ -137,10 +137,13 @@ def parse_sweep(text: str) -> Sweep:
     """
     key, colon, rest = text.partition(":")
     values = _yaml(rest)
-    example = f"sweep={key or 'pipeline.split_size'}:[1,2,4]"
+    if not colon:
+        key, _, rest = text.partition("=")
+    defaults = {**flatten(Recipe().to_dict()), "nproc": 1}
+    known = [*defaults]
     if not colon or not isinstance(values, list):
+        example = _example(key if key in known else recipe.nearest(key, known) or "batch_size", rest, defaults)
         raise RecipeError(f"sweep={text[:80]} must be a key and a list of values, as in {example}")
-    known = [*flatten(Recipe().to_dict()), "nproc"]
     if key not in known:
         guess = recipe.nearest(key, known)
         raise RecipeError(f"sweep={key}: the recipe has no such key" + (f"; did you mean {guess}?" if guess else ""))
@@ -148,11 +151,24 @@ def parse_sweep(text: str) -> Sweep:
         hint = "write modes=[...]" if key == "mode" else "every run has a folder of its own"
         raise RecipeError(f"sweep={key} is not for a sweep: {hint}")
     if not values:
-        raise RecipeError(f"sweep={key}:[] has no value: write {example}")
+        raise RecipeError(f"sweep={key}:[] has no value: write {_example(key, '', defaults)}")
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
         raise RecipeError(f"sweep={key} lists {twice} twice: keep one")
     return Sweep(key, tuple(values))
+
+
+def _example(key: str, listed: str, defaults: Mapping[str, Any]) -> str:
+    """The word to type: with the values that stand in `listed`, else with two that the key may have."""
+    values = [word.strip() for word in listed.strip("[]() ").split(",") if word.strip()]
+    usual = defaults[key]
+    if not values and isinstance(usual, bool):
+        values = ["false", "true"]
+    elif not values and isinstance(usual, int):
+        values = [str(usual or 1), str(2 * usual or 2)]
+    elif not values and isinstance(usual, float):
+        values = [f"{usual / 2:g}", f"{usual or 0.1:g}"]
+    return f"sweep={key}:[{','.join(values) or '...'}]"
 
 
 def _yaml(text: str) -> Any:

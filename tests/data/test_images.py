@@ -1,6 +1,7 @@
 """Decoding: photos of phones stand upright, whatever kind of file they are, and kinds that cannot be read say why."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -89,3 +90,19 @@ def test_pixels_of_sixteen_bits_and_of_a_palette_turn_too(tmp_path):
     assert found.shape == (1, 32, 48) and found[0, 0, 0] > 200 and found[0, -1, 0] == 0
     Image.fromarray(np.ascontiguousarray(np.rot90(upright()))).convert("P").save(tmp_path / "p.png", exif=exif(6))
     assert close(read_image(str(tmp_path / "p.png"), 3), upright())
+
+
+@pytest.mark.parametrize("white", [1, 255, 65535])
+def test_real_pixels_are_as_bright_as_they_were(tmp_path, white):
+    values = np.tile(np.linspace(0, white, 48, dtype=np.float32), (32, 1))
+    values[0, 0] = np.nan
+    Image.fromarray(values).save(tmp_path / "real.tiff")
+    found = read_image(str(tmp_path / "real.tiff"), 1)[0].int()
+    assert (found - torch.linspace(0, 255, 48).int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("ends", [(-1, 1), (0, 1e6)])
+def test_real_pixels_of_another_range_are_refused(tmp_path, ends):
+    Image.fromarray(np.tile(np.linspace(*ends, 48, dtype=np.float32), (32, 1))).save(tmp_path / "real.tiff")
+    with pytest.raises(ValueError, match=re.escape(f"numbers from {ends[0]:g} to {ends[1]:g}: save it")):
+        read_image(str(tmp_path / "real.tiff"), 3)

@@ -1,12 +1,15 @@
 """Folders as people lay them out: what is meant is found, or one sentence says what to type."""
 
+import re
 import shlex
 import subprocess
 
 import pytest
 
 from tests.data.photo_folders import opened, photo, photo_set
+from trainer.data import open_datasets
 from trainer.errors import SetupError
+from trainer.recipe import load
 
 PETS = {"cat": 5, "dog": 5}
 
@@ -141,10 +144,44 @@ def nothing(root):
     ],
 )
 def test_what_cannot_be_told_is_one_sentence_with_what_to_type(tmp_path, layout, sentence):
-    layout(tmp_path)
+    root = tmp_path / "photos"  # alone in its folder
+    root.mkdir()
+    layout(root)
     with pytest.raises(SetupError) as error:
-        opened(tmp_path)
-    assert sentence.format(root=tmp_path) in str(error.value) and "\n" not in str(error.value)
+        opened(root)
+    assert sentence.format(root=root) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_class_in_place_of_all_is_told_by_its_neighbours(tmp_path, monkeypatch):
+    photo_set(tmp_path / "pets", {**PETS, "cow": 2})
+    (tmp_path / "pets" / "notes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SetupError) as error:
+        opened("pets/cat")
+    assert str(error.value).startswith(
+        "pets/cat holds 5 images and no class folders; cow, dog beside it hold images too: if the folders are classes, "
+        "data.root=pets; else put"
+    )
+    with pytest.raises(SetupError, match=r"train holds 4 images and no class folders; put each class's images"):
+        flat(tmp_path / "flat" / "train")
+        flat(tmp_path / "flat" / "val")
+        opened(tmp_path / "flat")
+
+
+@pytest.mark.parametrize("name", ["imagefolder", "shards"])
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        ("data/pets.zip", "mkdir -p pets && unzip -q data/pets.zip -d pets, then data.root=pets"),
+        ("my pets.tar.gz", "mkdir -p 'my pets' && tar xf 'my pets.tar.gz' -C 'my pets', then 'data.root=my pets'"),
+        ("s3://bucket/pets", "an address, and images are read from this machine: download it first"),
+        ("https://example.org/pets.zip", "an address, and images are read from this machine: download it first"),
+    ],
+)
+def test_archives_and_addresses(root, says, name):
+    with pytest.raises(SetupError, match=f"^data.root={re.escape(root)} is an") as error:
+        open_datasets(load(None, f"data.name={name}", f"data.root={root}"))
+    assert says in str(error.value)
 
 
 def test_what_was_to_be_typed_helps(tmp_path):

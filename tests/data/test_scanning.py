@@ -24,6 +24,7 @@ def clutter(root, unread=".heic"):
     (root / "train" / "__MACOSX" / "cat").mkdir(parents=True)
     (root / "train" / "__MACOSX" / "cat" / "._0.jpg").write_bytes(b"junk")
     (cats / "empty.jpg").touch()
+    (cats / "gone.jpg").symlink_to("nowhere.jpg")
     (cats / "notes.txt").write_text("no image")
     (cats / "README").write_text("no image")
     photo(root / "train" / "loose.jpg")
@@ -36,6 +37,7 @@ def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
     assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
     assert counted.notes["ignored"] == (
         "3 .HEIC files: pip install pillow-heif; 1 image outside the class folders; 1 empty file; "
+        "1 link to files that are not there; "
         "5 hidden files of other programs (.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db); "
         "2 other files (.txt, without a suffix)"
     )
@@ -68,10 +70,22 @@ def test_a_class_of_nothing_but_such_photos_says_so(root, monkeypatch):
 def test_predict_counts_them_too_and_gives_an_empty_file_its_row(root, monkeypatch):
     monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
     inputs = image_files(str(clutter(root) / "train" / "cat"), ())
-    assert inputs.total == 5 and any(item.path.endswith("empty.jpg") for item in inputs.items)
+    assert inputs.total == 6 and any(item.path.endswith("empty.jpg") for item in inputs.items)
     assert inputs.ignored.startswith("3 .HEIC files: pip install pillow-heif; 4 hidden files")
     with pytest.raises(SetupError, match=r"no images that can be read here \(1 .HEIC file: pip install pillow-heif\)"):
         image_files(str(root / "train" / "cat" / "IMG_0.HEIC"), ())
+
+
+@pytest.mark.parametrize("target", ["nowhere.jpg", "gone.jpg"])
+def test_a_link_to_nothing_is_no_image(root, target):
+    """As where a disk is not mounted: a whole class of them is none."""
+    (root / "train" / "cat" / "gone.jpg").symlink_to(target)
+    found = opened(root)
+    assert len(found.train) == 8 and found.notes["ignored"] == "1 link to files that are not there"
+    for image in (root / "train" / "cat").glob("?.jpg"):
+        image.unlink()
+    with pytest.raises(SetupError, match=r"cat holds no images that can be read here \(1 link to files that are not"):
+        opened(root)
 
 
 def test_of_very_many_files_the_sizes_are_not_asked_for(tmp_path, monkeypatch):

@@ -151,3 +151,12 @@ def test_weights_that_are_not_there_or_no_weights(tmp_path: Path) -> None:
     path = commit(tmp_path / "run", make(1), keep=2)
     with pytest.raises(CheckpointError, match=f"give {path}"):  # killed before its first epoch ended
         read_weights(tmp_path / "run")
+
+
+def test_the_folder_that_holds_runs_is_answered_with_the_newest(tmp_path: Path) -> None:
+    for place, name in enumerate(("b", "a", "c")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        save_weights(tmp_path / "runs" / name / "last.safetensors", {"w": torch.ones(3)}, {})
+        os.utime(tmp_path / "runs" / name / "last.safetensors", (place % 2, place % 2))
+    with pytest.raises(CheckpointError, match=r"runs holds runs and is none: give one, the newest is .*/runs/a$"):
+        read_weights(tmp_path / "runs")

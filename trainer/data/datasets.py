@@ -21,7 +21,7 @@ from trainer.data.memory import in_memory
 from trainer.data.registered import UserItems, open_registered, registered
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
 from trainer.data.shards.opening import open_shards
-from trainer.data.shards.patterns import SUFFIXES
+from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
 from trainer.data.splits import NOTHING_BEFORE, Before
 from trainer.data.tables import open_table
 from trainer.data.targets import Targets, TaskSource, target_of
@@ -31,6 +31,7 @@ from trainer.recipe.checks import DATASETS, OWN_PHOTOS
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20
+NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
 MOVING = ("crop", "hflip", "auto")  # augmentation that puts pixels elsewhere
 
 
@@ -128,7 +129,7 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
     if data.name != "shards" and data.root is not None and not Path(data.root).expanduser().is_dir():
         if data.name == "imagefolder" and data.root.endswith(SUFFIXES):
             raise SetupError(f"data.root={data.root} is no folder but shards of images: add data.name=shards")
-        raise SetupError(f"data.root={data.root} is not a folder on this machine; type data.root=FOLDER of one that is")
+        raise SetupError(f"data.root={data.root} is {packed_or_remote(data.root) or NO_FOLDER}")
     if data.name in registered:
         return open_registered(recipe)
     if data.name in PUBLISHED:

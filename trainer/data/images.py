@@ -193,11 +193,26 @@ def from_pillow(image: Image.Image, channels: int) -> Tensor:
         deep = image.mode != "I" or values.max(initial=0) > 255
         image = Image.fromarray(np.clip(values >> 8 if deep else values, 0, 255).astype(np.uint8))
     elif image.mode == "F":
-        image = Image.fromarray(np.clip(np.nan_to_num(np.asarray(image)), 0, 255).astype(np.uint8))
+        image = Image.fromarray(_bytes_of_floats(np.asarray(image)))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
     return torch.from_numpy(pixels.reshape(image.height, image.width, channels)).permute(2, 0, 1)
+
+
+def _bytes_of_floats(values: np.ndarray[Any, Any]) -> Bytes:
+    """Real pixels as bytes: they are written from 0 to 1, to 255 or to 65535.
+
+    Raises:
+        ValueError: they are of another range, of which nobody can tell what is black and what is white.
+    """
+    known = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    low, high = float(known.min(initial=0)), float(known.max(initial=0))
+    white = next((end for end in (1, 255, 65535) if high <= end), None)
+    if white is None or low < -high / 20:  # a filter may leave a little below black
+        raise ValueError(f"its pixels are numbers from {low:g} to {high:g}: save it with 0 to 255, as PNG")
+    found: Bytes = np.clip(np.rint(known * (255 / white)), 0, 255).astype(np.uint8)
+    return found
 
 
 def with_channels(images: Tensor, channels: int) -> Tensor:

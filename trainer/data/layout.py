@@ -13,12 +13,14 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
-from trainer.data.scanning import LeftOut, class_images, few, listed
+from trainer.data.scanning import LeftOut, class_images, few, is_image, listed
 from trainer.errors import SetupError
 
 TRAIN = ("train", "training")  # in any case, as are the next; the first that is there is taken
 TEST = ("test", "testing")
 HELD_OUT = ("val", "valid", "validation", *TEST)
+
+SIBLINGS = 1000  # folders that are looked into for images
 
 
 class ClassFolders(NamedTuple):
@@ -167,6 +169,19 @@ def _check_one(root: Path, only: str) -> None:
         raise SetupError(f"{root} holds one folder, '{only}', and deeper in it {few(folders)}: {_word(place)}")
 
 
+def _with_images_beside(folder: Path) -> list[str]:
+    """Other folders that hold images beside one that may be a class; none beside one that is a part of a split."""
+    if folder.name.lower() in (*TRAIN, *HELD_OUT):
+        return []
+    found: list[str] = []
+    with suppress(OSError, SetupError):
+        for name in listed(folder.parent, LeftOut())[0][:SIBLINGS]:
+            with suppress(OSError), os.scandir(folder.parent / name) as entries:
+                if name != folder.name and any(is_image(entry.name) for entry in entries):
+                    found.append(name)
+    return found
+
+
 def _flat(folder: Path, images: Sequence[str]) -> str:
     """What to say of a folder without folders."""
     tables = sorted(entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(".csv"))
@@ -184,4 +199,8 @@ def _flat(folder: Path, images: Sequence[str]) -> str:
         move = " && ".join(f"mkdir {stem} && mv {stem}?*.* {stem}/" for stem in stems[:3]) + " ..." * (len(stems) > 3)
         there = quote(str(folder))
         return f"{found}if their names begin with the class ({few(stems)}), cd {there} && {move}; else {apart}"
+    if beside := _with_images_beside(folder.absolute()):
+        others = f"{few(beside)} beside it hold{'s' * (len(beside) == 1)} images too"
+        above = Path(os.path.normpath(folder / ".."))
+        return f"{found}{others}: if the folders are classes, {_word(above)}; else {apart}"
     return f"{found}{apart}, or name their labels in a table: data.labels=FILE.csv"

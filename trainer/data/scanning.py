@@ -33,11 +33,12 @@ class LeftOut:
     """What is not read among images, counted."""
 
     def __init__(self, empty: bool = True) -> None:
-        """`empty` says whether files without a byte are looked for."""
+        """`empty` says whether files without a byte, and links to none, are looked for."""
+        self.looks = empty
         self.asked = 0 if empty else ASKED  # files whose sizes were asked for
         self._kinds: Counter[str] = Counter()  # photos of kinds that cannot be read here, by suffix
         self._junk: list[str] = []
-        self._empty = self._loose = self._links = 0
+        self._empty = self._loose = self._links = self._broken = 0
         self._others: Counter[str] = Counter()
 
     def junk(self, name: str) -> None:
@@ -47,6 +48,10 @@ class LeftOut:
     def empty(self) -> None:
         """An image file without a byte in it."""
         self._empty += 1
+
+    def broken(self) -> None:
+        """A link that is called like an image, to a file that is not there."""
+        self._broken += 1
 
     def loose(self, count: int) -> None:
         """Images beside the folders of classes."""
@@ -72,6 +77,8 @@ class LeftOut:
             parts.append(f"{self._loose} image{'s' * (self._loose > 1)} outside the class folders")
         if self._empty:
             parts.append(_files(self._empty, "empty"))
+        if self._broken:
+            parts.append(f"{self._broken} link{'s' * (self._broken > 1)} to files that are not there")
         if self._links:
             parts.append(f"{self._links} link{'s' * (self._links > 1)} in shards")
         if self._junk:
@@ -139,6 +146,8 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
                     folders.append(entry.name)
                 elif not is_image(entry.name):
                     left.other(entry.name)
+                elif left.looks and entry.is_symlink() and not os.path.exists(entry.path):
+                    left.broken()
                 elif _is_empty(entry, left):
                     left.empty()
                 else:

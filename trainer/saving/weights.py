@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                 return _saved_weights(load(path))
             file = path / "last.safetensors"
         if not file.is_file():
+            if runs := sorted(path.glob("*/last.safetensors"), key=os.path.getmtime):
+                raise CheckpointError(f"{path} holds runs and is none: give one, the newest is {runs[-1].parent}")
             have = checkpoints_in(path / "checkpoints")
             raise CheckpointError(f"{file} is not there; {f'give {have[0]}' if have else wanted}")
         if file.suffix in (".pt", ".pth"):

@@ -16,6 +16,12 @@ from trainer.errors import SetupError
 
 SUFFIXES = (".tar", ".parquet")
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
+ARCHIVES = {
+    ".zip": "unzip -q {} -d {}",
+    ".7z": "7z x {} -o{}",
+    ".rar": "unrar x {} {}/",
+    **dict.fromkeys(PACKED, "tar xf {} -C {}"),
+}  # with what unpacks each
 MOST = 10**5  # shards
 EXAMPLE = "a folder, file or pattern of .tar or .parquet shards, as in data.root='/data/train-*.tar'"
 
@@ -35,6 +41,8 @@ def shards_of(root: str) -> list[Path]:
             found |= dict.fromkeys(below(one) if os.path.isdir(one) else [one])
         if not listed:
             missing.append(text)
+    if not found and (why := packed_or_remote(root)):
+        raise SetupError(f"data.root={root} is {why}")
     if not found:
         raise SetupError(f"data.root={root} names no shards: type {EXAMPLE}{_unpacked(os.path.expanduser(root))}")
     if missing:
@@ -53,6 +61,18 @@ def below(folder: str) -> Iterator[str]:
     for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not is_junk(name))
         yield from (os.path.join(path, name) for name in sorted(names) if name.endswith(SUFFIXES) and not is_junk(name))
+
+
+def packed_or_remote(root: str) -> str | None:
+    """What to say of an archive, or of an address in a network, that is named in place of a folder."""
+    if re.match(r"\w+://", root):
+        return "an address, and images are read from this machine: download it first, and type data.root=FOLDER"
+    end = next((end for end in ARCHIVES if root.lower().endswith(end)), None)
+    if end is None:
+        return None
+    folder = os.path.basename(root)[: -len(end)]
+    unpack = f"mkdir -p {quote(folder)} && {ARCHIVES[end].format(quote(root), quote(folder))}"
+    return f"an archive, which is to be unpacked first: {unpack}, then {quote(f'data.root={folder}')}"
 
 
 def _unpacked(folder: str) -> str:

@@ -210,6 +210,10 @@ def test_torchrun_shows_our_line(tmp_path: Path, words: list[str], line: str) ->
     assert f"traceback : {line}" in answer.stderr
 
 
+class InductorError(RuntimeError):
+    """Stands in for torch's, which importing takes seconds."""
+
+
 class OutOfMemoryError(RuntimeError):
     """Named like torch's."""
 
@@ -233,6 +237,13 @@ class OutOfMemoryError(RuntimeError):
             "torch or torchvision cannot be loaded (operator",
         ),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "torch or torchvision cannot be loaded (No"),
+        (
+            InductorError("ImportError: /tmp/torchinductor_me/zv/cz.main.so: file too short"),
+            3,
+            "/tmp/torchinductor_me/zv/cz.main.so is not whole (file too short): a run that was stopped while it "
+            "compiled left it there; rm /tmp/torchinductor_me/zv/cz.main.so, and the next run compiles it anew",
+        ),
+        (ImportError("/home/me/lib/mine.so: file too short"), 1, "ImportError: /home/me/lib/mine.so: file too short"),
         (ImportError("mine.so: undefined symbol"), 1, "ImportError: mine.so: undefined symbol"),
         (
             RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set"),

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import traceback
+from shlex import quote
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
 
@@ -119,6 +120,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ValueError) and text.startswith("Expected more than 1 value per channel"):
         advice = "raise batch_size, or lower accumulate or pipeline.microbatches"
         return f"a batch of one value a channel cannot be normalised by BatchNorm: {advice}", RecipeError.code
+    if (torn := _torn_kernel(error, text)) is not None:
+        return torn, SetupError.code
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
     if isinstance(error, RuntimeError) and text == "Could not determine home directory.":  # pathlib's, of ~name
@@ -171,6 +174,29 @@ def installation_fault(error: BaseException) -> str | None:
     return (
         f"torch or torchvision cannot be loaded ({text[:160]}): install the pair anew, "
         "pip install --force-reinstall torch torchvision"
+    )
+
+
+def _torn_kernel(error: BaseException, text: str) -> str | None:
+    """One line where compile=true meets a file that a stopped run was still compiling; None for other errors.
+
+    torch takes what lies in its folder of compiled code as it is, so every later run would end there.
+    """
+    found = re.search(r"(/[^\n]*?\.so): (file too short|invalid ELF header|cannot read file data)", text)
+    if found is None or type(error).__name__ not in (
+        "InductorError",
+        "BackendCompilerFailed",
+        "ImportError",
+        "OSError",
+    ):
+        return None
+    file, folder = found[1], os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    home = os.path.dirname(os.path.dirname(file))
+    if os.path.abspath(folder) != os.path.abspath(home) if folder else "torchinductor" not in os.path.basename(home):
+        return None  # a library of the user's own
+    return (
+        f"{file} is not whole ({found[2]}): a run that was stopped while it compiled left it there; rm {quote(file)}, "
+        f"and the next run compiles it anew (or remove all that was compiled, {home})"
     )
 
 

@@ -368,6 +368,29 @@ TOLD = {
     "recipe=digits ddp_find_unused_parameters=false": "recipe=digits",
     "recipe=digits main_process_port=1": "recipe=digits",
     "recipe=digits flipud=0.5": "recipe=digits",
+    # what would mean something else here
+    "recipe=digits schedule.warmup_epochs=10%": "recipe=digits schedule.warmup_epochs=3",
+    "recipe=digits epochs=5 warmup=10%": "recipe=digits epochs=5 schedule.warmup_epochs=0.5",
+    "recipe=digits --input-size 3 224 224": "recipe=digits data.image_size=224",
+    "recipe=digits --img-size 224 224": "recipe=digits data.image_size=224",
+    "recipe=digits input_size=224,224,3": "recipe=digits data.image_size=224",
+    "recipe=digits imgsz=224x320": "recipe=digits",
+    "recipe=digits --do_train --do_eval": "recipe=digits",
+    "recipe=digits --do_eval --do_train --do_predict": "recipe=digits",
+    "recipe=digits --do_eval": "evaluate checkpoint=RUN",
+    "recipe=digits project=p name=r": "recipe=digits output=p/r",
+    "recipe=digits name=r --output-dir p/": "recipe=digits output=p/r",
+    "recipe=digits output=p name=r": "recipe=digits output=p/r",
+    "recipe=digits --val-split val": "recipe=digits",
+    "recipe=digits classes=0,1": "recipe=digits",
+    "recipe=digits --model_name_or_path google/vit-base-patch16-224": "recipe=digits model.name=vit_b_16",
+    "recipe=digits model.name=microsoft/resnet-50": "recipe=digits model.name=resnet50",
+    "recipe=digits model.name=hf:google/vit": "recipe=digits",
+    "recipe=digits --gradient_checkpointing": "recipe=digits",
+    "recipe=digits --gradient_checkpointing mode=pipeline": "recipe=digits pipeline.recompute=true mode=pipeline",
+    "predict checkpoint=runs/x data.root=photos save=true": "predict checkpoint=runs/x data.root=photos",
+    "compare recipe=digits sweep=batch_size=32,64": "compare recipe=digits 'sweep=batch_size:[32,64]'",
+    "compare recipe=digits 'sweep=lr:[0.1, 0.2]'": "compare recipe=digits 'sweep=optimizer.lr:[0.1,0.2]'",
     # several at once
     "recipe=digits --lr=0.1 batch=64 workers=2": "recipe=digits optimizer.lr=0.1 batch_size=64 data.workers=2",
 }
@@ -383,6 +406,14 @@ SAID = {
     "recipe=digits nnodes=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
     "recipe=digits mode=fsdp": "there is no fsdp here",
     "recipe=digits warmup_ratio=0.1": "the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5",
+    "recipe=digits --warmup_steps 500": "the warm-up is counted in epochs",
+    "recipe=digits epochs=x warmup=10%": "schedule.warmup_epochs= is a number of epochs, not a share of them",
+    "recipe=digits --do_train --do_eval": "every epoch ends with an evaluation",
+    "recipe=digits --val-split val": "data.val_fraction is a number, and val is none",
+    "recipe=digits classes=0,1": "model.num_classes is a whole number, and 0,1 is none",
+    "recipe=digits model.name=hf:google/vit": "timm's name for them, as model.name=timm:vit_base_patch16_224",
+    "recipe=digits --gradient_checkpointing": "only mode=split and mode=pipeline have it",
+    "predict checkpoint=runs/x save=true": "predictions are always written",
     "recipe=digits hsv_h=0.1": "augment.auto=trivial turns, shifts, shears and recolours images",
     "recipe=digits lrf=0.01": "schedule.min_lr= is the last learning rate itself",
     "recipe=digits steps_per_epoch=10": "max_steps= ends a run earlier",
@@ -494,3 +525,17 @@ def test_what_a_recipe_says_itself_is_never_corrected(name: str) -> None:
 )
 def test_what_to_type_begins_as_the_user_did(environment: dict[str, str], expected: str) -> None:
     assert program(environment) == expected
+
+
+def test_a_warm_up_in_steps_is_no_key_of_the_speed() -> None:
+    with pytest.raises(RecipeError, match=r"did you mean schedule\.warmup_epochs"):
+        load({"warmup_steps": 500})
+    with pytest.raises(RecipeError, match="did you mean schedule__warmup_epochs"):
+        load("digits", warmup_steps=500)
+
+
+def test_a_model_of_a_folder_starts_from_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/first").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"type python -m trainer recipe=digits model\.init_from=runs/first$"):
+        read(["recipe=digits", "model=runs/first"])

@@ -58,7 +58,8 @@ _KEYS = {
     "optimizer.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay lr_layer_decay",
     "optimizer.trust": "trust_coefficient trust_coeff lars_coefficient",
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
-    "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs",
+    "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs "
+    "warmup_steps warmup_ratio warmup_iters lr_warmup_steps num_warmup_steps",
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
     "schedule.step_epochs": "lr_step_size step_size decay_epochs lr_step lr_drop",
     "schedule.gamma": "lr_gamma decay_rate lr_decay",

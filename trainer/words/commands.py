@@ -50,4 +50,8 @@ _FLAGS = {
     "doctor": "doctor info",
     "train": "do_train train",
 }
+AFTERWARDS = {  # of those, what there is to say where training is asked for as well
+    "evaluate": "every epoch ends with an evaluation",
+    "predict": "a command of its own, for a trained run",
+}
 FLAG_COMMANDS = {name: command for command, names in _FLAGS.items() for name in names.split()}

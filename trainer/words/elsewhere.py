@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainer.recipe import MODES
+from trainer.recipe.other_names import OTHER_KEYS
 from trainer.words.meaning import NO, NOTHING, WEIGHTS, YES, Around, Meaning, put
 from trainer.words.values import devices, value_of, weights
 
@@ -53,8 +54,31 @@ def _nodes(value: str, _: Around) -> Meaning:
     return Meaning((), f"several nodes: on each of them NNODES={value} NODE_RANK=0 MASTER_ADDR=HOST before the command")
 
 
-def _named_run(value: str, _: Around) -> Meaning:
+def _named_run(value: str, around: Around) -> Meaning:
+    """A run's name, in the folder that was typed with it."""
+    folders = (around.values[key] for key in around.values if key == "output" or OTHER_KEYS.get(key) == "output")
+    folder = next((folder for folder in folders if folder), "")
+    if folder:
+        return put("output", f"{folder.rstrip('/')}/{value}")
     return put("output", value if "/" in value else f"runs/{value}")
+
+
+def _folder_of_runs(value: str, around: Around) -> Meaning | None:
+    """A folder that a run's name was typed with; None without one."""
+    name = next((around.values[key] for key in NAMES if around.values.get(key)), "")
+    return put("output", f"{value.rstrip('/')}/{name}") if name and value else None
+
+
+def _recompute(value: str, around: Around) -> Meaning | None:
+    if around.staged or value.lower() in NOTHING:
+        return None
+    return Meaning((), "only mode=split and mode=pipeline have it, as pipeline.recompute=true; guide memory tells more")
+
+
+def _saved(value: str, around: Around) -> Meaning | None:
+    if around.command != "predict":
+        return None
+    return Meaning((), "predictions are always written, into the folder output=: leave it out")
 
 
 def _logger(value: str, _: Around) -> Meaning:
@@ -92,6 +116,7 @@ def _dropped(why: str) -> Told:
     return lambda _, __: Meaning((), f"{why}: leave it out")
 
 
+NAMES = ("name", "exp", "experiment", "run_id")  # of a run, elsewhere
 ELSEWHERE: dict[str, Told] = {
     **dict.fromkeys(("amp", "use_amp", "half", "mixed", "autocast"), _precision("bf16")),
     **{name: _precision(name) for name in ("fp16", "bf16", "tf32", "fp32")},
@@ -104,7 +129,11 @@ ELSEWHERE: dict[str, Told] = {
     **{name: _mode(name) for name in MODES},
     **dict.fromkeys(("distributed", "multiprocessing_distributed", "multi_gpu"), _mode("ddp")),
     **dict.fromkeys(("nnodes", "num_nodes", "n_nodes", "num_machines"), _nodes),
-    **dict.fromkeys(("name", "exp", "experiment", "run_id"), _named_run),
+    **{name: _folder_of_runs for name, key in OTHER_KEYS.items() if key == "output"},
+    "output": _folder_of_runs,
+    **dict.fromkeys(NAMES, _named_run),
+    **{name: _recompute for name, key in OTHER_KEYS.items() if key == "pipeline.recompute"},
+    **dict.fromkeys(("save", "save_txt", "save_conf", "save_crop"), _saved),
     **dict.fromkeys(("logger", "logging", "report_to", "log_with"), _logger),
     **dict.fromkeys(("adam_beta1", "beta_1", "beta1"), _beta(first=True)),
     **dict.fromkeys(("adam_beta2", "beta_2", "beta2"), _beta(first=False)),

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from trainer.errors import RecipeError
-from trainer.recipe import TRAITS, load
+from trainer.recipe import TRAITS, Recipe, load
 
 WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar")
 SHARDS = (".tar", ".parquet")
@@ -38,14 +38,30 @@ class Around:
         return traits is not None and traits.processes == "one" and traits.many_devices
 
     @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that is asked for, without the other words; None where there is none of that name."""
+        try:
+            return load(self.values.get("recipe"))
+        except RecipeError:
+            return None
+
+    @property
     def data_name(self) -> str:
         """The data set of the recipe that is asked for."""
-        if "data.name" in self.values:
-            return self.values["data.name"]
-        try:
-            return load(self.values.get("recipe")).data.name
-        except RecipeError:
-            return ""
+        recipe = self.recipe
+        return self.values.get("data.name") or (recipe.data.name if recipe else "")
+
+    @property
+    def staged(self) -> bool:
+        """Whether the mode that is asked for cuts the model into stages."""
+        mode = self.values.get("mode") or (self.recipe.mode if self.recipe else "")
+        return mode in TRAITS and TRAITS[mode].staged
+
+    @property
+    def epochs(self) -> int:
+        """Those that are asked for; 0 where nobody knows."""
+        typed = self.values.get("epochs", "")
+        return int(typed) if typed.isdigit() else self.recipe.epochs if self.recipe and not typed else 0
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _own(key: str, value: str) -> Meaning | None:
         return _recipe(value)
     if key == "nproc" and plain(value) in ("auto", "all", "gpu", "gpus", "max", "cpu", "1"):
         return Meaning((), "without nproc= there is a process for every GPU: leave it out") if value != "1" else None
-    return _modes(value) if key == "modes" else None
+    return _modes(value) if key == "modes" else _sweep(value) if key == "sweep" else None
 
 
 def _recipe(value: str) -> Meaning | None:
@@ -118,12 +118,25 @@ def _modes(value: str) -> Meaning | None:
     return put("modes", f"[{','.join(listed)}]")
 
 
+def _sweep(value: str) -> Meaning | None:
+    """A key and its values: batch_size=32,64 and lr:[0.1,0.2] as batch_size:[32,64] and optimizer.lr:[0.1,0.2]."""
+    found = re.fullmatch(r"([A-Za-z_][\w.\-]*)\s*[=:]\s*[\[(]?([^\[\]()]*[^\[\]() ])[\])]?", value)
+    if found is None:
+        return None
+    name = found[1].replace("-", "_")
+    key = our_name(name, ("nproc",))
+    word = f"{key if key in (*keys(), 'nproc') else name}:[{','.join(re.split('[, ]+', found[2]))}]"
+    return put("sweep", word) if word != re.sub(r",\s+", ",", value) else None
+
+
 # --- a section's name for the key in it that is meant -----------------------------------------------------------------
 
 
 def _model(value: str, around: Around) -> Meaning:
     if "checkpoint" in around.own and ("/" in value or value.endswith(WEIGHTS)):
         return put("checkpoint", value)
+    if "/" in value and Path(value).is_dir():
+        return put("model.init_from", value)
     if value.endswith(WEIGHTS):
         stem = Path(value).name.partition(".")[0]
         if stem in torchvision_classifiers() and not Path(value).exists():

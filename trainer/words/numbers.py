@@ -51,6 +51,11 @@ def number(key: str, value: str) -> Meaning | None:
     return put(key, "0") if low in NOTHING and float in kinds()[key] else None
 
 
+def is_figure(value: str) -> bool:
+    """Whether a value is a number as YAML reads it."""
+    return re.fullmatch(FIGURE, value.lower()) is not None
+
+
 def _none(key: str, value: str) -> Meaning | None:
     """Elsewhere -1 says that there is no limit, and 0 that something is off."""
     off = value == "-1" and key != "model.freeze"

@@ -12,7 +12,7 @@ from trainer.processes import family
 from trainer.processes.rank import place
 from trainer.recipe import nearest, shipped_recipes
 from trainer.words.bare import bare_fix
-from trainer.words.commands import COMMANDS, FLAG_COMMANDS, LAUNCHING, OTHER_COMMANDS, PROGRAMS, SENTENCES
+from trainer.words.commands import AFTERWARDS, COMMANDS, FLAG_COMMANDS, LAUNCHING, OTHER_COMMANDS, PROGRAMS, SENTENCES
 from trainer.words.keys import OWN, WANTS, is_name, keys
 from trainer.words.meaning import Around, Fix
 from trainer.words.meanings import meaning
@@ -62,8 +62,12 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     around = Around(command, OWN[command], {word.key: word.value for word in listed if word.key})
     kept: list[str] = []
     odd: list[tuple[Word, str]] = []
+    trains = any(FLAG_COMMANDS.get(word.key) == "train" and not word.fine for word in listed)
     for word in listed:
         switch = FLAG_COMMANDS.get(word.key, "") if word.typed.startswith(tuple(DASHES)) and not word.fine else ""
+        if switch and trains and switch != "train":
+            fixes.append(Fix(word.typed, (), f"{AFTERWARDS.get(switch, 'a command of its own')}: leave it out"))
+            continue
         if switch:
             command = switch
             fixes.append(Fix(word.typed, (command,)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.words.keys import OWN, choices, is_name, keys
+from trainer.words.keys import OWN, choices, is_name, keys, our_name
 
 DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # pages and word processors make others of a hyphen
 QUOTES = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
@@ -77,7 +78,7 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
     if re.match("=[^=]", following) and "=" not in word:
         return _set(f"{word} {following}", word, following[1:]), 1
     if word[0] in DASHES:
-        return _option(word, following)
+        return _option(word, rest)
     key, equals, value = word.partition("=")
     if equals and not value and _bare(following) and is_name(_name(key)):
         return _set(f"{word} {following}", key, following), 1
@@ -92,7 +93,8 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
     return Word(word), 0
 
 
-def _option(word: str, following: str) -> tuple[Word, int]:
+def _option(word: str, rest: Sequence[str]) -> tuple[Word, int]:
+    following = rest[0] if rest else ""
     key, equals, value = word.partition("=")
     if equals:
         return _set(word, key, value), 0
@@ -100,6 +102,9 @@ def _option(word: str, following: str) -> tuple[Word, int]:
     if attached and is_name(attached[1]):
         return _set(word, attached[1], attached[2], fine=False), 0
     name = _name(word)
+    sizes = list(itertools.takewhile(str.isdigit, rest)) if our_name(name, ()) == "data.image_size" else []
+    if len(sizes) > 1:  # --input-size 3 224 224
+        return _set(" ".join((word, *sizes)), word, ",".join(sizes), fine=False), len(sizes)
     if _bare(following) and choices().get(name, ())[:2] != ("true", "false"):
         return _set(f"{word} {following}", word, following), 1
     if name.startswith("no_") and is_name(name[3:]):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from trainer.recipe import DEVICE, MODES
 from trainer.recipe.checks import DATASETS, SMALL_MODELS, torchvision_classifiers
 from trainer.recipe.other_names import OTHER_VALUES
-from trainer.recipe.timm_names import TIMM
+from trainer.recipe.timm_names import TIMM, timm_models
 from trainer.words.keys import choices, kinds
 from trainer.words.meaning import NO, NOTHING, WEIGHTS, YES, Around, Meaning, plain, put
-from trainer.words.numbers import listed, number
+from trainer.words.numbers import is_figure, listed, number
 
 IMAGENET = ("imagenet", "imagenet1k", "imagenet2012", "ilsvrc2012", "ilsvrc")
 NOT_HERE = ("fsdp", "fsdp2", "fullysharded", "zero", "zero3", "deepspeed", "tensorparallel", "tp", "horovod")
+TIMMS = "vit_base_patch16_224"
+HUB = {"vit_base_patch16_224": "vit_b_16", "vit_base_patch32_224": "vit_b_32", "vit_large_patch16_224": "vit_l_16"}
 MOST = 64  # cards that are listed for a number of them
 
 
@@ -43,9 +45,33 @@ def value_of(key: str, value: str, around: Around) -> Meaning | None:
     return number(key, value) or listed(key, value)
 
 
+def _image_size(value: str, _: Around) -> Meaning | None:
+    """Pixels a side; elsewhere the channels stand before them, or behind."""
+    sizes = re.split(r"[ ,x]+", value.strip("[]() "))
+    if len(sizes) == 3 and all(map(str.isdigit, sizes)):
+        sizes = sizes[1:] if sizes[0] in ("1", "3") else sizes[:2] if sizes[2] in ("1", "3") else sizes
+        if len(set(sizes)) == 1:
+            return put("data.image_size", sizes[0])
+    return number("data.image_size", value)
+
+
+def _warmup(value: str, around: Around) -> Meaning | None:
+    """Epochs; elsewhere a share of them."""
+    share = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?%", value)
+    if not share:
+        return number("schedule.warmup_epochs", value)
+    if not around.epochs:
+        return Meaning((), "schedule.warmup_epochs= is a number of epochs, not a share of them")
+    found = float(share[1]) / 100 * around.epochs
+    return put("schedule.warmup_epochs", f"{found:g}", f"{value} of {around.epochs} epochs")
+
+
 def unknown(key: str, value: str) -> Meaning | None:
-    """For a value that is none of a list's: what there is."""
+    """For a value that is none of a list's: what there is. For one that is no number: that it ought to be."""
     allowed = choices().get(key, ())
+    if key in kinds() and {*kinds()[key]} <= {int, float, type(None)} and not is_figure(value):
+        whole = "" if float in kinds()[key] else "whole "
+        return None if value == "null" else Meaning((), f"{key} is a {whole}number, and {value[:40]} is none")
     if not allowed or value in allowed or {str, list, int} & {*kinds()[key]}:
         return None
     return Meaning((), f"{key} is {', '.join(allowed[:-1])} or {allowed[-1]}")
@@ -119,7 +145,21 @@ def model_name(value: str, around: Around) -> Meaning | None:
     if timms:
         return put("model.name", f"{TIMM}{timms[1]}")
     other = {plain(name): name for name in names}.get(plain(value.rpartition(".")[2]))
-    return put("model.name", other) if other else None
+    return put("model.name", other) if other else _of_hub(value, names)
+
+
+def _of_hub(value: str, names: Collection[str]) -> Meaning | None:
+    """A model by its address at Hugging Face: google/vit-base-patch16-224, hf:google/vit."""
+    hub = re.fullmatch(r"(?:hf[-_]?(?:hub)?:)?(?:https://huggingface\.co/)?[\w.\-]+/([\w.\-]+)|hf:([\w.\-]+)", value)
+    if not hub or value.endswith(WEIGHTS) or Path(value).exists() or value.startswith((".", "runs/")):
+        return None
+    name = (hub[1] or hub[2]).replace("-", "_").lower()
+    own = name.replace("_", "") if name.replace("_", "") in names else HUB.get(name)
+    if own in names:
+        return put("model.name", str(own))
+    if name in timm_models():
+        return put("model.name", f"{TIMM}{name}")
+    return Meaning((), f"models of Hugging Face are here by timm's name for them, as model.name={TIMM}{TIMMS}")
 
 
 def data_name(value: str, around: Around) -> Meaning | None:
@@ -163,4 +203,6 @@ _KEYS: dict[str, Callable[[str, Around], Meaning | None]] = {
     "data.name": data_name,
     "devices": lambda value, around: devices("devices", value, around),
     "resume": _resume,
+    "data.image_size": _image_size,
+    "schedule.warmup_epochs": _warmup,
 }

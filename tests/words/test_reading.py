@@ -539,3 +539,27 @@ def test_a_model_of_a_folder_starts_from_its_weights(tmp_path: Path, monkeypatch
     Path("runs/first").mkdir(parents=True)
     with pytest.raises(RecipeError, match=r"type python -m trainer recipe=digits model\.init_from=runs/first$"):
         read(["recipe=digits", "model=runs/first"])
+
+
+def test_several_images_or_folders_are_the_one_that_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ph/cat/0.jpg", "ph/cat/1.jpg", "ph/dog/0.jpg", "else/cow/0.jpg", "runs/x/recipe.yaml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for typed, told in {
+        "predict checkpoint=runs/x ph/cat/0.jpg ph/cat/1.jpg": "predict checkpoint=runs/x data.root=ph/cat",
+        "predict runs/x ph/cat/0.jpg ph/cat/1.jpg": "predict checkpoint=runs/x data.root=ph/cat",
+        "predict checkpoint=runs/x data.root=ph/cat/0.jpg ph/cat/1.jpg": "predict checkpoint=runs/x data.root=ph/cat",
+        "predict ph/cat/1.jpg checkpoint=runs/x data.root=ph/cat/0.jpg": "predict data.root=ph/cat checkpoint=runs/x",
+        "predict checkpoint=runs/x ph/cat/0.jpg ph/dog/0.jpg": "predict checkpoint=runs/x data.root=ph",
+        "predict checkpoint=runs/x ph/cat ph/dog": "predict checkpoint=runs/x data.root=ph",
+        f"predict checkpoint=R {tmp_path}/ph/cat {tmp_path}/ph/dog": f"predict checkpoint=R data.root={tmp_path}/ph",
+        "recipe=finetune data.root=ph/cat ph/dog": "recipe=finetune data.root=ph",
+        "recipe=finetune ph/dog data.root=ph/cat": "recipe=finetune data.root=ph",
+        "ph/cat/ ph/dog/": "recipe=finetune data.root=ph",
+        "recipe=finetune ph/cat else/cow": "recipe=finetune data.root=FOLDER",
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            read(typed.split())
+        assert str(error.value).endswith(f"type {TRAIN} {told}"), typed
+        assert read(told.split())[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer.recipe import MODES, shipped_recipes
@@ -55,6 +55,8 @@ def bare_fix(typed: str, around: Around, others: Sequence[str]) -> Fix | None:
         root = "data.root=" + (os.path.join(os.path.dirname(typed), f"*{path.suffix}") if several else typed)
         note = "in quotes, or the shell writes out the pattern" if several else ""
         return Fix(" ".join(listed), ("data.name=shards", root), note)
+    if (gathered := _several(path, around, others)) is not None:
+        return gathered
     if "checkpoint" in own:
         images = "checkpoint" in around.values or (path.exists() and not _is_run(path) and not typed.endswith(WEIGHTS))
         return Fix(typed, (f"{'data.root' if images else 'checkpoint'}={typed}",))
@@ -63,6 +65,34 @@ def bare_fix(typed: str, around: Around, others: Sequence[str]) -> Fix | None:
     if typed in MODES:
         return Fix(typed, (f"mode={typed}",))
     return Fix(typed, ("recipe=finetune", f"data.root={typed}")) if path.is_dir() else None
+
+
+def _several(path: Path, around: Around, others: Sequence[str]) -> Fix | None:
+    """Images for predict, as a shell writes out photos/*.jpg, or folders of classes to train on; None for one alone."""
+    kind = Path.exists if around.command == "predict" else Path.is_dir
+    if not _is_photos(path, kind) or around.command == "evaluate":
+        return None
+    named = [other for other in others if "=" not in other and _is_photos(Path(other).expanduser(), kind)]
+    given = around.values.get("data.root", "")
+    places = [*named, *([given] if given and given != "-" else [])]
+    if len(places) < 2:
+        return None
+    parents = {os.path.dirname(os.path.abspath(Path(place).expanduser())) for place in places}
+    root = os.path.commonpath(parents)
+    root = root if all(map(os.path.isabs, places)) else os.path.relpath(root)
+    if around.command == "predict":
+        note = "all images below it; these alone: data.root=- and a path on each line of standard input"
+        return Fix(" ".join(named), (f"data.root={root}",), note)
+    if len(parents) > 1:
+        root, note = "FOLDER", "one that holds a folder for each class"
+    else:
+        note = "a folder for each class"
+    trained = () if "recipe" in around.values else ("recipe=finetune",)
+    return Fix(" ".join(named), (*trained, f"data.root={root}"), note)
+
+
+def _is_photos(path: Path, kind: Callable[[Path], bool]) -> bool:
+    return kind(path) and not _is_run(path) and not path.name.endswith((*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py"))
 
 
 def _switched(name: str, around: Around) -> Meaning | None:

@@ -61,6 +61,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     listed = spelled(rest)
     around = Around(command, OWN[command], {word.key: word.value for word in listed if word.key})
     kept: list[str] = []
+    roots: list[str] = []
     odd: list[tuple[Word, str]] = []
     trains = any(FLAG_COMMANDS.get(word.key) == "train" and not word.fine for word in listed)
     for word in listed:
@@ -78,6 +79,8 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         elif (why := _unknown(word)) is not None:
             odd.append((word, why))
         kept += fix.words if fix is not None else [word.text]
+        if fix is not None and not word.key:
+            roots += [one for one in fix.words if one.startswith("data.root=")]
     if not fixes:
         return command, kept
     fixes += [Fix(word.typed, (), why) for word, why in odd]
@@ -88,6 +91,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         kept = [word for word in kept if not word.startswith(("recipe=", "nproc="))]
         given = {word.partition("=")[0] for word in kept}
         kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
+    kept += [root for root in roots if root in kept]  # of several folders and files, wherever the others stand
     kept = list({word.partition("=")[0]: word for word in kept}.values())
     raise _to_type(fixes, command, kept or WANTS.get(command, ()))
 

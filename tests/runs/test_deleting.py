@@ -181,3 +181,9 @@ def test_the_folder_one_is_in(home, monkeypatch):
     with pytest.raises(RecipeError, match=r"runs/a is the folder you are in: cd \.\. and give its name"):
         runs.command(["delete", ".", "yes=true"])
     assert (home / "a" / "result.json").exists()
+
+
+def test_a_short_name_is_not_told_as_the_end_of_another(home):
+    make(home / "pe")
+    with pytest.raises(RecipeError, match=r"^'nope' is not there, nor runs/nope: python -m trainer runs lists"):
+        runs.command(["delete", "nope"])

@@ -10,7 +10,9 @@ import pytest
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe.checks import torchvision_classifiers
 from trainer.recipe.text import typed as as_typed
+from trainer.words import values
 from trainer.words.reading import program, read
 
 TRAIN = "python -m trainer"
@@ -391,6 +393,18 @@ TOLD = {
     "predict checkpoint=runs/x data.root=photos save=true": "predict checkpoint=runs/x data.root=photos",
     "compare recipe=digits sweep=batch_size=32,64": "compare recipe=digits 'sweep=batch_size:[32,64]'",
     "compare recipe=digits 'sweep=lr:[0.1, 0.2]'": "compare recipe=digits 'sweep=optimizer.lr:[0.1,0.2]'",
+    # what was answered by a neighbour that is far away
+    "recipe=digits rect=true": "recipe=digits",
+    "recipe=digits rescale=1": "recipe=digits",
+    "recipe=digits --plots": "recipe=digits",
+    "recipe=digits --topk 5": "recipe=digits",
+    "recipe=digits --bce-loss": "recipe=digits task.name=multilabel",
+    "recipe=digits loss=categorical_crossentropy": "recipe=digits task.name=classification",
+    "recipe=digits loss=focal": "recipe=digits",
+    "recipe=digits model.name=efficientnet": "recipe=digits model.name=efficientnet_b0",
+    "recipe=digits model=vgg": "recipe=digits model.name=vgg11",
+    "recipe=digits model=DenseNet": "recipe=digits model.name=densenet121",
+    "recipe=digits model=mobilenet-v3": "recipe=digits model.name=mobilenet_v3_small",
     # several at once
     "recipe=digits --lr=0.1 batch=64 workers=2": "recipe=digits optimizer.lr=0.1 batch_size=64 data.workers=2",
 }
@@ -414,11 +428,14 @@ SAID = {
     "recipe=digits model.name=hf:google/vit": "timm's name for them, as model.name=timm:vit_base_patch16_224",
     "recipe=digits --gradient_checkpointing": "only mode=split and mode=pipeline have it",
     "predict checkpoint=runs/x save=true": "predictions are always written",
+    "recipe=digits loss=focal": "the loss is the task's: cross-entropy for task.name=classification",
     "recipe=digits hsv_h=0.1": "augment.auto=trivial turns, shifts, shears and recolours images",
     "recipe=digits lrf=0.01": "schedule.min_lr= is the last learning rate itself",
     "recipe=digits steps_per_epoch=10": "max_steps= ends a run earlier",
     "recipe=digits num_machines=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
     "recips": "did you mean recipes?",
+    "rect": "'rect' is not a command; there are: train, ",
+    "digits rectangle=1": "'rectangle=1': no key: type",
     "resnet5": "did you mean recipe=resnet50?",
 }
 
@@ -563,3 +580,7 @@ def test_several_images_or_folders_are_the_one_that_holds_them(tmp_path: Path, m
             read(typed.split())
         assert str(error.value).endswith(f"type {TRAIN} {told}"), typed
         assert read(told.split())[1]
+
+
+def test_the_smallest_of_each_family_is_a_model() -> None:
+    assert {*values.FAMILIES.values()} <= {*torchvision_classifiers()}

@@ -15,7 +15,7 @@ _KEYS = {
     "plugin": "user_module import_module custom_module",
     "checkpoint": "ckpt checkpoint_path",
     "mode": "strategy parallel parallelism parallel_mode dist_mode distributed_type trainer.strategy",
-    "task.name": "problem problem_type task_type",
+    "task.name": "bce_loss problem problem_type task_type",
     "model.name": "arch a architecture model_name net network backbone model_type model.arch model.type "
     "model_name_or_path",
     "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
@@ -132,9 +132,10 @@ _VALUES = {
         "regression": "mse regress",
     },
     "loss.name": {
-        "classification": "crossentropy ce nll crossentropyloss softmax",
-        "multilabel": "bce bcewithlogits binarycrossentropy bceloss",
-        "regression": "mse l2 mseloss",
+        "classification": "crossentropy ce nll crossentropyloss softmax nllloss softtargetcrossentropy "
+        "categoricalcrossentropy sparsecategoricalcrossentropy labelsmoothingcrossentropy nn.crossentropyloss",
+        "multilabel": "bce bcewithlogits binarycrossentropy bceloss bcewithlogitsloss nn.bcewithlogitsloss",
+        "regression": "mse l2 mseloss meansquarederror nn.mseloss",
     },
 }  # fmt: skip
 OTHER_VALUES = {

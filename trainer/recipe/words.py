@@ -1,10 +1,15 @@
-"""The words of a command line, sorted: those that say how a command runs, and those that belong to its recipe."""
+"""The words of a command line, sorted: those that say how a command runs, and those that belong to its recipe.
+
+And which word of ours a misspelt one is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 
 from trainer.errors import RecipeError
+from trainer.recipe.text import nearest
 
 
 def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
@@ -26,3 +31,19 @@ def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str,
         else:
             own[key] = value
     return own, rest
+
+
+def misspelt(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` is with a slip or two, or whose longer half it shares; None where it is only alike.
+
+    `nearest` alone finds predict for rect and pe for nope.
+    """
+    found = nearest(word, choices)
+    if found is None:
+        return None
+    ours, typed = found.lower(), word.lower()
+    if "." not in typed:
+        ours = ours.rpartition(".")[2]
+    alike = difflib.SequenceMatcher(None, typed, ours).ratio()
+    begin = next((place for place in range(len(typed)) if typed[: place + 1] != ours[: place + 1]), len(typed))
+    return found if alike >= 0.8 or (begin and alike >= 0.74) or (begin >= 4 and alike >= 0.6) else None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import nearest
+from trainer.recipe.words import misspelt
 from trainer.saving import locks
 from trainer.saving.files import read, read_json, why
 
@@ -251,7 +251,7 @@ def named(name: str, home: Path) -> RunSummary:
         there = []
     if not name or not there:
         known = sorted(entry.name for entry in home.iterdir()) if home.is_dir() else []
-        guess = nearest(Path(name).name, known)
+        guess = misspelt(Path(name).name, known)
         hint = f"did you mean {guess}?" if guess else "python -m trainer runs lists those below ./runs"
         raise RecipeError(f"'{name[:120]}' is not there, nor {home}/{name[:120]}: {hint}")
     found = [look(path) for path in there]

@@ -75,6 +75,10 @@ def _recompute(value: str, around: Around) -> Meaning | None:
     return Meaning((), "only mode=split and mode=pipeline have it, as pipeline.recompute=true; guide memory tells more")
 
 
+def _bce_loss(value: str, _: Around) -> Meaning:
+    return put("task.name", "classification" if value.lower() in NO else "multilabel", "which has this loss")
+
+
 def _saved(value: str, around: Around) -> Meaning | None:
     if around.command != "predict":
         return None
@@ -238,6 +242,13 @@ ELSEWHERE: dict[str, Told] = {
         _dropped("choose another output=, or continue by resume=auto"),
     ),
     **dict.fromkeys(("cudnn_benchmark", "benchmark", "cudnn"), _dropped("kernels are chosen by trying them")),
+    "bce_loss": _bce_loss,
+    **dict.fromkeys(("rect", "square"), _dropped("images have one side, data.image_size=")),
+    **dict.fromkeys(
+        ("rescale", "normalize", "normalise"), _dropped("pixels are brought to data.mean= and data.std= by themselves")
+    ),
+    **dict.fromkeys(("plots", "plot"), _dropped("TensorBoard shows the curves, see guide watch")),
+    **dict.fromkeys(("topk", "top_k"), _dropped("top-1 and top-5 are always told")),
     "tta": _dropped("each image is looked at once"),
     **dict.fromkeys(("pin_memory", "dataloader_pin_memory"), _dropped("memory is pinned where a GPU trains")),
     "persistent_workers": _dropped("workers live as long as the run"),

@@ -12,7 +12,7 @@ from trainer.recipe.checks import DATASETS, OWN_PHOTOS, SMALL_MODELS, torchvisio
 from trainer.recipe.other_names import OTHER_VALUES
 from trainer.words.elsewhere import ELSEWHERE
 from trainer.words.keys import FOLDERS, is_name, keys, our_name, sections
-from trainer.words.meaning import SHARDS, WEIGHTS, Around, Meaning, plain, put
+from trainer.words.meaning import NOTHING, SHARDS, WEIGHTS, Around, Meaning, plain, put
 from trainer.words.values import IMAGENET, data_name, devices, model_name, unknown, value_of
 
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
@@ -158,7 +158,12 @@ def _data(value: str, around: Around) -> Meaning:
 
 def _loss(value: str, _: Around) -> Meaning | None:
     task = OTHER_VALUES["loss.name"].get(plain(value))
-    return put("task.name", task, "which has this loss") if task else None
+    if task:
+        return put("task.name", task, "which has this loss")
+    if value.lower() in NOTHING:
+        return None
+    told = "cross-entropy for task.name=classification, BCE for multilabel, MSE for regression"
+    return Meaning((), f"the loss is the task's: {told}; guide own tells how to bring another")
 
 
 def _of(key: str) -> Callable[[str, Around], Meaning]:

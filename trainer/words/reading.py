@@ -10,7 +10,8 @@ from pathlib import Path
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
-from trainer.recipe import nearest, shipped_recipes
+from trainer.recipe import shipped_recipes
+from trainer.recipe.words import misspelt
 from trainer.words.bare import bare_fix
 from trainer.words.commands import AFTERWARDS, COMMANDS, FLAG_COMMANDS, LAUNCHING, OTHER_COMMANDS, PROGRAMS, SENTENCES
 from trainer.words.keys import OWN, WANTS, is_name, keys
@@ -130,7 +131,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Fix | str]]:
         return command, own, [Fix(first, (command,) if own is not target else tuple(target))]
     if bare_fix(first, Around("train", OWN["train"]), []) is not None:
         return "train", list(words), []
-    guess = nearest(first, [*COMMANDS, *shipped_recipes()])
+    guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
     raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
 
@@ -149,5 +150,5 @@ def _unknown(word: Word) -> str | None:
         return None if word.typed in FLAGS else "not key=value, as in epochs=10"
     if is_name(word.key):
         return None
-    guess = nearest(word.key, keys())
+    guess = misspelt(word.key, keys())
     return "no key" + (f"; did you mean {guess}?" if guess else "")

@@ -16,6 +16,14 @@ from trainer.words.numbers import is_figure, listed, number
 
 IMAGENET = ("imagenet", "imagenet1k", "imagenet2012", "ilsvrc2012", "ilsvrc")
 NOT_HERE = ("fsdp", "fsdp2", "fullysharded", "zero", "zero3", "deepspeed", "tensorparallel", "tp", "horovod")
+FAMILIES = {  # of torchvision's models, each with its smallest
+    "convnext": "convnext_tiny", "densenet": "densenet121", "efficientnet": "efficientnet_b0",
+    "efficientnetv2": "efficientnet_v2_s", "inception": "inception_v3", "maxvit": "maxvit_t", "mnasnet": "mnasnet0_5",
+    "mobilenet": "mobilenet_v3_small", "mobilenetv3": "mobilenet_v3_small", "regnet": "regnet_y_400mf",
+    "regnety": "regnet_y_400mf", "regnetx": "regnet_x_400mf", "resnet": "resnet18", "resnext": "resnext50_32x4d",
+    "shufflenet": "shufflenet_v2_x0_5", "shufflenetv2": "shufflenet_v2_x0_5", "squeezenet": "squeezenet1_1",
+    "swin": "swin_t", "swinv2": "swin_v2_t", "vgg": "vgg11", "vit": "vit_b_16", "wideresnet": "wide_resnet50_2",
+}  # fmt: skip
 TIMMS = "vit_base_patch16_224"
 HUB = {"vit_base_patch16_224": "vit_b_16", "vit_base_patch32_224": "vit_b_32", "vit_large_patch16_224": "vit_l_16"}
 MOST = 64  # cards that are listed for a number of them
@@ -145,6 +153,8 @@ def model_name(value: str, around: Around) -> Meaning | None:
     if timms:
         return put("model.name", f"{TIMM}{timms[1]}")
     other = {plain(name): name for name in names}.get(plain(value.rpartition(".")[2]))
+    if other is None and plain(value) in FAMILIES:
+        return put("model.name", FAMILIES[plain(value)], "the smallest of them")
     return put("model.name", other) if other else _of_hub(value, names)
 
 

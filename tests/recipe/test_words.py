@@ -2,8 +2,9 @@
 
 import pytest
 
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, shipped_recipes
-from trainer.recipe.words import misspelt
+from trainer.recipe.words import misspelt, split_words
 from trainer.words.commands import COMMANDS
 
 WORDS = [*COMMANDS, *shipped_recipes(), *flatten(Recipe().to_dict())]
@@ -33,3 +34,9 @@ def test_a_run_is_no_part_of_its_name():
     assert misspelt("nope", ["pe", "first"]) is None
     assert misspelt("frist", ["pe", "first"]) == "first"
     assert misspelt("digits-20260101", ["digits-20260101-120000"]) == "digits-20260101-120000"
+
+
+def test_the_same_word_twice_is_one_word():
+    assert split_words(["nproc=2", "a", "nproc=2"], ("nproc",)) == ({"nproc": "2"}, ["a"])
+    with pytest.raises(RecipeError, match="given twice"):
+        split_words(["nproc=2", "nproc=3"], ("nproc",))

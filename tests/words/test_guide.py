@@ -47,6 +47,10 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("memroy", "memory"),
         ("out of memory", "memory"),
+        ("oom", "memory"),
+        ("cuda oom", "memory"),
+        ("augmentation", "recipe"),
+        ("learning rate", "recipes"),
         ("heic", "photos"),
         ("why slow", "speed"),
         ("resum", "resume"),
@@ -159,3 +163,9 @@ def test_markdown_in_a_terminal() -> None:
 def test_a_table_that_is_too_wide_is_a_list() -> None:
     table = "| key | takes | meaning |\n| --- | --- | --- |\n| `abcdefghij` | klmnopqrst | uvwxyz |\n"
     assert for_terminal(table, 20) == "abcdefghij\n  takes: klmnopqrst\n  meaning: uvwxyz\n"
+
+
+@pytest.mark.parametrize(("asked", "topic"), [("oom", "memory"), ("cuda oom", "memory"), ("augmentation", "recipe")])
+def test_what_it_tells_to_type_is_the_topic_that_is_meant(asked: str, topic: str) -> None:
+    with pytest.raises(RecipeError, match=f"type python -m trainer guide {topic}$"):
+        guide.command(asked.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -50,6 +51,9 @@ TAKEN = {
     "recipe=digits '\r'": "recipe=digits",
     "recipe=digits , epochs=3": "recipe=digits epochs=3",
     "--nproc 4": "nproc=4",
+    "recipe=digits epochs=1 seed=2 epochs=1": "recipe=digits epochs=1 seed=2",  # the same again
+    "recipe=digits --epochs 1 recipe=digits epochs=1": "recipe=digits epochs=1",
+    "recipe=digits epochs=1 epochs=2": "recipe=digits epochs=1 epochs=2",  # the recipe tells it
     "recipe=": "recipe=",
     "recipe= epochs=5": "recipe= epochs=5",
 }
@@ -405,6 +409,13 @@ TOLD = {
     "recipe=digits model=vgg": "recipe=digits model.name=vgg11",
     "recipe=digits model=DenseNet": "recipe=digits model.name=densenet121",
     "recipe=digits model=mobilenet-v3": "recipe=digits model.name=mobilenet_v3_small",
+    "export": "export RUN format=onnx",
+    "recipes keys learning_rate": "recipes keys optimizer.lr",
+    "predict checkpoint=runs/x data.root=p output=out.csv": "predict checkpoint=runs/x data.root=p output=out",
+    "predict checkpoint=runs/x data.root=p output=a/b.jsonl": (
+        "predict checkpoint=runs/x data.root=p output=a predict.format=jsonl"
+    ),
+    "compare recipe=digits output=table.json": "compare recipe=digits output=table",
     # several at once
     "recipe=digits --lr=0.1 batch=64 workers=2": "recipe=digits optimizer.lr=0.1 batch_size=64 data.workers=2",
 }
@@ -429,6 +440,9 @@ SAID = {
     "recipe=digits --gradient_checkpointing": "only mode=split and mode=pipeline have it",
     "predict checkpoint=runs/x save=true": "predictions are always written",
     "recipe=digits loss=focal": "the loss is the task's: cross-entropy for task.name=classification",
+    "export": "export what? type python -m trainer export RUN format=onnx",
+    "recipe=digits lr=0.1 learning_rate=0.2": "'optimizer.lr': given as 0.1 and as 0.2: keep the one that is meant",
+    "recipe=digits --config mnist": "'recipe': given as digits and as mnist",
     "recipe=digits hsv_h=0.1": "augment.auto=trivial turns, shifts, shears and recolours images",
     "recipe=digits lrf=0.01": "schedule.min_lr= is the last learning rate itself",
     "recipe=digits steps_per_epoch=10": "max_steps= ends a run earlier",
@@ -485,7 +499,7 @@ def test_what_nobody_understands_is_passed_on_or_one_line(typed: str) -> None:
         assert (command, words) == ("train", shlex.split(typed))
 
 
-@pytest.mark.parametrize("command", ["runs", "export", "recipes", "doctor", "help"])
+@pytest.mark.parametrize("command", ["runs", "recipes", "doctor", "help"])
 def test_commands_that_read_their_words_themselves(command: str) -> None:
     assert read([command]) == (command, [])
     assert read([command, "help"]) == ("help", [command])
@@ -584,3 +598,30 @@ def test_several_images_or_folders_are_the_one_that_holds_them(tmp_path: Path, m
 
 def test_the_smallest_of_each_family_is_a_model() -> None:
     assert {*values.FAMILIES.values()} <= {*torchvision_classifiers()}
+
+
+def test_a_folder_of_runs_is_its_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, time in {"old": 200, "new": 300, "older": 100}.items():
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "recipe.yaml").touch()
+        os.utime(Path("runs", name, "recipe.yaml"), (time, time))
+    for typed, told in {
+        "evaluate checkpoint=runs": "evaluate checkpoint=runs/new",
+        "evaluate runs/": "evaluate checkpoint=runs/new",
+        "predict checkpoint=runs data.root=photos": "predict checkpoint=runs/new data.root=photos",
+        "recipe=runs": "recipe=runs/new",
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            read(typed.split())
+        assert "(the newest run in runs" in str(error.value)
+        assert str(error.value).endswith(f": type {TRAIN} {told}")
+        read(told.split())
+
+
+def test_a_folder_beside_a_recipe_of_photos_leaves_that_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pets").mkdir()
+    Path("mine.yaml").write_text("extends: finetune\nepochs: 3\n")
+    with pytest.raises(RecipeError, match=r"type python -m trainer recipe=mine\.yaml data\.root=pets$"):
+        read(["recipe=mine.yaml", "pets"])

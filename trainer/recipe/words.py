@@ -24,6 +24,8 @@ def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str,
         key, equals, value = word.partition("=")
         if not equals or key not in names:
             rest.append(word)
+        elif own.get(key) == value and value:
+            continue  # the same again
         elif key in own:
             raise RecipeError(f"{key} is given twice, as '{key}={own[key]}' and as '{word}': keep one")
         elif not value:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer.recipe import MODES, shipped_recipes
+from trainer.recipe.checks import OWN_PHOTOS
 from trainer.recipe.text import shown
 from trainer.words.keys import WANTS, choices, keys
 from trainer.words.meaning import SHARDS, WEIGHTS, Around, Fix, Meaning, put
@@ -57,6 +58,9 @@ def bare_fix(typed: str, around: Around, others: Sequence[str]) -> Fix | None:
         return Fix(" ".join(listed), ("data.name=shards", root), note)
     if (gathered := _several(path, around, others)) is not None:
         return gathered
+    newest = meaning("checkpoint", typed, around) if "checkpoint" in own else None
+    if newest is not None and "checkpoint" not in around.values:
+        return Fix(typed, newest.words, newest.note)
     if "checkpoint" in own:
         images = "checkpoint" in around.values or (path.exists() and not _is_run(path) and not typed.endswith(WEIGHTS))
         return Fix(typed, (f"{'data.root' if images else 'checkpoint'}={typed}",))
@@ -64,7 +68,8 @@ def bare_fix(typed: str, around: Around, others: Sequence[str]) -> Fix | None:
         return Fix(typed, (meaning("recipe", typed, around) or Meaning((f"recipe={typed}",))).words)
     if typed in MODES:
         return Fix(typed, (f"mode={typed}",))
-    return Fix(typed, ("recipe=finetune", f"data.root={typed}")) if path.is_dir() else None
+    photos = "recipe" in around.values and around.data_name in OWN_PHOTOS
+    return Fix(typed, (*["recipe=finetune"] * (not photos), f"data.root={typed}")) if path.is_dir() else None
 
 
 def _several(path: Path, around: Around, others: Sequence[str]) -> Fix | None:

@@ -17,6 +17,10 @@ from trainer.words.terminal import cells, for_terminal
 
 FOLDER = Path(trainer.__file__).parent / "guide"
 INDEX = "README"  # what a git host shows of the folder
+MEANT = {  # words that no page has, with what the pages call them
+    "oom": "out of memory", "augmentation": "augment", "augmentations": "augment", "lr": "optimizer.lr",
+    "learning rate": "optimizer.lr", "hyperparameters": "recipe", "config": "recipe", "distributed": "ddp",
+}  # fmt: skip
 WIDEST = 100  # characters of a line, on any screen
 
 
@@ -65,6 +69,7 @@ def _section(asked: str) -> tuple[str, str] | None:
 def nearest_topics(asked: str) -> list[str]:
     """Up to three topics: those spelled alike, then those whose pages speak of it most."""
     alike = difflib.get_close_matches(asked, topics(), n=3, cutoff=0.7)
+    asked = MEANT.get(asked) or " ".join(MEANT.get(word, word) for word in asked.split())
     words = [word for word in re.split(r"[\s?,]+", asked) if len(word) > 2]
     found: dict[str, int] = {}
     for topic, question in topics().items():

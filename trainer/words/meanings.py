@@ -16,6 +16,7 @@ from trainer.words.meaning import NOTHING, SHARDS, WEIGHTS, Around, Meaning, pla
 from trainer.words.values import IMAGENET, data_name, devices, model_name, unknown, value_of
 
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
+TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
 PHOTOS = ("photos", "imagefolder", "folder", "custom", "myphotos", "images", "finetuning", "transfer")
 
 
@@ -40,6 +41,8 @@ def meaning(key: str, value: str, around: Around) -> Meaning | None:
     elsewhere = ELSEWHERE[key](value, around) if key in ELSEWHERE else None
     if elsewhere is not None:
         return elsewhere
+    if key == "output" and around.command in ("compare", "predict") and value.endswith(TABLES):
+        return _table(value, around)
     if key in around.own:
         return _own(key, value)
     if value == "true" and key in shipped_recipes():
@@ -73,9 +76,32 @@ def _own(key: str, value: str) -> Meaning | None:
     """A word of the command itself."""
     if key == "recipe":
         return _recipe(value)
+    if key == "checkpoint":
+        run = _newest_run(Path(value).expanduser())
+        return put("checkpoint", str(run), f"the newest run in {value}") if run else None
     if key == "nproc" and plain(value) in ("auto", "all", "gpu", "gpus", "max", "cpu", "1"):
         return Meaning((), "without nproc= there is a process for every GPU: leave it out") if value != "1" else None
     return _modes(value) if key == "modes" else _sweep(value) if key == "sweep" else None
+
+
+def _table(value: str, around: Around) -> Meaning:
+    """The folder that is meant by a file in it."""
+    path = Path(value)
+    folder = str(path.parent if path.parent != Path() else path.with_suffix(""))
+    lines = around.command == "predict" and path.suffix == ".jsonl" and "predict.format" not in around.values
+    note = "a folder" + (", for predictions.csv" if around.command == "predict" and not lines else "")
+    return Meaning((f"output={folder}", *["predict.format=jsonl"] * lines), note)
+
+
+def _newest_run(folder: Path) -> Path | None:
+    """The run that was last written to, of a folder that holds several and is none itself."""
+    try:
+        if (folder / "recipe.yaml").exists() or (folder / "checkpoints").exists():
+            return None
+        runs = [recipe.parent for recipe in folder.glob("*/recipe.yaml")]
+        return max(runs, key=lambda run: max(file.stat().st_mtime for file in run.iterdir()), default=None)
+    except OSError:
+        return None
 
 
 def _recipe(value: str) -> Meaning | None:
@@ -98,6 +124,8 @@ def _recipe(value: str) -> Meaning | None:
         return put("recipe", "cifar10", "or recipe=cifar100")
     if stem in MODES:
         return Meaning(("recipe=digits", f"mode={stem}"))
+    if path.is_dir() and (run := _newest_run(path)) is not None:
+        return put("recipe", str(run), f"the newest run in {value}")
     if path.is_dir() or name in PHOTOS:
         return Meaning(("recipe=finetune", f"data.root={value if path.is_dir() else 'FOLDER'}"))
     known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import RecipeError
@@ -14,7 +14,7 @@ from trainer.recipe import shipped_recipes
 from trainer.recipe.words import misspelt
 from trainer.words.bare import bare_fix
 from trainer.words.commands import AFTERWARDS, COMMANDS, FLAG_COMMANDS, LAUNCHING, OTHER_COMMANDS, PROGRAMS, SENTENCES
-from trainer.words.keys import OWN, WANTS, is_name, keys
+from trainer.words.keys import OWN, WANTS, is_name, keys, our_name
 from trainer.words.meaning import Around, Fix
 from trainer.words.meanings import meaning
 from trainer.words.spelling import DASHES, FLAGS, Word, spelled, tidied
@@ -52,6 +52,10 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     if command not in OWN:
         if fixes:
             raise _to_type(fixes, command, rest)
+        if command == "recipes" and rest[:1] == ["keys"] and len(rest) == 2:
+            _check_key_name(rest[1])
+        if command == "export" and not rest:
+            raise _to_type(["export what"], "export", ["RUN", "format=onnx"])
         if command == "recipes":  # has keys among its words
             rest = [word.text if word.fine else word.typed for word in spelled(rest)]
         if command in ("export", "cache"):
@@ -83,7 +87,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         if fix is not None and not word.key:
             roots += [one for one in fix.words if one.startswith("data.root=")]
     if not fixes:
-        return command, kept
+        return command, [word for place, word in enumerate(kept) if "=" not in word or word not in kept[:place]]
     fixes += [Fix(word.typed, (), why) for word, why in odd]
     kept = [word for word in kept if word not in [word.text for word, _ in odd]]
     if command not in OWN:
@@ -92,9 +96,18 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         kept = [word for word in kept if not word.startswith(("recipe=", "nproc="))]
         given = {word.partition("=")[0] for word in kept}
         kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
+    fixes += _contradictions(kept, roots)
     kept += [root for root in roots if root in kept]  # of several folders and files, wherever the others stand
     kept = list({word.partition("=")[0]: word for word in kept}.values())
     raise _to_type(fixes, command, kept or WANTS.get(command, ()))
+
+
+def _check_key_name(name: str) -> None:
+    """Refuse another program's name for a key, where the reference is asked for it."""
+    own = {part for key in keys() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
+    ours = our_name(name.replace("-", "_"), ())
+    if name not in own and ours in keys():
+        raise _to_type([f"'{name}' is {ours}"], "recipes", ["keys", ours])
 
 
 def _to_type(fixes: Sequence[Fix | str], command: str, words: Sequence[str]) -> RecipeError:
@@ -134,6 +147,17 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Fix | str]]:
     guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
     raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
+
+
+def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Fix]:
+    """Keys that two words set, each to another value, of which only the last can be told to type."""
+    values: dict[str, list[str]] = {}
+    for key, equals, value in (word.partition("=") for word in words):
+        if equals and value not in values.setdefault(key, []):
+            values[key].append(value)
+    for key, said in values.items():
+        if len(said) > 1 and not (key == "data.root" and roots):
+            yield Fix(key, (), f"given as {' and as '.join(said)}: keep the one that is meant")
 
 
 def _fix(word: Word, around: Around) -> Fix | None:

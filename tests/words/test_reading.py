@@ -8,12 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from trainer.comparison.entries import entries, parse_modes, parse_sweep
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import flatten, load, shipped_recipes
-from trainer.recipe.checks import torchvision_classifiers
+from trainer.recipe.checks import (
+    check_dataset_name,
+    check_model_name,
+    check_processes,
+    check_task_name,
+    torchvision_classifiers,
+)
 from trainer.recipe.text import typed as as_typed
+from trainer.recipe.words import split_words
 from trainer.words import values
+from trainer.words.keys import OWN
 from trainer.words.reading import program, read
 
 TRAIN = "python -m trainer"
@@ -345,9 +354,12 @@ TOLD = {
     "recipe=digits grad_clip=1": "recipe=digits clip_grad_norm=1",
     "recipe=digits workers=4": "recipe=digits data.workers=4",
     "recipe=digits global_clipnorm=1.0": "recipe=digits clip_grad_norm=1.0",
-    "recipe=digits adam_epsilon=1e-7": "recipe=digits optimizer.eps=1e-7",
-    "recipe=digits adam_beta1=0.8": "recipe=digits 'optimizer.betas=[0.8,0.999]'",
-    "recipe=digits beta_2=0.99": "recipe=digits 'optimizer.betas=[0.9,0.99]'",
+    "recipe=digits opt=adam adam_epsilon=1e-7": "recipe=digits optimizer.name=adam optimizer.eps=1e-7",
+    "optimizer.name=adamw adam_beta1=0.8": "optimizer.name=adamw 'optimizer.betas=[0.8,0.999]'",
+    "recipe=digits beta_2=0.99 opt=adam": "recipe=digits 'optimizer.betas=[0.9,0.99]' optimizer.name=adam",
+    "recipe=digits adam_beta1=0.8": "recipe=digits",  # which trains by sgd
+    "recipe=digits --lr-step-size 3": "recipe=digits",
+    "recipe=digits lr_step_size=3 sched=step": "recipe=digits schedule.step_epochs=3 schedule.name=step",
     "recipe=digits label_smoothing_factor=0.1": "recipe=digits loss.label_smoothing=0.1",
     "recipe=digits jit_compile=true": "recipe=digits compile=true",
     "recipe=digits use_ema=true": "recipe=digits ema=0.999",
@@ -443,6 +455,7 @@ SAID = {
     "export": "export what? type python -m trainer export RUN format=onnx",
     "recipe=digits lr=0.1 learning_rate=0.2": "'optimizer.lr': given as 0.1 and as 0.2: keep the one that is meant",
     "recipe=digits --config mnist": "'recipe': given as digits and as mnist",
+    "recipe=digits adam_beta1=0.8": "'optimizer.betas=[0.8,0.999]': does nothing with optimizer.name=sgd",
     "recipe=digits hsv_h=0.1": "augment.auto=trivial turns, shifts, shears and recolours images",
     "recipe=digits lrf=0.01": "schedule.min_lr= is the last learning rate itself",
     "recipe=digits steps_per_epoch=10": "max_steps= ends a run earlier",
@@ -625,3 +638,37 @@ def test_a_folder_beside_a_recipe_of_photos_leaves_that_recipe(tmp_path: Path, m
     Path("mine.yaml").write_text("extends: finetune\nepochs: 3\n")
     with pytest.raises(RecipeError, match=r"type python -m trainer recipe=mine\.yaml data\.root=pets$"):
         read(["recipe=mine.yaml", "pets"])
+
+
+@pytest.mark.parametrize("typed", sorted({*TOLD.values()}))
+def test_what_it_tells_to_type_is_a_recipe_that_works(typed: str) -> None:
+    """No other advice follows, from whoever reads the words next; but for files and folders that are not here."""
+    check_that_it_works(typed)
+
+
+@pytest.mark.parametrize("typed", SAID)
+def test_what_a_sentence_tells_to_type_works(typed: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(shlex.split(typed))
+    told = str(error.value).rpartition(f" type {TRAIN} ")[2]
+    if told != str(error.value):
+        check_that_it_works(told)
+
+
+def check_that_it_works(typed: str) -> None:
+    command, words = read(shlex.split(typed))
+    own, rest = split_words(words, OWN.get(command, ()))
+    source = own.get("recipe", "")
+    if command not in OWN or source == "RUN" or source.startswith("runs/"):
+        return
+    if command == "compare":
+        modes = parse_modes(own["modes"]) if "modes" in own else None
+        assert entries(source, rest, modes, parse_sweep(own["sweep"]) if "sweep" in own else None)
+        return
+    made = load(source or None, *rest)
+    if command in ("train", "plan"):
+        check_processes(made, int(own.get("nproc", 2 if made.pipeline.schedule in ("gpipe", "1f1b") else 1)))
+        if "plugin" not in own:
+            check_model_name(made.model.name)
+            check_dataset_name(made.data.name)
+            check_task_name(made.task.name)

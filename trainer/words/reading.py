@@ -10,7 +10,8 @@ from pathlib import Path
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
-from trainer.recipe import shipped_recipes
+from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe.unread import READERS
 from trainer.recipe.words import misspelt
 from trainer.words.bare import bare_fix
 from trainer.words.commands import AFTERWARDS, COMMANDS, FLAG_COMMANDS, LAUNCHING, OTHER_COMMANDS, PROGRAMS, SENTENCES
@@ -18,6 +19,7 @@ from trainer.words.keys import OWN, WANTS, is_name, keys, our_name
 from trainer.words.meaning import Around, Fix
 from trainer.words.meanings import meaning
 from trainer.words.spelling import DASHES, FLAGS, Word, spelled, tidied
+from trainer.words.values import unknown
 
 
 def program(environment: Mapping[str, str] = os.environ) -> str:
@@ -99,6 +101,9 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     fixes += _contradictions(kept, roots)
     kept += [root for root in roots if root in kept]  # of several folders and files, wherever the others stand
     kept = list({word.partition("=")[0]: word for word in kept}.values())
+    unread = dict(_unread(kept)) if command in ("train", "compare", "plan") else {}
+    fixes += [Fix(word, (), f"does nothing with {why}: leave it out") for word, why in unread.items()]
+    kept = [word for word in kept if word not in unread]
     raise _to_type(fixes, command, kept or WANTS.get(command, ()))
 
 
@@ -149,6 +154,20 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Fix | str]]:
     raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
 
 
+def _unread(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Words that the optimizer or the schedule of a command does not read, each with whose choice that is."""
+    said = {key: value for key, _, value in (word.partition("=") for word in words)}
+    try:
+        recipe = flatten(load(said.get("recipe")).to_dict())
+    except RecipeError:
+        return
+    for key in said.keys() & READERS.keys():
+        chooser = f"{key.partition('.')[0]}.name"
+        chosen = said.get(chooser, recipe[chooser])
+        if any(chosen in names for names in READERS.values()) and chosen not in READERS[key]:
+            yield f"{key}={said[key]}", f"{chooser}={chosen}"
+
+
 def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Fix]:
     """Keys that two words set, each to another value, of which only the last can be told to type."""
     values: dict[str, list[str]] = {}
@@ -172,6 +191,8 @@ def _unknown(word: Word) -> str | None:
     """Why a word can be left out of what is told to type; None where only the recipe can tell what is wrong."""
     if not word.key:
         return None if word.typed in FLAGS else "not key=value, as in epochs=10"
+    if word.key in keys() and (told := unknown(word.key, word.value)) is not None:
+        return told.note
     if is_name(word.key):
         return None
     guess = misspelt(word.key, keys())

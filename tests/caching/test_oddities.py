@@ -1,7 +1,9 @@
 """Files that nobody expects among photos: trained through the cache as without it, or left out and counted."""
 
+import csv
 import os
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -41,9 +43,12 @@ BAD = {
 }
 
 
+NOTHING = {"circle.jpg", "lost.jpg"}  # links to no file at all, which nobody reads
+
+
 @pytest.mark.parametrize("cache", ["off", "disk"])
 def test_what_is_no_photo_is_skipped_and_counted(tmp_path, cache):
-    photos = folder_of(tmp_path / "photos", each=8)
+    photos = folder_of(tmp_path / "photos", each=9)  # 24 to train on, which are whole batches
     for name, make in BAD.items():
         make(photos / "cat" / name)
     words = words_for(photos, f"data.cache={cache}", "data.val_fraction=0.01", f"output={tmp_path / 'run'}", "epochs=1")
@@ -52,7 +57,12 @@ def test_what_is_no_photo_is_skipped_and_counted(tmp_path, cache):
     assert done.returncode == 3 and "cannot be read (" in done.stderr and "data.on_error=skip" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     said = ok(*words, "data.on_error=skip").stdout
-    assert result(tmp_path / "run")["data"]["skipped"] > 0 and "10 unreadable images were replaced" in said
+    with (tmp_path / "run" / "split.csv").open(newline="") as file:
+        parts = {Path(row["file"]).name: row["split"] for row in csv.DictReader(file)}
+    assert BAD.keys() - parts.keys() == NOTHING and f"ignored  {len(NOTHING)} links to files that are not there" in said
+    trained = [name for name in BAD if parts.get(name) == "train"]
+    assert result(tmp_path / "run")["data"]["skipped"] == len(trained) == len(BAD) - len(NOTHING)
+    assert f"{len(trained)} unreadable images were replaced" in said
 
 
 def test_what_is_odd_but_a_photo_is_trained_on(tmp_path):

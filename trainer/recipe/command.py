@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainer.errors import RecipeError
 from trainer.recipe.editor import schema_text
+from trainer.recipe.files import describe, shipped_recipes
 from trainer.recipe.keys import shown_keys
-from trainer.recipe.loading import describe, shipped_recipes
 from trainer.recipe.pages import PROGRAM, commented, differences, write_new
 from trainer.recipe.schema import EXTENDS
 from trainer.recipe.text import nearest

@@ -10,8 +10,9 @@ from textwrap import shorten
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe.editor import MODELINE, schema_file
+from trainer.recipe.files import find, shipped_recipes
 from trainer.recipe.keys import keys, sections
-from trainer.recipe.loading import YOURS, find, load, origins, shipped_recipes
+from trainer.recipe.loading import YOURS, load, origins
 from trainer.recipe.schema import EXTENDS
 from trainer.recipe.text import flatten, typed
 from trainer.recipe.words import split_words

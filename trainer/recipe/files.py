@@ -1,0 +1,172 @@
+"""Recipe files: which one a name means, and what they hold, read so that nothing grows without limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.errors import RecipeError
+from trainer.recipe.text import nearest, one_line, shown
+
+MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
+
+
+def find(recipe: str) -> Path:
+    """The file that `recipe=` names: a shipped name, a file, or a run folder holding recipe.yaml."""
+    shipped = shipped_recipes()
+    if recipe in shipped:
+        return shipped[recipe]
+    try:
+        path = Path(recipe).expanduser()
+        if (path / "recipe.yaml").is_file():
+            return path / "recipe.yaml"
+        if path.is_file():
+            return path
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"recipe={recipe[:80]!r} cannot be read: {one_line(error)}") from None
+    guess = _nearest_shipped(recipe)
+    hint = f"did you mean recipe={guess}? " if guess else ""
+    raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: {', '.join(shipped)}")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Names of the recipes that come with the package, with their files."""
+    return {path.stem: path for path in sorted(shipped_folder().glob("*.yaml"))}
+
+
+def shipped_folder() -> Path:
+    """Where the shipped recipes lie: within the installed package, or beside it in a clone."""
+    here = Path(__file__).parent.parent
+    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+
+
+def _nearest_shipped(name: str) -> str | None:
+    """The shipped recipe that is meant by a name, or by a path as recipes/digits.yaml."""
+    return nearest(name, shipped_recipes()) or nearest(Path(name).stem, shipped_recipes())
+
+
+def describe(path: Path) -> str:
+    """A recipe's first comment line."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+
+def label_of(path: Path) -> str:
+    """What messages call a file: the name of a shipped recipe, else its path."""
+    file = shipped_recipes().get(path.stem)
+    return path.stem if file is not None and path.resolve() == file.resolve() else str(path)
+
+
+def parent_of(name: str, label: str, child: Path | None) -> Path:
+    """The file that `extends: name` names: a shipped recipe, or one told from the folder of the child's file."""
+    shipped = shipped_recipes()
+    folder = child.parent if child is not None else Path()
+    try:
+        beside = folder / Path(name).expanduser()
+        for file in (shipped.get(name, beside), beside / "recipe.yaml"):
+            if file.is_file():
+                return file.resolve()
+        ending = next((f"{name}{end}" for end in (".yaml", ".yml") if (folder / f"{name}{end}").is_file()), None)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"{label}: extends: {shown(name)} cannot be read: {one_line(error)}") from None
+    guess = ending or _nearest_shipped(name)
+    hint = f"did you mean extends: {guess}? " if guess else ""
+    raise RecipeError(
+        f"{label}: extends: {shown(name)} is no recipe and no file in {folder.absolute()}; "
+        f"{hint}shipped: python -m trainer recipes"
+    )
+
+
+def read(path: Path) -> Any:
+    """A file's tree.
+
+    Raises:
+        RecipeError: it holds no recipe; says where, and what to write there.
+    """
+    text = ""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError(f"{path}: {path.stat().st_size} bytes is no recipe (at most {MAX_BYTES})")
+        text = path.read_text(encoding="utf-8-sig")
+        check_shape(text, str(path))
+        tree = OmegaConf.load(path)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: {_no_utf8(error)}") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise RecipeError(f"{path}: {_told(error, text)}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror or 'holds no key: value pairs'}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{path}: not a YAML recipe ({one_line(error)})") from None
+    if not OmegaConf.is_dict(tree):
+        raise RecipeError(f"{path}: a recipe is a list of 'key: value' lines")
+    if not tree:
+        raise RecipeError(f"{path}: the file is empty; python -m trainer recipes digits prints one to start from")
+    return tree
+
+
+def text_of(path: Path) -> str:
+    """A file's text, with what is no UTF-8 in it replaced; empty where it is too large for a recipe."""
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            return file.read(MAX_BYTES) if path.stat().st_size <= MAX_BYTES else ""
+    except OSError:
+        return ""
+
+
+def key_lines(path: Path) -> dict[str, int]:
+    """The line of each dotted key of a file; empty where it is no YAML."""
+    try:
+        return dict(_key_lines(yaml.compose(text_of(path), Loader=_loader()), ""))
+    except yaml.YAMLError:
+        return {}
+
+
+def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{prefix}{key.value}", key.start_mark.line + 1
+        yield from _key_lines(value, f"{prefix}{key.value}.")
+
+
+def check_shape(text: str, name: str) -> None:
+    """Refuse what would grow without limit when read (aliases of aliases, ${a}${a}) or overflow the stack."""
+    depth = aliases = 0
+    for event in yaml.parse(text, Loader=_loader()):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        if depth > MAX_DEPTH or aliases > MAX_ALIASES:
+            raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH} or more than {MAX_ALIASES} aliases is no recipe")
+        if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+            raise RecipeError(f"{name}: '{shown(event.value)}': write the value itself, ${{...}} is not looked up")
+
+
+def _no_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong with a file that is not UTF-8."""
+    number = error.object.count(b"\n", 0, error.start) + 1
+    if b"\x00" in error.object and not error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "a binary file, not a YAML recipe"
+    return f"line {number}: not UTF-8: save the file as UTF-8 text in your editor"
+
+
+def _told(error: Exception, text: str) -> str:
+    """What is wrong with a file's YAML, where no slip is found in it: the line, and what it ought to look like."""
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f"line {line}: it holds a character that cannot be seen: take it out"
+    if mark is None:
+        return one_line(error)
+    said = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
+    if "mapping values are not allowed" in said:
+        return f"{said}; keys of one section begin in one column, and a text with ': ' in it is put in quotes"
+    return f"{said}; look at this line and those above it"
+
+
+def _loader() -> Any:
+    """YAML's own, in C where it is there, as OmegaConf takes it: it also takes a tab before a value."""
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -159,10 +159,10 @@ def test_paths_from_stdin(digits, photos, tmp_path):
 def test_what_is_told_in_the_end():
     counts = {"images": 2_000, "unreadable": 1, "failed": 0, "labelled": 1_000, "right": 500}
     text = summary(counts, 0.5, 1_000, 321.4, Path("x.csv"))
-    assert text.startswith("2,000 images labelled, 321 images/s; 1 could not be read, its row says why\n")
+    assert text.startswith("1,999 images labelled, 321 images/s; 1 could not be read, its row says why\n")
     assert "\n  note     all of these were trained on; " in text and text.endswith("\n  result   x.csv")
     text = summary({**counts, "unreadable": 2}, None, None, None, Path("x.csv"))
-    assert text == "2,000 images labelled; 2 could not be read, their rows say why\n  result   x.csv"
+    assert text == "1,998 images labelled; 2 could not be read, their rows say why\n  result   x.csv"
 
 
 def test_what_is_complete():

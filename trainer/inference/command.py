@@ -235,7 +235,8 @@ def sum_up(
 
 def summary(counts: Counts, accuracy: float | None, seen: int | None, speed: float | None, final: Path) -> str:
     """What came of it; `seen` of the images whose class is known were trained on."""
-    text = f"{images(counts['images'])} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
+    told = counts["images"] - counts["unreadable"] - counts["failed"]
+    text = f"{images(told)} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
     if counts["unreadable"]:
         rows = "its row says" if counts["unreadable"] == 1 else "their rows say"
         text += f"; {counts['unreadable']:,} could not be read, {rows} why"

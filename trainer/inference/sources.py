@@ -17,8 +17,10 @@ from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
 from trainer.data.sampling import own_span
 from trainer.data.scanning import NEEDS, LeftOut, images_below, is_image
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
+from trainer.recipe.text import shown
 from trainer.saving.files import portable
 
+FIRST = 20  # lines of a list, of which one at least is there
 LONGEST = 100_000  # characters of a path in a list; the system takes 4,096
 
 
@@ -76,6 +78,12 @@ def image_files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1)
             paths = []
         else:
             paths = _listed(path, size)
+            first = paths[:FIRST]
+            if first and path.is_file() and not any(os.path.lexists(one) for one in first):
+                raise SetupError(
+                    f"data.root={root} is no list of images: {shown(first[0])}, its first line, is not the path of a "
+                    "file. Give one path a line, an image, a folder of images, or - for paths from standard input"
+                )
     except TrainerError:
         raise
     except OSError as error:

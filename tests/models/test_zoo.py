@@ -1,5 +1,7 @@
 """Models by name, heads, starting weights, and the words for what does not fit."""
 
+import json
+
 import pytest
 import torch
 import torchvision
@@ -118,7 +120,7 @@ def test_init_from_finds_classes_by_their_names(tmp_path, classes, rows, name):
     model = zoo.build(recipe, len(classes), 3, size, classes=classes)
     torch.manual_seed(5)
     fresh = zoo.build(ModelRecipe(name=name), len(classes), 3, size)
-    assert zoo.known_classes(recipe, classes) == sum(row is not None for row in rows)
+    assert zoo.known_classes(recipe, classes, model) == sum(row is not None for row in rows)
     for part in ("weight", "bias"):
         there, here, new = (one.state_dict()[f"{head(one)}.{part}"] for one in (source, model, fresh))
         for place, row in enumerate(rows):
@@ -131,7 +133,49 @@ def test_classes_that_weights_do_not_tell_leave_their_outputs_in_place(tmp_path,
     save_file(source.state_dict(), tmp_path / "w.safetensors", {"classes": told})
     recipe = ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors"))
     model = zoo.build(recipe, 3, 1, 8, classes=["a", "b", "c"])
-    assert torch.equal(model[-1].weight, source[-1].weight) and zoo.known_classes(recipe, ["a", "b", "c"]) is None
+    assert (
+        torch.equal(model[-1].weight, source[-1].weight) and zoo.known_classes(recipe, ["a", "b", "c"], model) is None
+    )
+
+
+def test_numbers_in_place_of_names_tell_no_class(tmp_path):
+    """Data sets that name no classes have "0", "1", ...: of two such sets these are other things."""
+    source = zoo.build(ModelRecipe(name="cnn"), 10, 1, 8)
+    numbers = json.dumps([str(n) for n in range(10)])
+    save_file(source.state_dict(), tmp_path / "w.safetensors", {"classes": numbers, "num_classes": "10"})
+    recipe = ModelRecipe(name="cnn", init_from=str(tmp_path / "w.safetensors"))
+    torch.manual_seed(5)
+    few = zoo.build(recipe, 3, 1, 8, classes=["0", "1", "2"])
+    torch.manual_seed(5)
+    fresh = zoo.build(ModelRecipe(name="cnn"), 3, 1, 8)
+    assert torch.equal(few[-1].weight, fresh[-1].weight) and zoo.known_classes(recipe, ["0", "1", "2"], few) is None
+    named = zoo.build(recipe, 10, 1, 8, classes=[f"class {n}" for n in range(10)])
+    assert torch.equal(named[-1].weight, source[-1].weight)
+
+
+class HeadFirst(nn.Module):
+    """The layer that makes the outputs is not the last that is registered."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.fc = nn.Linear(128, num_classes)
+        self.stem = nn.Conv2d(1, 128, 3)
+
+    def forward(self, x):
+        return self.fc(self.stem(x).mean((2, 3)))
+
+
+def test_a_last_layer_without_the_outputs_is_kept_as_it_was_learned(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        zoo, "_builders", {**zoo._builders, "headfirst": lambda classes, channels, size: HeadFirst(classes)}
+    )
+    source = zoo.build(ModelRecipe(name="headfirst"), 3, 1, 8)
+    told = {"classes": '["a", "b", "c"]', "num_classes": "3"}
+    save_file(source.state_dict(), tmp_path / "w.safetensors", told)
+    recipe = ModelRecipe(name="headfirst", init_from=str(tmp_path / "w.safetensors"))
+    model = zoo.build(recipe, 3, 1, 8, classes=["b", "a", "d"])
+    assert torch.equal(model.stem.weight, source.stem.weight) and torch.equal(model.fc.weight, source.fc.weight)
+    assert zoo.known_classes(recipe, ["b", "a", "d"], model) is None
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from trainer.saving import lettering
 def no_other_fonts(monkeypatch):
     monkeypatch.setattr(lettering, "FOLDERS", ())
     lettering._wide.cache_clear()
-    lettering._faces.cache_clear()
+    lettering._others.cache_clear()
     yield
     lettering._wide.cache_clear()
-    lettering._faces.cache_clear()
+    lettering._others.cache_clear()
 
 
-@pytest.mark.parametrize("words", ["cat", "Köter", "Гладкошёрстная", "Άλφα", "a b\tc", ""])
+@pytest.mark.parametrize("words", ["cat", "Köter", "Гладкошёрстная", "Άλφα", "a b-c", ""])
 def test_most_languages_are_written_as_they_are(words, no_other_fonts):
     assert lettering.set_in(words, 12)[0] == words
 
@@ -24,6 +24,11 @@ def test_most_languages_are_written_as_they_are(words, no_other_fonts):
 def test_letters_without_a_font_are_told_apart(no_other_fonts):
     cat, dog = (lettering.set_in(name, 12)[0] for name in ("猫 1", "犬 1"))
     assert (cat, dog) == ("\\u732b 1", "\\u72ac 1")
+
+
+@pytest.mark.parametrize(("words", "written"), [("cat\nx", "cat\\nx"), ("a\tb\r", "a\\tb\\r"), ("\x00", "\\x00")])
+def test_what_breaks_a_line_is_written_out(words, written, no_other_fonts):
+    assert lettering.set_in(words, 12)[0] == written and lettering.width(words, 12) > 0
 
 
 def test_a_font_of_the_system_is_taken_where_it_has_the_letters(tmp_path, monkeypatch, no_other_fonts):
@@ -38,7 +43,7 @@ def test_a_font_of_the_system_is_taken_where_it_has_the_letters(tmp_path, monkey
     assert lettering.set_in(only, 12)[0] == "\\ue000"
     monkeypatch.setattr(lettering, "FOLDERS", (str(tmp_path),))
     lettering._wide.cache_clear()
-    lettering._faces.cache_clear()
+    lettering._others.cache_clear()
     words, face = lettering.set_in(only, 12)
     assert words == only and face.path.endswith("SomeCJK.ttf")
     sheet = Image.new("L", (40, 40))

@@ -119,7 +119,7 @@ def test_predicted_and_measured_bubble_are_told_apart():
 def test_the_columns_of_the_table_of_runs():
     main = {"mode": "ddp", "model": "cnn", "devices": "2 x cpu", "batch_size": 96, "lr": 0.1, "precision": "fp32"}
     changed = {"optimizer.momentum": 0.8, "compile": True, "augment.crop": "pad"}
-    experiment, start = dashboards.columns(main, changed, "top1", "top-1")
+    experiment, start = dashboards.columns(main, changed, {"top1": "top-1", "f1": "F1"})
     infos = parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content)
     shown = sorted(infos.hparam_infos, key=lambda info: (not info.differs, info.name))  # as TensorBoard does
     assert [info.display_name for info in shown] == [*main, "changed", "augment.crop", "compile", "optimizer.momentum"]
@@ -129,6 +129,8 @@ def test_the_columns_of_the_table_of_runs():
         "images/s",
         "step, ms",
         "hours",
+        "best F1",
+        "last F1",
     ]
     assert [info.name.tag for info in infos.metric_infos][:2] == ["z_summary/best_top1", "z_summary/last_top1"]
     told = parse_session_start_info_plugin_data(start.value[0].metadata.plugin_data.content).hparams

@@ -53,7 +53,7 @@ def test_what_a_run_is_is_told_anew_when_it_goes_on(tmp_path):
     events.text("run", "what runs", 0)
     for summary in (
         dashboards.layout(["loss"], {}, False, False),
-        *dashboards.columns({"mode": "ddp"}, {}, "loss", "loss"),
+        *dashboards.columns({"mode": "ddp"}, {}, {"loss": "loss"}),
     ):
         events.add(summary, 0)
     events.scalars({"train/loss": 1.0}, 1)

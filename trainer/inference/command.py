@@ -217,7 +217,8 @@ def sum_up(
     """
     parts = world.share(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
     counts = output.together(parts)
-    seen = None if written.seen is None else sum(part["seen"] for part in parts)
+    looked = [part["seen"] for part in parts]  # a rank may not have what tells it
+    seen = None if None in looked else sum(looked)
     new = counts["images"] - sum(part["before"] for part in parts)
     output.put_together(world, folder, final)
     if world.is_main:

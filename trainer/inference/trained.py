@@ -93,6 +93,8 @@ def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> t
         raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
     size = image_size or told.image_size
     shorter = told.shorter_side if size == told.image_size else None
+    if told.shorter_side == told.image_size:  # nothing was cut off
+        shorter = size
     return told.classes, Preparation(size, shorter or shorter_side(size), told.channels, told.mean, told.std)
 
 

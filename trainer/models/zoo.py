@@ -117,7 +117,7 @@ def build(
     if out is not UNTOLD and (wrong := _unfit(out, num_classes, any_output)):
         raise RecipeError(f"model.name={recipe.name} gives {wrong}")
     if starting and recipe.init_from is not None:
-        _start_from(recipe.init_from, model, recipe.name, classes)
+        _start_from(recipe.init_from, model, recipe.name, classes, num_classes)
     if recipe.freeze is not None:
         freeze(model, recipe.freeze, recipe.name)
     return model
@@ -160,13 +160,15 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
     return torchvision_zoo.bare(recipe, num_classes, image_size)
 
 
-def known_classes(recipe: ModelRecipe, classes: Sequence[str]) -> int | None:
-    """Of how many classes `init_from`'s weights know the name; None where they tell no names."""
-    told = _classes_told(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
-    return len({*told} & {*classes}) if told else None
+def known_classes(recipe: ModelRecipe, classes: Sequence[str], model: nn.Module) -> int | None:
+    """Of how many classes `init_from`'s weights know the name; None where names tell nothing of the outputs."""
+    known = _classes_told(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
+    outputs = getattr(model.get_submodule(head(model)), "weight", ())
+    telling = _are_names(known) and _are_names(classes) and len(outputs) == (recipe.num_classes or len(classes))
+    return len({*known} & {*classes}) if telling else None
 
 
-def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]) -> None:
+def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str], outputs: int) -> None:
     """Load plain-named weights of a run folder, a checkpoint or a file.
 
     Of the last layer the outputs of the same classes are taken, where the weights tell the names of theirs. Without
@@ -175,8 +177,10 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
     Raises:
         CheckpointError: what does not fit, and which model it was written from, where the file tells.
     """
-    weights, told = read_weights(run_named(source))
-    weights = _by_class(weights, _classes_told(told), model, classes)
+    path = run_named(source)
+    weights, told = read_weights(path)
+    told = told if "classes" in told else {**read_metadata(path), **told}  # a checkpoint's are those of its run
+    weights = _by_class(weights, told, model, classes, outputs)
     try:
         initialise(model, weights, f"init_from={source}")
     except CheckpointError as error:
@@ -188,24 +192,32 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
 
 
 def _by_class(
-    weights: dict[str, Tensor], known: Sequence[str], model: nn.Module, classes: Sequence[str]
+    weights: dict[str, Tensor], told: Mapping[str, str], model: nn.Module, classes: Sequence[str], outputs: int
 ) -> dict[str, Tensor]:
     """Weights whose last layer is the model's own, but for the outputs of the classes that both have.
 
-    An output that has learned another class would be worse than none: the network is sure of it, and wrong.
+    An output that has learned another class would be worse than none: the network is sure of it, and wrong. Where the
+    last layer is not the one that has the outputs, as in a model of the user's own, nothing is changed.
     """
-    if not known or not classes or [*known] == [*classes]:
+    known = _classes_told(told)
+    if not _are_names(known) or not _are_names(classes) or known == [*classes]:
         return weights
-    own, last, found = model.state_dict(), head(model), dict(weights)
-    for name in (f"{last}.weight", f"{last}.bias"):
-        here, there = own.get(name), weights.get(name)
-        fits = here is not None and there is not None and here.shape[1:] == there.shape[1:]
-        if here is not None and there is not None and fits and len(here) >= len(classes) and len(there) >= len(known):
-            found[name] = here.clone()
-            for row, one in enumerate(classes):
-                if one in known:
-                    found[name][row] = there[known.index(one)]
+    rows = int(told["num_classes"]) if told.get("num_classes", "").isdecimal() else len(known)
+    own, found = model.state_dict(), dict(weights)
+    for name in (name for part in ("weight", "bias") if (name := f"{head(model)}.{part}") in own):
+        here, there = own[name], weights.get(name)
+        if there is None or here.shape[1:] != there.shape[1:] or (len(here), len(there)) != (outputs, rows):
+            return weights
+        found[name] = here.clone()
+        for row, one in enumerate(classes):
+            if one in known:
+                found[name][row] = there[known.index(one)]
     return found
+
+
+def _are_names(classes: Sequence[str]) -> bool:
+    """Whether they tell one class from another: "0", "1", ... stand for names that nobody gave."""
+    return bool(classes) and [*classes] != [str(place) for place in range(len(classes))]
 
 
 def _classes_told(metadata: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -16,18 +17,20 @@ from PIL import ImageFont
 FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts")
 WIDE = re.compile(r"(cjk|fallback|wqy|unifont|noto\w*(jp|kr|sc|tc)\b).*\.(ttf|ttc|otf)$", re.IGNORECASE)
 MOST = 3  # of those
+UNDRAWN = ("Cc", "Cs", "Zl", "Zp")  # control characters, bytes of no character, and what breaks a line
 NOWHERE = "\U0010ffff"  # no letter, so every font has its sign for that instead
 
 
 def set_in(words: str, size: int) -> tuple[str, Any]:
     """Words as they can be written, and the font for them; a letter that no font has becomes its number (\\u732b)."""
-    faces = _faces(size)
-    letters = set(words)
-    for face in faces:
+    letters, first = set(words), _first(size)
+    if all(_has(first, letter) for letter in letters):
+        return words, first
+    for face in _others(size):
         if all(_has(face, letter) for letter in letters):
             return words, face
-    told = {letter: letter.encode("unicode_escape").decode() for letter in letters if not _has(faces[0], letter)}
-    return "".join(told.get(letter, letter) for letter in words), faces[0]
+    told = {letter: letter.encode("unicode_escape").decode() for letter in letters if not _has(first, letter)}
+    return "".join(told.get(letter, letter) for letter in words), first
 
 
 def width(words: str, size: int) -> int:
@@ -46,20 +49,23 @@ def fit(words: str, size: int, room: float, end: str = "") -> str:
 
 
 @cache
-def _faces(size: int) -> tuple[Any, ...]:
-    """Matplotlib's font, which has the letters of most languages, then the system's for Chinese, Japanese, Korean.
-
-    Matplotlib is not imported for it, which takes long.
-    """
-    found = []
+def _first(size: int) -> Any:
+    """Matplotlib's font, which has the letters of most languages; importing matplotlib for it would take long."""
     package = find_spec("matplotlib")
     for place in (package.submodule_search_locations if package else None) or ():
         with suppress(OSError):
-            found.append(ImageFont.truetype(str(Path(place, "mpl-data/fonts/ttf/DejaVuSans.ttf")), size))
+            return ImageFont.truetype(str(Path(place, "mpl-data/fonts/ttf/DejaVuSans.ttf")), size)
+    return ImageFont.load_default(size)
+
+
+@cache
+def _others(size: int) -> tuple[Any, ...]:
+    """The system's fonts for Chinese, Japanese and Korean."""
+    found = []
     for path in _wide():
         with suppress(OSError):
             found.append(ImageFont.truetype(path, size))
-    return tuple(found) or (ImageFont.load_default(size),)
+    return tuple(found)
 
 
 @cache
@@ -75,6 +81,8 @@ def _matching() -> Iterator[str]:
 
 @cache
 def _has(face: Any, letter: str) -> bool:
+    if unicodedata.category(letter) in UNDRAWN:
+        return False
     return letter.isspace() or _drawn(face, letter) != _drawn(face, NOWHERE)
 
 

@@ -71,8 +71,13 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the weights of a run folder or a .safetensors file tell of themselves, unread; empty where they do not."""
-    file = path / "last.safetensors" if path.is_dir() else path
+    """What the weights of a run folder or a .safetensors file tell of themselves, unread; empty where they do not.
+
+    A checkpoint's folder tells what the run does in which it lies.
+    """
+    inner = path.is_dir() and is_checkpoint(path)
+    folders = [path, *path.absolute().parents[:2]] if inner else [path]
+    file = next((there for one in folders if (there := one / "last.safetensors").is_file()), path)
     if file.suffix != ".safetensors":
         return {}
     try:

@@ -9,4 +9,5 @@ from trainer.tasks.classification import Classification
 from trainer.tasks.multilabel import Multilabel
 from trainer.tasks.regression import Regression
 
-__all__ = ["Classification", "Multilabel", "Regression", "Task", "create", "kind", "known", "register_task"]
+SHIPPED: tuple[type[Task], ...] = (Classification, Multilabel, Regression)
+__all__ = ["SHIPPED", "Classification", "Multilabel", "Regression", "Task", "create", "kind", "known", "register_task"]

@@ -20,13 +20,7 @@ ANEW = re.compile(r"run/|_hparams_/|custom_scalars__config__")  # what every par
 PARTS = ("data", "compute", "bubble", "optimizer")  # of a step, as they are laid on each other, in each mode the same
 EDGES = ("z_step/0", *(f"z_step/{n}_{part}" for n, part in enumerate(PARTS, 1)))
 PICTURES = ("batch as the model sees it", "worst predictions", "confusion matrix", "accuracy a class", "timeline")
-SUMMARY = {  # columns of results, by their tag below summary/
-    "best_{metric}": "best {title}",
-    "last_{metric}": "last {title}",
-    "samples_per_sec": "images/s",
-    "step_ms": "step, ms",
-    "hours": "hours",
-}
+SUMMARY = {"samples_per_sec": "images/s", "step_ms": "step, ms", "hours": "hours"}  # results by tag below summary/
 
 
 def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
@@ -124,15 +118,15 @@ def _custom_scalars(rows: Mapping[str, Sequence[Any]]) -> Any:
     return Summary(value=[Summary.Value(tag=CONFIG_SUMMARY_TAG, metadata=create_summary_metadata(), tensor=tensor)])
 
 
-def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str, title: str) -> list[Any]:
-    """HParams: a line a run. `main` comes first and in this order, then `changed`, then the results of SUMMARY.
+def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metrics: Mapping[str, str]) -> list[Any]:
+    """HParams: a line a run. `main` comes first and in this order, then `changed`, then results.
 
     TensorBoard takes the columns of all runs from one of them, so what is peculiar to a run is also told in a column
     that each has, in words. It sorts columns by name; what is shown is another name.
 
     Args:
-        metric: the task's. Each has columns of its own: an F1 under the accuracy of other runs would be misread.
-        title: what people call it.
+        metrics: what people call the metric of this run's task, and those of others. Each has columns of its own: an F1
+            under the accuracy of other runs would be misread.
     """
     from tensorboard.plugins.hparams import api_pb2
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
@@ -144,13 +138,15 @@ def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metric: str, ti
         api_pb2.HParamInfo(name=name, display_name=key, type=_kind(value), differs=key in main)
         for name, (key, value) in shown.items()
     ]
-    metrics = [
-        api_pb2.MetricInfo(
-            name=api_pb2.MetricName(tag=f"z_summary/{tag.format(metric=metric)}"), display_name=name.format(title=title)
-        )
-        for tag, name in SUMMARY.items()
+    scores = [
+        {f"{which}_{metric}": f"{which} {title}" for which in ("best", "last")} for metric, title in metrics.items()
     ]
-    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics, time_created_secs=time.time())
+    results = [
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=f"z_summary/{tag}"), display_name=title)
+        for part in (*scores[:1], SUMMARY, *scores[1:])
+        for tag, title in part.items()
+    ]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=results, time_created_secs=time.time())
     start = SessionStartInfo(start_time_secs=time.time())  # without a name, its line has the run's
     for name, (_, value) in shown.items():
         if isinstance(value, bool):

@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from trainer import tasks
 from trainer.data import Batch, as_pictures, held_out_pictures
 from trainer.devices import precision
 from trainer.errors import TrainerError, text_of
@@ -23,6 +24,7 @@ from trainer.processes.started import as_typed
 from trainer.processes.world import cores
 from trainer.recipe.loading import words_of
 from trainer.telemetry import dashboards, gallery
+from trainer.telemetry.tracking import NullTracker
 from trainer.telemetry.verdict import Verdict
 from trainer.training import banner, reporting
 from trainer.training.mistakes import Mistake, Mistakes
@@ -42,8 +44,9 @@ def begin(run: Run) -> None:
     tracker.show(_layout(run), 0)
     words = words_of(run.recipe)
     changed = {key: value for key, value in _changed(words).items() if key not in COLUMNS}
-    title = task.titles.get(task.metric, task.metric)
-    for summary in dashboards.columns(_main(run), changed, task.metric, title):
+    kinds = dict.fromkeys((type(task), *tasks.SHIPPED))  # TensorBoard takes the columns of one run for all
+    metrics = {kind.metric: kind.titles.get(kind.metric, kind.metric) for kind in kinds}
+    for summary in dashboards.columns(_main(run), changed, metrics):
         tracker.show(summary, 0)
     tracker.text(PAGE, opening(run, words), 0)
 
@@ -55,7 +58,7 @@ def first_batch(run: Run, batch: Batch) -> None:
     """
     if not run.tracker.shows:
         return
-    with _dispensable(run):
+    with dispensable(run.tracker):
         some = min(SEEN, max(1, PIXELS // max(1, batch.inputs.shape[2:].numel())))
         images = as_pictures(run.datasets, batch.inputs[:some])
         if images is not None and len(images):
@@ -68,7 +71,7 @@ def mistakes(run: Run, found: Mistakes) -> None:
     """The worst predictions of the last evaluation, and how well each class is told. Collective."""
     worst = found.gathered(run.world)
     if run.tracker.shows:
-        with _dispensable(run):
+        with dispensable(run.tracker):
             _worst(run, worst)
             _classes(run, found)
 
@@ -124,7 +127,7 @@ def ended_early(run: Run, status: str, reason: str) -> None:
     tracker = run.tracker
     if not tracker.shows:
         return
-    with _dispensable(run):
+    with dispensable(run.tracker):
         again, words = _next(run, words_of(run.recipe)), reason[:1].upper() + reason[1:]
         advice = (
             "## How to go on" if status == "preempted" else "## To go on from its newest checkpoint, if there is one"
@@ -232,7 +235,7 @@ def escaped(value: Any) -> str:
 
 
 @contextmanager
-def _dispensable(run: Run) -> Iterator[None]:
+def dispensable(tracker: NullTracker) -> Iterator[None]:
     """A picture that cannot be drawn ends no run."""
     try:
         yield
@@ -240,7 +243,7 @@ def _dispensable(run: Run) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}"
-        run.tracker.say(f"  a picture for TensorBoard is left out: {reason}")
+        tracker.say(f"  a picture is left out: {reason}")
 
 
 def _picture(run: Run, tag: str, picture: gallery.EncodedImage, step: int) -> None:

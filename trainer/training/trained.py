@@ -18,7 +18,7 @@ from trainer.processes.world import locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.saving.run_names import run_named
-from trainer.saving.weights import read_weights
+from trainer.saving.weights import read_metadata, read_weights
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.same_images import check_same_images
 from trainer.training.wiring import model_of, start_process, task_of
@@ -118,7 +118,7 @@ def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
     """
     for folder in (None, *path.absolute().parents[:2]):
         if folder is not None and (folder / "last.safetensors").is_file():
-            facts = read_weights(folder)[1]
+            facts = read_metadata(folder)
         if "classes" in facts:
             return facts
     raise CheckpointError(f"{path} does not tell its classes; give a run folder or its last.safetensors")

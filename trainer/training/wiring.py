@@ -84,7 +84,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         known=known,
         say=tracker.say,
     )
-    told = (starting_notes(recipe, data) if state is None else {}) | notes(model, recipe)
+    told = (starting_notes(recipe, data, model) if state is None else {}) | notes(model, recipe)
     strategy, optimizer, updater = wire(context, model)
     tracker.remember({**known, **strategy.known})
     run = Run(
@@ -117,7 +117,8 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     if data.split_table is not None:  # from here on the run counts: what fails before leaves no folder
         tracker.keep(SPLIT_FILE, data.split_table)
     if tracker.path is not None and not speed_only:
-        contact_sheet.write(tracker.path, data, recipe)
+        with presenting.dispensable(tracker):
+            contact_sheet.write(tracker.path, data, recipe)
     tracker.say(banner.banner(run))
     if state is not None:
         resuming.restore(run, state)
@@ -126,12 +127,12 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     return run
 
 
-def starting_notes(recipe: Recipe, data: Datasets) -> dict[str, str]:
+def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
     """The banner's line of weights that training starts from."""
     source, names = recipe.model.init_from, data.classes
     if source is None:
         return {}
-    known = known_classes(recipe.model, names)
+    known = known_classes(recipe.model, names, model)
     if known is None:
         return {"start": f"from {source}"}
     new = "" if known == len(names) else "; the outputs of the others begin anew"
@@ -194,7 +195,7 @@ def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
     Raises:
         RecipeError: it fails, or does not tell what it says that it tells.
     """
-    if type(task) in (tasks.Classification, tasks.Multilabel, tasks.Regression):
+    if type(task) in tasks.SHIPPED:
         return
     name, two = task.recipe.task.name, data.example(2).zeros(torch.device("cpu"))
     model.eval()

@@ -17,7 +17,7 @@ from tests.saving.states import flip, make, one_line, trace
 from trainer.errors import CheckpointError, DiskFullError
 from trainer.processes import faults
 from trainer.saving.checkpoint import commit
-from trainer.saving.weights import read_weights, save_weights
+from trainer.saving.weights import read_metadata, read_weights, save_weights
 
 
 def test_weight_files_are_synced_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +151,19 @@ def test_weights_that_are_not_there_or_no_weights(tmp_path: Path) -> None:
     path = commit(tmp_path / "run", make(1), keep=2)
     with pytest.raises(CheckpointError, match=f"give {path}"):  # killed before its first epoch ended
         read_weights(tmp_path / "run")
+
+
+def test_what_weights_tell_of_themselves(tmp_path: Path) -> None:
+    """A checkpoint knows no classes of its own: the run that it lies in does."""
+    run = tmp_path / "run"
+    run.mkdir()
+    assert read_metadata(run) == read_metadata(tmp_path / "nowhere") == read_metadata(tmp_path / "a.pth") == {}
+    save_weights(run / "last.safetensors", {"w": torch.zeros(2)}, {"classes": '["a", "b"]'})
+    checkpoint = commit(run, make(5), 2)
+    for place in (run, run / "last.safetensors", checkpoint):
+        assert read_metadata(Path(place))["classes"] == '["a", "b"]'
+    (run / "last.safetensors").write_bytes(b"damaged")
+    assert read_metadata(run) == {}
 
 
 def test_the_folder_that_holds_runs_is_answered_with_the_newest(tmp_path: Path) -> None:

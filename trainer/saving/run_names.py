@@ -19,7 +19,8 @@ def run_named(name: str) -> Path:
         CheckpointError: there is neither; says which run may be meant.
     """
     path = os.path.expanduser(name)
-    candidates = list(dict.fromkeys((path, os.path.join(HOME, path))))
+    below = path if path.split(os.sep)[0] in (HOME, "", ".", "..") else os.path.join(HOME, path)
+    candidates = list(dict.fromkeys((path, below)))
     there = [Path(found) for found in candidates if os.path.exists(found)]
     if not there:
         nor = f", nor {HOME}/{name[:120]}" if len(candidates) > 1 else ""

@@ -8,7 +8,15 @@ from trainer.__main__ import answer
 def test_the_page(capsys):
     assert answer(["plan", "recipe=digits", "devices=[cpu]", "nproc=2", "memory=4MiB", "bandwidth=1GB/s"]) == 0
     page = capsys.readouterr().out
-    for text in ("1,437 training images", "DOES NOT FIT", "accumulate=2", "hogwild", "94,186 parameters", "all-reduce"):
+    for text in (
+        "1,437 training images",
+        "DOES NOT FIT",
+        "accumulate=2",
+        "to train, with accumulate=2 or",
+        "hogwild",
+        "94,186 parameters",
+        "all-reduce",
+    ):
         assert text in page
     assert "python -m trainer recipe=digits 'devices=[cpu]' nproc=2\n" in page
     assert "torchrun --nproc_per_node=2 -m trainer recipe=digits" in page

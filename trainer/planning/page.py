@@ -57,7 +57,9 @@ def page_of(found: RunPlan) -> str:
     if found["assumptions"]:
         lines += ["", "  assumed"]
         lines += [line for note in found["assumptions"] for line in _bullet(note)]
-    lines += ["", "  to train"]
+    short = found["fits"] is False and found["memory_limit"] is not None
+    how = f", with {found['advice'][0]['words']} or another of the words above" if short and found["advice"] else ""
+    lines += ["", f"  to train{how}" + (" (it does not fit here as it is)" if short else "")]
     lines += [f"    {command}" for command in found["commands"]]
     if found["needs_folder"]:
         lines.append("    FOLDER holds train/<class> and val/<class>; without data.root= only the speed is measured")

@@ -111,6 +111,14 @@ def test_also_in_a_file_that_another_extends(tmp_path: Path) -> None:
         "model: {name: cnn,\n  freeze: [conv1]}\nseed: 1\n",
         "model:\n  freeze:\n  - conv1\n  - 'layer[12]'\n",
         "# epochs:3\nseed: 1   # epochs=3\n",
+        "optimizer: &o\n  lr: 0.1\n",
+        "optimizer: &o {lr: 0.1}\n",
+        "epochs: &few 3\nseed: *few\n",
+        "epochs: !!int 3\noptimizer: !!map\n  lr: !!float 1\n",
+        "data:\n  root: &r !!str 2024\noutput: *r\n",
+        "data:\n  root: >-\n    mean: 3\n\n    epochs:3\nseed: 1\n",
+        "data:\n  root: |  # a text\n    epochs = 3\n     'lr: 0.1\n  name: imagefolder\n",
+        "model:\n  freeze:\n  - >-\n    seed:1\n  - layer1\n",
     ],
 )
 def test_what_is_right_stays_right(tmp_path: Path, content: str) -> None:
@@ -120,6 +128,32 @@ def test_what_is_right_stays_right(tmp_path: Path, content: str) -> None:
     assert first_slip(file.read_text(encoding="utf-8"), shipped_recipes()) is None
     with pytest.raises(RecipeError, match=r"^my: epochs=x must be an integer$"):
         load(file, "epochs=x")
+
+
+@pytest.mark.parametrize("content", ["output: runs\n  epochs=3\n", 'output: "runs\n  first"\n'])
+def test_a_file_that_is_right_is_not_blamed_for_a_word(tmp_path: Path, content: str) -> None:
+    (tmp_path / "my.yaml").write_text(content)
+    with pytest.raises(RecipeError, match=r"^my: epochs=x must be an integer$"):
+        load(tmp_path / "my.yaml", "epochs=x")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("optimizer: &o\n  lr: abc\n", "my: optimizer.lr=abc must be a number (in FILE, line 2)"),
+        ("data:\n  root: >-\n    mean: 3\nbatchsize: 3\n", "my: batchsize is not a key; did you mean batch_size? "
+         "(in FILE, line 4)"),
+        ("data:\n  root: *photos\n", "FILE: line 2: put it in quotes: root: '*photos'"),
+        ("data:\n  root: !photos\n", "FILE: line 2: put it in quotes: root: '!photos'"),
+        ("data:\n  root: >\n    a: b\n  mean:3\n", "FILE: line 4: put a blank after the colon: mean: 3"),
+    ],
+)  # fmt: skip
+def test_names_types_and_texts_of_yaml_are_no_slips(tmp_path: Path, content: str, expected: str) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(content)
+    with pytest.raises(RecipeError) as told:
+        load(file)
+    assert str(told.value) == expected.replace("FILE", str(file))
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

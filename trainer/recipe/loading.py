@@ -42,7 +42,7 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
     try:
         return _loaded(recipe, words, keywords)
     except RecipeError:
-        for path in _own_files(recipe):
+        for path in _own_files(recipe) if _unusable(recipe) else ():
             if (slip := first_slip(text_of(path), shipped_recipes())) is not None:
                 raise RecipeError(f"{path}: {slip}") from None
         raise
@@ -68,6 +68,15 @@ def _loaded(
         return made
     except RecipeError as error:
         raise RecipeError(as_keyword(str(error), keywords)) from None
+
+
+def _unusable(recipe: Any) -> bool:
+    """Whether a recipe is wrong by itself, without what is typed with it."""
+    try:
+        _loaded(recipe, (), {})
+    except RecipeError:
+        return True
+    return False
 
 
 def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:

@@ -28,6 +28,8 @@ LINE = re.compile(
 )
 BRACKETED = re.compile(r"'[^']*'|\"[^\"]*\"|([^\s,\[\]'\"]+\[[^\]]*\])")  # a text in quotes, or one with brackets in it
 PROGRAMS = re.compile(r" *(\$ *)?(python3?|torchrun|trainer|\S*launch\.sh) ")
+MARKS = r"(?:(?:&[\w-]+|!(?:!\w+|<[^>]*>)?)(?:\s+|$))*"  # a name and a type that YAML lets stand before a value
+BLOCK = re.compile(rf"(?P<indent> *(?:- +)*)(?:[^:]+:|-)\s+{MARKS}[|>][-+\d]{{0,2}}")  # a text in the lines below
 MEANS_OTHERWISE = "@%`&*!"  # what a text without quotes cannot begin with
 
 
@@ -39,11 +41,13 @@ class _Above:
         section: whose keys can follow; empty where none was begun.
         first: the line of that section's first key and its column, (0, 0) where there is none yet.
         seen: the line of each key, with its section.
+        named: what the file gives a name to, as &name, so that *name can stand for it.
     """
 
     section: str
     first: tuple[int, int]
     seen: dict[tuple[str, str], int]
+    named: frozenset[str]
 
 
 def first_slip(text: str, recipes: Collection[str]) -> str | None:
@@ -54,7 +58,7 @@ def first_slip(text: str, recipes: Collection[str]) -> str | None:
         recipes: names that can be extended.
     """
     lines = list(_lines(text))
-    above = _Above("", (0, 0), {})
+    above = _Above("", (0, 0), {}, frozenset(re.findall(r"(?<!\S)&([\w-]+)(?!\S)", text)))
     open_in, depth = 0, 0  # the line that began a list or map over several lines, and how deep it is
     for place, (number, line) in enumerate(lines):
         if depth > 0:
@@ -72,9 +76,14 @@ def first_slip(text: str, recipes: Collection[str]) -> str | None:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines that say something, without comments, with their numbers."""
+    """The lines that say something, without comments and the bodies of texts, with their numbers."""
+    body: int | None = None  # the column that the lines of a text are right of
     for number, line in enumerate(textwrap.dedent(text.removeprefix("\ufeff")).split("\n"), 1):
+        if body is not None and (not line.strip() or len(line) - len(line.lstrip(" ")) > body):
+            continue
         said = _uncommented(line).rstrip()
+        opened = BLOCK.fullmatch(said)
+        body = len(opened["indent"]) if opened else None
         if said.strip():
             yield number, said
 
@@ -147,6 +156,9 @@ def _written(line: str, above: _Above, number: int) -> str | None:
         return f"keys have no dash: write {key}: {value}"
     if value and found["rest"][0] not in " \t":
         return f"put a blank after the colon: {key}: {value}"
+    value = re.sub(f"^{MARKS}", "", value)
+    if value[:1] == "*" and value[1:] in above.named:
+        value = ""
     told = _value(key, value) or (None if "." in key else _place(key, len(found["indent"]), above, number))
     return told or (_section(key, value) if not found["indent"] else None)
 
@@ -161,7 +173,7 @@ def _as_lines(key: str, value: str) -> str:
 
 def _section(key: str, value: str) -> str | None:
     """A section with a value of its own."""
-    if key not in SECTIONS or not value or value[0] in "{&*" or value in ("null", "~"):
+    if key not in SECTIONS or not value or value[0] == "{" or value in ("null", "~"):
         return None
     if f"{key}.name" in KEYS:
         return f"{key} is a section: write {key}: {{name: {value}}}"

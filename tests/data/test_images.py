@@ -101,7 +101,15 @@ def test_real_pixels_are_as_bright_as_they_were(tmp_path, white):
     assert (found - torch.linspace(0, 255, 48).int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("ends", [(-1, 1), (0, 1e6)])
+@pytest.mark.parametrize("ends", [(-0.02, 1.02), (0, 1.01), (0, 255.3), (-1, 256), (0, 66000)])
+def test_real_pixels_slightly_beyond_black_or_white_are_those(tmp_path, ends):
+    """As filters leave them that sharpen or enlarge."""
+    Image.fromarray(np.tile(np.linspace(*ends, 48, dtype=np.float32), (32, 1))).save(tmp_path / "real.tiff")
+    found = read_image(str(tmp_path / "real.tiff"), 1)[0].int()
+    assert found[0, 0] == 0 and found[0, -1] == 255 and abs(found[0, 24] - 130) <= 4
+
+
+@pytest.mark.parametrize("ends", [(-1, 1), (0, 1e6), (0, 70000)])
 def test_real_pixels_of_another_range_are_refused(tmp_path, ends):
     Image.fromarray(np.tile(np.linspace(*ends, 48, dtype=np.float32), (32, 1))).save(tmp_path / "real.tiff")
     with pytest.raises(ValueError, match=re.escape(f"numbers from {ends[0]:g} to {ends[1]:g}: save it")):

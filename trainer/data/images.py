@@ -208,8 +208,8 @@ def _bytes_of_floats(values: np.ndarray[Any, Any]) -> Bytes:
     """
     known = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     low, high = float(known.min(initial=0)), float(known.max(initial=0))
-    white = next((end for end in (1, 255, 65535) if high <= end), None)
-    if white is None or low < -high / 20:  # a filter may leave a little below black
+    white = next((end for end in (1, 255, 65535) if high <= end * 1.05), None)
+    if white is None or low < -high / 20:  # a filter may leave a little above white or below black
         raise ValueError(f"its pixels are numbers from {low:g} to {high:g}: save it with 0 to 255, as PNG")
     found: Bytes = np.clip(np.rint(known * (255 / white)), 0, 255).astype(np.uint8)
     return found

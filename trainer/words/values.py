@@ -55,11 +55,13 @@ def value_of(key: str, value: str, around: Around) -> Meaning | None:
 
 def _image_size(value: str, _: Around) -> Meaning | None:
     """Pixels a side; elsewhere the channels stand before them, or behind."""
-    sizes = re.split(r"[ ,x]+", value.strip("[]() "))
+    sizes = [size for size in re.split(r"[ ,x]+", value.lower().strip("[]() ")) if size]
     if len(sizes) == 3 and all(map(str.isdigit, sizes)):
         sizes = sizes[1:] if sizes[0] in ("1", "3") else sizes[:2] if sizes[2] in ("1", "3") else sizes
+    if len(sizes) > 1 and all(size.isdigit() and len(size) > 1 for size in sizes):  # 1,024 is one number
         if len(set(sizes)) == 1:
             return put("data.image_size", sizes[0])
+        return Meaning((), f"images are square here: give one number, data.image_size={sizes[0]}")
     return number("data.image_size", value)
 
 

@@ -180,6 +180,30 @@ def test_other_separators(photos, separator):
     assert found.train.labels.tolist() == [[0.5], [1.5], [2.5], [3.5]]  # a decimal comma
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize(
+    ("cells", "says"),
+    [
+        (["999", "1,250"] * 4, "line 3: the comma of 1,250 in price .* write 1250 or 1.250,"),
+        (["999", "1,250,000"] * 4, "line 3: .* write 1250000,"),
+        (["0.5", "2,5"] * 4, "line 3: .* write 2.5,"),
+        (["1.250,5", "7"] * 4, "line 2: .* write 1250.5,"),
+        (["5"] * 4 + ["-1,250"] * 4, "line 6: .* write -1250 or -1.250,"),
+        (["x,y", "1.5"] * 4, "line 2: x,y are not all numbers"),
+        (["0,125", "1,250"] * 4, None),
+        (["1,5", "1,250"] * 4, None),
+    ],
+)
+def test_a_comma_between_thousands_is_not_taken_for_a_decimal_one(photos, separator, cells, says):
+    text = "\n".join(["file,price".replace(",", separator), *map(separator.join, zip(NAMES, cells, strict=True))])
+    if says is None:
+        found = opened(photos, text, "task.name=regression").train.labels
+        assert found.tolist() == [[float(cell.replace(",", "."))] for cell in cells[:4]]
+        return
+    with pytest.raises(SetupError, match=says):
+        opened(photos, text, "task.name=regression")
+
+
 def test_measures_are_no_classes(photos):
     says = "age holds 4 different numbers for 4 images, such as 1.5: .* add task.name=regression"
     with pytest.raises(SetupError, match=says):

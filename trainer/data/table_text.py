@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +14,8 @@ from trainer.errors import SetupError
 SEPARATORS = "\t", ",", ";"  # between columns: the first that the first line holds; `;` may stand within a cell
 UTF_16 = b"\xff\xfe", b"\xfe\xff"  # how such a file begins
 SAVE = "save it as UTF-8 (Excel: Save As, CSV UTF-8)"
+THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+")  # what a comma may stand between
+NUMBER = re.compile(r"[-+\d.,eE]+")
 
 
 class Line(NamedTuple):
@@ -53,6 +57,33 @@ def read_lines(path: Path) -> Lines:
             several = "; classes of one image with ; between them need commas between columns" * (separator == ";")
             raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(first)}{several}")
     return Lines(first, lines[1:], separator)
+
+
+def check_commas(path: Path, column: str, cells: Iterable[tuple[int, str]]) -> None:
+    """Refuse a column of numbers, each with its line, whose commas may stand between thousands.
+
+    Raises:
+        SetupError: each comma may, or `.` is there too; the sentence says what to write.
+    """
+    cells = list(cells)
+    commas = [(number, cell) for number, cell in cells if "," in cell]
+    dots = any("." in cell for _, cell in cells)
+    grouped = all(THOUSANDS.fullmatch(cell) for _, cell in commas)
+    if commas and (dots or grouped) and all(NUMBER.fullmatch(cell) for _, cell in commas):
+        number, cell = commas[0]
+        raise SetupError(
+            f"{path}, line {number}: the comma of {cell} in {column} may stand before decimals or between thousands: "
+            f"write {' or '.join(_meant(cell))}, and so in each line"
+        )
+
+
+def _meant(cell: str) -> list[str]:
+    """What a number with commas may mean, with `.` before decimals and nothing between thousands."""
+    if "." in cell:
+        last = max(cell.rfind("."), cell.rfind(","))
+        return [re.sub("[.,]", "", cell[:last]) + "." + cell[last + 1 :]]
+    whole = [cell.replace(",", "")] if THOUSANDS.fullmatch(cell) or cell.count(",") > 1 else []
+    return whole + [cell.replace(",", ".")] * (cell.count(",") == 1)
 
 
 def _text(path: Path) -> str:

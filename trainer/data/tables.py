@@ -17,7 +17,7 @@ from trainer.data.layout import HELD_OUT, TRAIN
 from trainer.data.sets import Datasets
 from trainer.data.splits import Before
 from trainer.data.table_names import Naming, counts_rows, is_index, is_there, missing, naming
-from trainer.data.table_text import Line, read_lines
+from trainer.data.table_text import Line, check_commas, read_lines
 from trainer.errors import SetupError
 from trainer.recipe import Recipe
 from trainer.tasks.base import Reads
@@ -140,6 +140,8 @@ class Table:
                         targets[n, self._place(row, name, names)] = 1
             return tuple(names), found
         if reads in ("classes", "values") and self.columns:
+            for n, column in enumerate(self.columns if self._decimals else ()):
+                check_commas(self.path, column, ((row.number, row.cells[n]) for rows in parts for row in rows))
             return self.columns, [self._matrix(rows) for rows in parts]
         raise SetupError(
             f"{self.path} needs {WANTED[reads]}; beside the images' its columns are {_listed(self.columns)}"

@@ -84,6 +84,17 @@ def test_two_columns_of_images(home):
         opened("flat", "{}{}.jpg", "kind,image,mask", "{kind},{file},{file}")
 
 
+def test_a_missing_image_does_not_make_another_column_the_images(home):
+    """A mask that is there for each row is still a mask."""
+    for n in range(4):
+        (home / "flat" / f"dog{n}.jpg").rename(home / "flat" / f"mask{n}.jpg")
+    rows = [f"cat{n}.jpg,mask{n}.jpg,{KINDS[n % 2]}" for n in range(4)]
+    (home / "flat" / "cat2.jpg").unlink()
+    (home / "masks.csv").write_text("\n".join(["image,mask,kind", *rows]))
+    with pytest.raises(SetupError, match=r"masks.csv, line 4: flat/cat2.jpg is not there"):
+        open_datasets(load(None, "data.name=imagefolder", "data.root=flat", "data.labels=masks.csv"))
+
+
 def test_a_folder_without_images(home):
     (home / "empty").mkdir()
     with pytest.raises(SetupError, match="empty holds no images that can be read here"):

@@ -40,7 +40,7 @@ def plain(cell: str) -> str:
 
 
 def naming(root: Path, header: Sequence[str], rows: Sequence[Line]) -> Naming:
-    """The first column and reading by which the rows looked at name images that are there.
+    """The first column as it stands where it names any images; else by what reading most rows looked at name some.
 
     Raises:
         SetupError: two columns name images, and neither is the first.
@@ -56,6 +56,8 @@ def naming(root: Path, header: Sequence[str], rows: Sequence[Line]) -> Naming:
                 f"both columns {header[best.column]} and {header[found.column]} name images: "
                 "put the one to learn from first"
             )
+        if right and best.path is plain and not best.column:  # other rows of it are missing, and will be told
+            break
         if most == len(seen) and not best.column:
             break
     return best

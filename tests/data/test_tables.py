@@ -153,6 +153,27 @@ def test_an_image_has_one_line(photos):
         opened(photos, table("file,label,split", parts) + "train/0.png,cat,train\n")
 
 
+def test_rows_repeated_for_training_are_trained_on_as_often(photos):
+    """A way to see rare classes more often; where nothing divides the images, a copy might be held out."""
+    found = opened(photos, table("file,label", CATS) + "train/0.png,cat\n" * 2)
+    assert found.train.labels.tolist() == [0, 1, 0, 1, 0, 0] and len(found.val) == 4 and "labels" not in found.notes
+    assert found.train.images[:, 0, 0, 0].tolist() == [0, 20, 40, 60, 0, 0]
+    parts = [
+        f"{kind},{part}"
+        for kind, part in zip(CATS, ["train", "val"] * 2 + ["train", "train", "val", "val"], strict=True)
+    ]
+    again = "train/0.png,cat,train\ntrain/1.png,dog,val\n"
+    found = opened(photos, table("file,label,split", parts) + again)
+    assert (len(found.train), len(found.val)) == (5, 4)
+    assert found.notes["labels"] == "1 line said again what is said above, and are left out"
+    for name in NAMES:
+        (photos / "flat").mkdir(exist_ok=True)
+        (photos / name).rename(photos / "flat" / name.replace("/", "-"))
+    flat = [f"flat/{name.replace('/', '-')}" for name in NAMES]
+    found = opened(photos, table("file,label", CATS, flat) + f"{flat[0]},cat\n")
+    assert len(found.train) + len(found.val) == 8
+
+
 @pytest.mark.parametrize("name", ["", "Unnamed: 0", "index"])
 def test_the_index_of_pandas_is_not_looked_at(photos, name):
     rows = [f"{n},{file},{label}" for n, (file, label) in enumerate(zip(NAMES, CATS, strict=True))]
@@ -205,10 +226,12 @@ def test_a_comma_between_thousands_is_not_taken_for_a_decimal_one(photos, separa
 
 
 def test_measures_are_no_classes(photos):
-    says = "age holds 4 different numbers for 4 images, such as 1.5: .* add task.name=regression"
+    says = "age holds 4 different numbers for 4 images, such as 1.5: .*=regression; .* as words, such as class-1.5"
     with pytest.raises(SetupError, match=says):
         opened(photos, table("file,age", [f"{n / 2}" for n in range(8)]))
     assert opened(photos, table("file,dose", ["0.5", "1.0"] * 4)).classes == ("0.5", "1.0")
+    words = [f"class-{n / 2}" for n in range(4)] * 2
+    assert opened(photos, table("file,age", words)).classes == tuple(words[:4])
     assert opened(photos, table("file,digit", ["0", "1", "2", "3"] * 2)).classes == ("0", "1", "2", "3")
 
 

@@ -90,20 +90,23 @@ class Table:
     def _rows(
         self, lines: Sequence[Line], found: Naming, split: int | None, told: Sequence[int], reads: Reads
     ) -> list[tuple[str, Row]]:
-        """Its rows, each with the part that it is in; an image has one."""
-        rows: dict[str, tuple[str, Row]] = {}
+        """Its rows, each with the part that it is in; an image has one, and several only to train on more often."""
+        known: dict[str, tuple[str, Row]] = {}
+        rows: list[tuple[str, Row]] = []
         for number, cells in lines:
             image = found.path(cells[found.column])
             part = (cells[split] if split is not None else image.partition("/")[0]).lower()
             row = Row(number, image, tuple(cells[n] for n in told))
-            before, said = rows.setdefault(image, (part, row))
+            before, said = known.setdefault(image, (part, row))
             if (before, said.cells) != (part, row.cells):
                 other = _listed(said.cells) if said.cells != row.cells else before
                 one = "an image's classes stand in one line, as cat;dog" if reads == "classes" else "keep one of them"
                 raise SetupError(
                     f"{self.path}, line {number}: {image} is there already (line {said.number}), as {other}: {one}"
                 )
-        return list(rows.values())
+            if said is row or part in TRAIN:  # where a table does not divide them, copies might get into both parts
+                rows.append((part, row))
+        return rows
 
     def _divide(self, rows: Sequence[tuple[str, Row]]) -> None:
         """Put each row into the set that it is for."""
@@ -153,7 +156,8 @@ class Table:
         if measures and len(names) > len(self.train) / 2:
             raise SetupError(
                 f"{self.path}: {self.columns[0]} holds {len(names)} different numbers for {len(self.train)} images, "
-                f"such as {names[-1]}: where they are measures and no classes, add task.name=regression"
+                f"such as {names[-1]}: where they are measures and no classes, add task.name=regression; "
+                f"where they are classes, write them as words, such as class-{names[-1]}"
             )
 
     def _place(self, row: Row, name: str, names: list[str]) -> int:

@@ -173,15 +173,31 @@ def test_one_class_in_place_of_all_is_told_by_its_neighbours(tmp_path, monkeypat
     ("root", "says"),
     [
         ("data/pets.zip", "mkdir -p pets && unzip -q data/pets.zip -d pets, then data.root=pets"),
-        ("my pets.tar.gz", "mkdir -p 'my pets' && tar xf 'my pets.tar.gz' -C 'my pets', then 'data.root=my pets'"),
+        ("my pets.rar", "mkdir -p 'my pets' && unrar x 'my pets.rar' 'my pets'/, then 'data.root=my pets'"),
+        ("~/my pets.zip", "mkdir -p 'my pets' && unzip -q '{home}/my pets.zip' -d 'my pets', then"),
+        ("data/.zip", "mkdir -p unpacked && unzip -q data/.zip -d unpacked, then data.root=unpacked"),
+        ("~/none.zip", "an archive, and {home}/none.zip is not there: type the path of the folder"),
+        ("none.tar.gz", "an archive, and none.tar.gz is not there: type the path of the folder"),
         ("s3://bucket/pets", "an address, and images are read from this machine: download it first"),
         ("https://example.org/pets.zip", "an address, and images are read from this machine: download it first"),
     ],
 )
-def test_archives_and_addresses(root, says, name):
+def test_archives_and_addresses(root, says, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for archive in ("data/pets.zip", "data/.zip", "my pets.rar", "home/my pets.zip"):
+        (tmp_path / archive).parent.mkdir(exist_ok=True)
+        (tmp_path / archive).touch()
     with pytest.raises(SetupError, match=f"^data.root={re.escape(root)} is an") as error:
         open_datasets(load(None, f"data.name={name}", f"data.root={root}"))
-    assert says in str(error.value)
+    assert says.format(home=tmp_path / "home") in str(error.value)
+
+
+def test_a_compressed_tar_is_to_be_unpacked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my pets.tar.gz").touch()
+    with pytest.raises(SetupError, match=r"tar xf 'my pets.tar.gz' -C 'my pets', then 'data.root=my pets'$"):
+        open_datasets(load(None, "data.name=imagefolder", "data.root=my pets.tar.gz"))
 
 
 def test_what_was_to_be_typed_helps(tmp_path):

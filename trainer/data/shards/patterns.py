@@ -48,6 +48,8 @@ def shards_of(root: str) -> list[Path]:
     if missing:
         raise SetupError(f"data.root={root}: {len(missing):,} of its shards are not there ({few(missing)})")
     odd = next((one for one in found if not one.endswith((*SUFFIXES, *PACKED))), None)
+    if odd is not None and (why := packed_or_remote(odd)):
+        raise SetupError(f"data.root={root} is {why}" if len(found) == 1 else f"{odd} is {why}")
     if odd is not None:
         raise SetupError(f"{odd} is no shard: type {EXAMPLE}; photos in folders are data.name=imagefolder")
     kinds = {os.path.splitext(one)[1] for one in found}
@@ -68,10 +70,13 @@ def packed_or_remote(root: str) -> str | None:
     if re.match(r"\w+://", root):
         return "an address, and images are read from this machine: download it first, and type data.root=FOLDER"
     end = next((end for end in ARCHIVES if root.lower().endswith(end)), None)
-    if end is None:
+    path = os.path.expanduser(root)  # as a shell does not in quotes
+    if end is None or os.path.isdir(path):
         return None
-    folder = os.path.basename(root)[: -len(end)]
-    unpack = f"mkdir -p {quote(folder)} && {ARCHIVES[end].format(quote(root), quote(folder))}"
+    if not os.path.exists(path):
+        return f"an archive, and {path} is not there: type the path of the folder that it was unpacked into"
+    folder = os.path.basename(path)[: -len(end)] or "unpacked"
+    unpack = f"mkdir -p {quote(folder)} && {ARCHIVES[end].format(quote(path), quote(folder))}"
     return f"an archive, which is to be unpacked first: {unpack}, then {quote(f'data.root={folder}')}"
 
 

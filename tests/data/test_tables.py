@@ -185,6 +185,12 @@ def test_the_index_of_pandas_is_not_looked_at(photos, name):
     assert found.classes == ("height",) and found.val.labels.tolist() == [[2.5], [3], [3.5], [4]]
 
 
+def test_a_split_that_counts_the_rows_is_no_index(photos):
+    rows = [f"{n},{file},{label},1" for n, (file, label) in enumerate(zip(NAMES, CATS, strict=True))]
+    with pytest.raises(SetupError, match=r"line 2: nothing says whether train/0.png is for training"):
+        opened(photos, "\n".join(["split,file,label,other", *rows]))
+
+
 def test_columns_in_another_order(photos):
     """And one that counts is a value where its name does not say otherwise."""
     rows = [f"{n},{file}" for n, file in enumerate(NAMES)]

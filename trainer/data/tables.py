@@ -66,7 +66,7 @@ class Table:
         split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n != found.column), None)
         told = [n for n in range(len(header)) if n not in (split, found.column)]
         may_count = found.column and len(told) > 1 and (reads == "class" or is_index(header[0]))
-        if may_count and counts_rows([line.cells[0] for line in lines]):
+        if may_count and split != 0 and counts_rows([line.cells[0] for line in lines]):
             told.remove(0)
         if lines[0].number == 1 and reads != "class" and (reads == "values" or len(told) > 1):
             raise SetupError(

@@ -1,5 +1,7 @@
 """What lies among photos and is none of them is left out, counted, and told in one line."""
 
+import os
+
 import pytest
 
 from tests.data.photo_folders import opened, photo, photo_set
@@ -86,6 +88,18 @@ def test_a_link_to_nothing_is_no_image(root, target):
         image.unlink()
     with pytest.raises(SetupError, match=r"cat holds no images that can be read here \(1 link to files that are not"):
         opened(root)
+
+
+def test_what_a_link_leads_to_is_asked_for_once(tmp_path, monkeypatch):
+    """By its entry of the folder, which keeps it: behind a network each question takes long."""
+    photo(tmp_path / "real" / "0.jpg")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "1.jpg").symlink_to(tmp_path / "real" / "0.jpg")
+    asked, stat = [], os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: asked.append(str(path)) or stat(path, **more))
+    found = listed(tmp_path / "links", LeftOut())
+    monkeypatch.undo()
+    assert found == ([], ["1.jpg"]) and not [path for path in asked if path.endswith("1.jpg")]
 
 
 def test_of_very_many_files_the_sizes_are_not_asked_for(tmp_path, monkeypatch):

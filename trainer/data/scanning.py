@@ -146,7 +146,7 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
                     folders.append(entry.name)
                 elif not is_image(entry.name):
                     left.other(entry.name)
-                elif left.looks and entry.is_symlink() and not os.path.exists(entry.path):
+                elif left.looks and entry.is_symlink() and not _is_there(entry):
                     left.broken()
                 elif _is_empty(entry, left):
                     left.empty()
@@ -155,6 +155,14 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
     except OSError as error:
         raise SetupError(f"{error.filename or folder} cannot be listed: {error.strerror}") from None
     return sorted(folders), sorted(images)
+
+
+def _is_there(entry: os.DirEntry[str]) -> bool:
+    """Whether a link leads to something; the entry keeps what it learned of that."""
+    with suppress(OSError):
+        entry.stat()
+        return True
+    return False
 
 
 def _is_empty(entry: os.DirEntry[str], left: LeftOut) -> bool:

@@ -356,6 +356,8 @@ TOLD = {
     "recipe=digits global_clipnorm=1.0": "recipe=digits clip_grad_norm=1.0",
     "recipe=digits opt=adam adam_epsilon=1e-7": "recipe=digits optimizer.name=adam optimizer.eps=1e-7",
     "optimizer.name=adamw adam_beta1=0.8": "optimizer.name=adamw 'optimizer.betas=[0.8,0.999]'",
+    "optimizer.name=adamw adam_beta1=0.8 adam_beta2=0.95": "optimizer.name=adamw 'optimizer.betas=[0.8,0.95]'",
+    "optimizer.name=adamw --beta2 0.95 --beta1 0.8": "optimizer.name=adamw 'optimizer.betas=[0.8,0.95]'",
     "recipe=digits beta_2=0.99 opt=adam": "recipe=digits 'optimizer.betas=[0.9,0.99]' optimizer.name=adam",
     "recipe=digits adam_beta1=0.8": "recipe=digits",  # which trains by sgd
     "recipe=digits --lr-step-size 3": "recipe=digits",

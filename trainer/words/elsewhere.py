@@ -92,8 +92,13 @@ def _logger(value: str, _: Around) -> Meaning:
 
 
 def _beta(first: bool) -> Told:
-    """One of Adam's two, which are one key here."""
-    return lambda value, _: put("optimizer.betas", f"[{value},0.999]" if first else f"[0.9,{value}]")
+    """One of Adam's two, which are one key here, with the other where that was typed too."""
+
+    def both(value: str, around: Around) -> Meaning:
+        other = next((around.values[name] for name in BETAS[first] if around.values.get(name)), None)
+        return put("optimizer.betas", f"[{value},{other or 0.999}]" if first else f"[{other or 0.9},{value}]")
+
+    return both
 
 
 def _few_steps(value: str, _: Around) -> Meaning | None:
@@ -121,6 +126,7 @@ def _dropped(why: str) -> Told:
 
 
 NAMES = ("name", "exp", "experiment", "run_id")  # of a run, elsewhere
+BETAS = (("adam_beta1", "beta_1", "beta1"), ("adam_beta2", "beta_2", "beta2"))  # of Adam, elsewhere: both of its two
 ELSEWHERE: dict[str, Told] = {
     **dict.fromkeys(("amp", "use_amp", "half", "mixed", "autocast"), _precision("bf16")),
     **{name: _precision(name) for name in ("fp16", "bf16", "tf32", "fp32")},
@@ -139,8 +145,8 @@ ELSEWHERE: dict[str, Told] = {
     **{name: _recompute for name, key in OTHER_KEYS.items() if key == "pipeline.recompute"},
     **dict.fromkeys(("save", "save_txt", "save_conf", "save_crop"), _saved),
     **dict.fromkeys(("logger", "logging", "report_to", "log_with"), _logger),
-    **dict.fromkeys(("adam_beta1", "beta_1", "beta1"), _beta(first=True)),
-    **dict.fromkeys(("adam_beta2", "beta_2", "beta2"), _beta(first=False)),
+    **dict.fromkeys(BETAS[0], _beta(first=True)),
+    **dict.fromkeys(BETAS[1], _beta(first=False)),
     **dict.fromkeys(("fast_dev_run", "overfit_batches", "limit_train_batches"), _few_steps),
     **dict.fromkeys(("disable_tqdm", "no_progress_bar"), _no_progress),
     **dict.fromkeys(("fsdp", "use_fsdp", "deepspeed", "use_deepspeed", "zero_stage"), _sharded),

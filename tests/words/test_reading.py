@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -629,15 +630,22 @@ def test_a_folder_of_runs_is_its_newest_run(tmp_path: Path, monkeypatch: pytest.
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "recipe.yaml").touch()
         os.utime(Path("runs", name, "recipe.yaml"), (time, time))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("cat", "dog"):
+        Path("ph", folder).mkdir(parents=True)
     for typed, told in {
         "evaluate checkpoint=runs": "evaluate checkpoint=runs/new",
         "evaluate runs/": "evaluate checkpoint=runs/new",
+        "predict runs ph": "predict checkpoint=runs/new data.root=ph",
+        "predict ph/ ~/runs": "predict data.root=ph/ checkpoint=HOME/runs/new",
+        "predict runs ph/cat ph/dog": "predict checkpoint=runs/new data.root=ph",
         "predict checkpoint=runs data.root=photos": "predict checkpoint=runs/new data.root=photos",
         "recipe=runs": "recipe=runs/new",
     }.items():
         with pytest.raises(RecipeError) as error:
             read(typed.split())
-        assert "(the newest run in runs" in str(error.value)
+        told = told.replace("HOME", str(tmp_path))
+        assert re.search(r"\(the newest run in (runs|\S+/runs)", str(error.value))
         assert str(error.value).endswith(f": type {TRAIN} {told}")
         read(told.split())
 

@@ -77,7 +77,11 @@ def _several(path: Path, around: Around, others: Sequence[str]) -> Fix | None:
     kind = Path.exists if around.command == "predict" else Path.is_dir
     if not _is_photos(path, kind) or around.command == "evaluate":
         return None
-    named = [other for other in others if "=" not in other and _is_photos(Path(other).expanduser(), kind)]
+    words = [other for other in others if "=" not in other]
+    runs = _folder_of_runs(words, around)
+    if runs and path == Path(runs).expanduser():
+        return None
+    named = [word for word in words if word != runs and _is_photos(Path(word).expanduser(), kind)]
     given = around.values.get("data.root", "")
     places = [*named, *([given] if given and given != "-" else [])]
     if len(places) < 2:
@@ -94,6 +98,19 @@ def _several(path: Path, around: Around, others: Sequence[str]) -> Fix | None:
         note = "a folder for each class"
     trained = () if "recipe" in around.values else ("recipe=finetune",)
     return Fix(" ".join(named), (*trained, f"data.root={root}"), note)
+
+
+def _folder_of_runs(words: Sequence[str], around: Around) -> str:
+    """The word that predict takes as the run, where that is a folder of several; empty where there is none."""
+    if "checkpoint" not in around.own or "checkpoint" in around.values:
+        return ""
+    folders = ((word, Path(word).expanduser()) for word in words)
+    found = next(((word, path) for word, path in folders if _is_run(path) or _holds_runs(path, around)), None)
+    return found[0] if found is not None and not _is_run(found[1]) else ""
+
+
+def _holds_runs(path: Path, around: Around) -> bool:
+    return path.is_dir() and meaning("checkpoint", str(path), around) is not None
 
 
 def _is_photos(path: Path, kind: Callable[[Path], bool]) -> bool:

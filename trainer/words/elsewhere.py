@@ -56,7 +56,8 @@ def _nodes(value: str, _: Around) -> Meaning:
 
 def _named_run(value: str, around: Around) -> Meaning:
     """A run's name, in the folder that was typed with it."""
-    folders = (around.values[key] for key in around.values if key == "output" or OTHER_KEYS.get(key) == "output")
+    keys = (key for key in around.values if key == "output" or OTHER_KEYS.get(key) == "output")
+    folders = (around.values[key] for key in keys if key not in NAMES)
     folder = next((folder for folder in folders if folder), "")
     if folder:
         return put("output", f"{folder.rstrip('/')}/{value}")
@@ -125,7 +126,7 @@ def _dropped(why: str) -> Told:
     return lambda _, __: Meaning((), f"{why}: leave it out")
 
 
-NAMES = ("name", "exp", "experiment", "run_id")  # of a run, elsewhere
+NAMES = ("name", "exp", "experiment", "run_id", "run_name")  # of a run, elsewhere
 BETAS = (("adam_beta1", "beta_1", "beta1"), ("adam_beta2", "beta_2", "beta2"))  # of Adam, elsewhere: both of its two
 ELSEWHERE: dict[str, Told] = {
     **dict.fromkeys(("amp", "use_amp", "half", "mixed", "autocast"), _precision("bf16")),

@@ -181,6 +181,12 @@ done < $2
     assert {line: {*words.split()} for line, words in found.items()} == dict(TABLE)
 
 
+def test_a_word_with_blanks_that_looks_like_the_program_ends(sourced: Path) -> None:
+    """zsh hands over a quoted word as one, with its blanks."""
+    commands = 'source "$1"; _trainer_found "" python "echo -m trainer recipe=digits"'
+    subprocess.run(["bash", "--norc", "-c", commands, "bash", sourced], check=True, capture_output=True, timeout=20)
+
+
 @pytest.mark.parametrize("program", ["python", "python3", "torchrun"])
 def test_python_and_torchrun_only_after_m_trainer(sourced: Path, program: str) -> None:
     assert completed(sourced, f"{program} -m trainer mode=hog", "_trainer_after_m") == ["hogwild"]

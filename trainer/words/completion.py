@@ -124,7 +124,7 @@ _trainer_found() {
     shift
     case " $* " in
         *" -m trainer "*)
-            while [ "$1 $2" != "-m trainer" ]; do shift; done
+            while [ $# -gt 1 ] && [ "$1 $2" != "-m trainer" ]; do shift; done
             shift
             ;;
     esac

@@ -24,6 +24,7 @@ from trainer.recipe.text import typed as as_typed
 from trainer.recipe.words import split_words
 from trainer.words import values
 from trainer.words.keys import OWN
+from trainer.words.meaning import Around
 from trainer.words.reading import program, read
 
 TRAIN = "python -m trainer"
@@ -590,6 +591,19 @@ def test_a_warm_up_in_steps_is_no_key_of_the_speed() -> None:
         load({"warmup_steps": 500})
     with pytest.raises(RecipeError, match="did you mean schedule__warmup_epochs"):
         load("digits", warmup_steps=500)
+
+
+def test_the_same_line_follows_from_the_same_words_each_time() -> None:
+    unread = ["schedule.gamma=0.3", "optimizer.trust=0.01", "optimizer.nesterov=true", "schedule.step_epochs=2"]
+    with pytest.raises(RecipeError) as error:
+        read(["recipe=digits", "opt=adamw", "schedule.name=cosine", "optimizer.momentum=0.8", *unread])
+    left_out = re.findall(r"'([\w.]+)=[^']*': does nothing", str(error.value))
+    assert left_out == sorted(left_out) and len(left_out) == 5
+
+
+def test_a_data_set_that_was_typed_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.words.meaning.load", lambda _: pytest.fail("the recipe was loaded"))
+    assert Around("train", OWN["train"], {"recipe": "digits", "data.name": "shards"}).data_name == "shards"
 
 
 def test_a_model_of_a_folder_starts_from_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ class Around:
     @property
     def data_name(self) -> str:
         """The data set of the recipe that is asked for."""
-        recipe = self.recipe
-        return self.values.get("data.name") or (recipe.data.name if recipe else "")
+        typed = self.values.get("data.name")
+        return typed or (recipe.data.name if (recipe := self.recipe) else "")
 
     @property
     def staged(self) -> bool:

@@ -161,7 +161,7 @@ def _unread(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         recipe = flatten(load(said.get("recipe")).to_dict())
     except RecipeError:
         return
-    for key in said.keys() & READERS.keys():
+    for key in sorted(said.keys() & READERS.keys()):
         chooser = f"{key.partition('.')[0]}.name"
         chosen = said.get(chooser, recipe[chooser])
         if any(chosen in names for names in READERS.values()) and chosen not in READERS[key]:

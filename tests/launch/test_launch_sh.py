@@ -140,7 +140,7 @@ def test_the_folder_above_a_clone_named_trainer_hides_nothing(checkout: Checkout
     code = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import trainer; print(trainer.__file__)"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path / "above", env=environment, capture_output=True, text=True
+        [sys.executable, "-S", "-c", code], cwd=tmp_path / "above", env=environment, capture_output=True, text=True
     )
     assert done.stdout == f"{PROJECT / 'trainer' / '__init__.py'}\n", done.stderr
 

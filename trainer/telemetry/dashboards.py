@@ -34,7 +34,7 @@ def _front(metric: str) -> dict[str, str]:
     """Numbered alike for all tasks, so that runs of several tasks share the charts that they have in common."""
     wanted = ("train/loss", "val/loss", f"val/{metric}", "speed/samples_per_sec", "speed/val_samples_per_sec")
     short = [f"{n}_{tag.removeprefix('speed/').replace('/', '_')}" for n, tag in enumerate(wanted, 1)]
-    return {tag: name for tag, name in reversed([*zip(wanted, short, strict=True)])}
+    return dict(reversed([*zip(wanted, short, strict=True)]))  # where the loss is the metric, too, its number is 2
 
 
 def _stacked(values: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if marker := item.get_closest_marker("full"):
                 reason = next(iter(marker.args), "one of several alike, or long")
                 item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
+    from trainer.recipe.checks import refused_schedules
+
+    refused = re.compile(rf"\b({'|'.join(refused_schedules())})\b")
+    for item in items if refused_schedules() else ():
+        if hasattr(item, "callspec") and refused.search(str(item.callspec.params)):
+            item.add_marker(pytest.mark.skip(reason="of a schedule that needs a newer torch"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         from trainer.devices import cards

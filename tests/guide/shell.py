@@ -25,7 +25,7 @@ OTHERS = {  # what other programs' lines may look like
     "cd": r"trainer",
     ".venv/bin/python": r"-m pip install [a-z-]+",
     "uv": r"pip install --python \.venv [a-z-]+",
-    "pip": r"install (\.|'?\.\[\w+\]'?|[a-z-]+( [a-z-]+)*)",
+    "pip": r"install (\.|--no-deps \.|'?\.\[\w+\]'?|[a-z-]+( [a-z-]+)*)",
     "source": r"\.venv/bin/activate|~/\.trainer-completion|",
     "tar": r"--sort=name -C photos -cf photos\.tar \.",
     "find": r"photos -name \*\.jpg",

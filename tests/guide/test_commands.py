@@ -40,6 +40,7 @@ NOT_RUN = {
     "installs software": (
         "git clone URL trainer && cd trainer",
         "pip install .",
+        "pip install --no-deps .",
         "pip install onnx onnxscript onnxruntime",
         "pip install pillow-heif",
         "pip install timm",

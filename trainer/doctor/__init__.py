@@ -1,7 +1,7 @@
 """`python -m trainer doctor`: what this machine offers to training, and what is wrong with it.
 
 It repairs nothing.
-Imports: errors, devices, processes, data.
+Imports: errors, recipe, devices, processes, data.
 """
 
 from __future__ import annotations

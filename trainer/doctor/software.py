@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import trainer
 from trainer.devices import cards
 from trainer.doctor.findings import Findings
 from trainer.doctor.groups import Group
+from trainer.recipe.versions import installed
 
 SOFTWARE, PROCESSES = "software", "between processes"
 
@@ -19,24 +19,17 @@ SOFTWARE, PROCESSES = "software", "between processes"
 def versions(found: Findings) -> bool:
     """Of everything that a report of a bug should name; returns whether torch and torchvision could be loaded."""
     problems = len(found.problems)
-    found.row(SOFTWARE, "trainer", f"{_version('trainer')} ({Path(trainer.__file__).parent})")
+    found.row(SOFTWARE, "trainer", f"{installed('trainer')} ({Path(trainer.__file__).parent})")
     found.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable})")
     found.row(SOFTWARE, "system", platform.platform())
     for name in ("torch", "torchvision"):
-        found.row(SOFTWARE, name, _version(name))
+        found.row(SOFTWARE, name, installed(name))
         found.trying(name, importlib.import_module, name)
     found.row(SOFTWARE, "NVIDIA driver", cards.driver_version() or "none")
     loaded = len(found.problems) == problems
     if loaded:
         _build(found)
     return loaded
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _build(found: Findings) -> None:

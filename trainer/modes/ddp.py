@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from trainer.modes.base import Communication, Strategy
 from trainer.modes.sync_batchnorm import convert_sync_batchnorm
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import Recipe
+from trainer.recipe.versions import torch_has
 from trainer.telemetry.clocks import synchronise
 
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
@@ -52,14 +54,16 @@ class DistributedDataParallel(Strategy):
         if self.recipe.sync_bn:
             model = convert_sync_batchnorm(model, self.device)
         super().setup(model)
+        in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
+        synced: dict[str, Any] = {in_forward: read_in_training(self.module)}
         with lost_peers():
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.module,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                forward_sync_buffers=read_in_training(self.module),
                 # Under accumulation a static graph fails inside the reducer.
                 static_graph=self.recipe.accumulate == 1,
+                **synced,
             )
             self._rebuild_buckets()
 

@@ -155,7 +155,7 @@ def bubbles(layout: Layout) -> list[BubbleFigures]:
     """The ideal bubble of each schedule over as many processes, for the numbers of micro-batches that it may have."""
     workers = layout.workers
     found: list[BubbleFigures] = []
-    for schedule in ("gpipe", "1f1b", *VIRTUAL):
+    for schedule in SCHEDULES:
         virtual = VIRTUAL.get(schedule, 1)
         chosen = layout.recipe.replace(pipeline__schedule=schedule, pipeline__virtual_stages=None)
         processes = max(2, layout.processes if layout.processes > 1 else workers)

@@ -14,10 +14,12 @@ from pathlib import Path
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, STREAMS, Recipe, nearest, neighbours
 from trainer.recipe.timm_names import TIMM, check_timm_name, timm_models
+from trainer.recipe.versions import SINCE, installed, torch_has
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
+TWO_PARTS = "backward passes in two parts"  # the row of these schedules in the table of versions
 FEW_IMAGES, ENOUGH_IMAGES = 64, 128  # in a step of one GPU: launching kernels then takes longer than running them
 
 TASKS = ("classification", "multilabel", "regression")
@@ -108,11 +110,22 @@ def check_options(recipe: Recipe) -> None:
         if reason:
             raise RecipeError(f"{option}=true is not for mode={recipe.mode}: {reason}")
     schedule = recipe.pipeline.schedule
+    if recipe.traits.micro_batches and schedule in refused_schedules():
+        (major, minor), instead = SINCE[TWO_PARTS]
+        raise RecipeError(
+            f"pipeline.schedule={schedule} needs torch {major}.{minor} or newer: torch {installed('torch')} crashes in "
+            f"its backward pass; {instead}"
+        )
     if recipe.traits.micro_batches and recipe.compile and schedule in SPLIT_BACKWARD:
         raise RecipeError(
             f"compile=true is not for pipeline.schedule={schedule}, which computes the gradients of inputs and weights "
             "apart, and a compiled backward pass is one piece: use pipeline.schedule=1f1b or interleaved1f1b"
         )
+
+
+def refused_schedules() -> tuple[str, ...]:
+    """Those that the installed torch cannot run."""
+    return () if torch_has(TWO_PARTS) else SPLIT_BACKWARD
 
 
 def _check_pipeline(recipe: Recipe, processes: int) -> None:
@@ -124,8 +137,7 @@ def _check_pipeline(recipe: Recipe, processes: int) -> None:
     if schedule not in VIRTUAL and virtual not in (None, 1):
         raise RecipeError(
             f"pipeline.schedule={schedule} has 1 stage a {'device' if schedule == STREAMS else 'rank'}, not {virtual}: "
-            "leave pipeline.virtual_stages out, or use pipeline.schedule=interleaved1f1b, loopedbfs or "
-            "interleavedzerobubble"
+            "leave pipeline.virtual_stages out, or use pipeline.schedule=interleaved1f1b or loopedbfs"
         )
     if schedule == STREAMS:
         if processes > 1:

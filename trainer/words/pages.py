@@ -6,9 +6,9 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 import trainer
+from trainer.recipe.versions import installed
 from trainer.words.reading import program
 
 RECIPE = {"recipe=NAME": "a shipped recipe (recipes lists them), a YAML file or a run folder"}
@@ -252,14 +252,7 @@ def page(command: str) -> str:
 
 def version_line() -> str:
     """Versions, without importing torch."""
-    return f"trainer {trainer.__version__}, torch {_version('torch')}, Python {platform.python_version()}"
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    return f"trainer {trainer.__version__}, torch {installed('torch')}, Python {platform.python_version()}"
 
 
 def _called(text: str) -> str:

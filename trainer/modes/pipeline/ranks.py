@@ -30,6 +30,7 @@ from trainer.modes.pipeline.wire import Wire
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import Recipe
 from trainer.recipe.checks import microbatch_counts, ranks_per_pipeline, schedule_of
+from trainer.recipe.versions import torch_has
 from trainer.telemetry.clocks import Stopwatch
 
 
@@ -118,6 +119,8 @@ class ProcessPipeline(Staged):
                 output_args=samples[index + 1],
                 group=self.pipe_group,
             )
+            if not torch_has("stage inputs of any layout"):  # it would refuse channels_last images of one channel
+                setattr(part, "_validate_fwd_input", lambda *_: None)  # noqa: B010
             parts.append(self._watched(part, index))
         kind: Any = SCHEDULES[plan.schedule]
         single = issubclass(kind, schedules.PipelineScheduleSingle)

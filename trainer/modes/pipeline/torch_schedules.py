@@ -10,16 +10,20 @@ from torch.distributed.pipelining import schedules
 
 from trainer.modes.pipeline.orders import Action
 from trainer.recipe import Recipe
-from trainer.recipe.checks import V_SHAPED, ranks_per_pipeline, schedule_of, virtual_stages
+from trainer.recipe.checks import V_SHAPED, ranks_per_pipeline, refused_schedules, schedule_of, virtual_stages
 
 SCHEDULES = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
-    "loopedbfs": schedules.ScheduleLoopedBFS,
-    "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-    "dualpipev": schedules.ScheduleDualPipeV,
+    name: kind
+    for name, kind in {
+        "gpipe": schedules.ScheduleGPipe,
+        "1f1b": schedules.Schedule1F1B,
+        "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
+        "loopedbfs": schedules.ScheduleLoopedBFS,
+        "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }.items()
+    if name not in refused_schedules()
 }
 logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints whole schedules beside what it raises
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

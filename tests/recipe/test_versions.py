@@ -1,0 +1,76 @@
+"""What an older torch lacks: told from its version alone, refused before torch is imported, or done another way."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from tests.commands import PROJECT, trainer
+from trainer.recipe import versions
+from trainer.recipe.checks import SPLIT_BACKWARD, TWO_PARTS
+from trainer.recipe.versions import SINCE, release, torch_has
+
+PIPE = ["recipe=digits", "mode=pipeline", "nproc=2"]
+
+
+@pytest.mark.parametrize(
+    ("version", "has_all_of"),
+    [
+        ("2.11.0", (2, 11)),
+        ("2.13.0+cu130", (2, 13)),
+        ("2.14.1+rocm7.2", (2, 14)),
+        ("2.14.0+git1234abc", (2, 14)),
+        ("2.13.0.post2", (2, 13)),
+        ("2.14", (2, 14)),
+        ("2.14.0a0+git1234abc", (2, 13)),  # built from the sources of any day
+        ("2.14.0a0+ecf3bae40a.nv26.04", (2, 13)),
+        ("2.15.0.dev20261101+cu130", (2, 14)),
+        ("2.14.0rc3", (2, 13)),
+        ("3.0.0", (3, 0)),
+        ("3.0.0a0", (3, -1)),  # older than 3.0, newer than every 2
+        ("not installed", None),
+    ],
+)
+def test_what_a_version_has_all_of(version, has_all_of, monkeypatch):
+    assert release(version) == has_all_of
+    monkeypatch.setattr(versions, "installed", lambda name: version)
+    for what, (since, _) in SINCE.items():
+        assert torch_has(what) == (has_all_of is None or has_all_of >= since), what
+
+
+def test_versions_are_asked_for_in_one_place():
+    """A row that pyproject.toml's lowest torch has reached is in nobody's way any more."""
+    text = (PROJECT / "pyproject.toml").read_text()
+    lowest = re.search(r"torch>=([\d.]+)", " ".join(tomllib.loads(text)["project"]["dependencies"]))[1]
+    assert all(since > release(lowest) for since, _ in SINCE.values())
+    files = {path: path.read_text() for path in (PROJECT / "trainer").rglob("*.py")}
+    used = "".join(files.values())
+    assert all(used.count(f'"{what}"') > 1 for what in SINCE), "its row, and where it is asked for"
+    asking = re.compile(
+        r"TorchVersion|__version__\s*[<>=]|version_info|hasattr\((torch|dist|nn|F)\b|\.parse\(.*version"
+    )
+    assert [path.name for path, content in files.items() if asking.search(content)] == []
+
+
+@pytest.fixture
+def older(tmp_path):
+    """An environment in which torch says that it is 2.13, and cannot be imported."""
+    (tmp_path / "older" / "torch-2.13.0.dist-info").mkdir(parents=True)
+    (tmp_path / "older" / "torch-2.13.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0+cu130\n")
+    (tmp_path / "older" / "torch.py").write_text("raise AssertionError('torch is imported')")
+    return {"PYTHONPATH": f"{tmp_path / 'older'}:{PROJECT}"}
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+def test_what_crashes_is_refused_at_once(schedule, command, older):
+    done = trainer(command, *PIPE, f"pipeline.schedule={schedule}", env=older, python=["-B"])
+    (major, minor), instead = SINCE[TWO_PARTS]
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert done.stderr == (
+        f"trainer: error: pipeline.schedule={schedule} needs torch {major}.{minor} or newer: torch 2.13.0+cu130 "
+        f"crashes in its backward pass; {instead}\n"
+    )
+    assert not re.search("|".join(SPLIT_BACKWARD), instead)

@@ -1,0 +1,47 @@
+"""What torch has since which version, and what is done below it. Nothing else in the house asks for a version.
+
+To raise the lowest torch in pyproject.toml: delete the rows it has reached, and the `torch_has` that ask for them.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import NamedTuple
+
+
+class Since(NamedTuple):
+    """Since which torch something is there, and what is done where an older one is installed."""
+
+    torch: tuple[int, int]
+    instead: str
+
+
+SINCE = {
+    "forward_sync_buffers": Since((2, 13), "DistributedDataParallel knows it as broadcast_buffers"),
+    "stage inputs of any layout": Since((2, 13), "the check that compares the first stage's strides is left out"),
+    "backward passes in two parts": Since((2, 14), "use pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"),
+}
+
+
+def installed(name: str) -> str:
+    """A package's version, without importing it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def release(version: str) -> tuple[int, int] | None:
+    """The finished release that a version has all of: of 2.13.0+cu130 it is 2.13, and of 2.14.0a0+git it is 2.13, too.
+
+    Vendors' containers and nightly builds carry such a version at any time between the two.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.\d+)*[._-]?(a|b|rc|dev)?", version)
+    return (int(found[1]), int(found[2]) - bool(found[3])) if found else None
+
+
+def torch_has(what: str) -> bool:
+    """Whether the installed torch has what a row names; one that does not tell its version counts as the newest."""
+    found = release(installed("torch"))
+    return found is None or found >= SINCE[what].torch

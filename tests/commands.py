@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
@@ -73,6 +74,12 @@ def torchrun(*words, arguments=(), env=None, cwd=None):
     finally:
         started.kill()  # its ranks ask the kernel to die with it
         started.wait()
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 def blocks():

@@ -1,6 +1,7 @@
 """Who dies with whom, in processes that ask for it."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -25,3 +26,38 @@ def test_who_is_a_parent(variables, code):
     command = [sys.executable, "-c", ASKS]
     done = subprocess.run(command, cwd=PROJECT, env=environment(**variables), capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, b"" if code else b"alive\n")
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+WAITS = "import os, time\nparent = os.getppid()\nprint('here', flush=True)\n"
+WAITS += "while os.getppid() == parent:\n    time.sleep(0.01)\n"
+
+
+def test_an_orphan_leaves_though_its_torchrun_died_before_it_asked():
+    """Whoever adopted it is no torchrun."""
+    starts = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=1); input()"
+    command = [sys.executable, "-c", starts, f"{WAITS}{ASKS}"]
+    pipe = subprocess.PIPE
+    torchrun = subprocess.Popen(command, cwd=PROJECT, env=environment(**RANK), stdin=pipe, stdout=pipe, text=True)
+    assert torchrun.stdout.readline() == "here\n"
+    torchrun.kill()
+    assert torchrun.communicate(timeout=60)[0] == ""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["sh", "-c", f"{shlex.join([sys.executable, '-c', ASKS])}; true"],  # a command between it and its torchrun
+        [
+            sys.executable,
+            "-c",
+            f"import torch, subprocess, sys; subprocess.run([sys.executable, '-c', {ASKS!r}], env={{**__import__('os')."
+            f"environ, **{RANK}}})",
+        ],
+    ],
+    ids=["in between", "torchrun"],
+)
+def test_a_rank_of_a_living_torchrun_stays(launcher):
+    variables = RANK if launcher[0] == "sh" else {}
+    done = subprocess.run(launcher, cwd=PROJECT, env=environment(**variables), capture_output=True, timeout=60)
+    assert done.stdout == b"alive\n"

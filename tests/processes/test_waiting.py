@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.commands import QUIET, trainer
+from tests.commands import QUIET, free_port, trainer
 from trainer.processes.waiting import telling
 
 
@@ -19,12 +19,6 @@ def test_a_word_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
     with telling(lambda: "", after=0.01):
         time.sleep(0.5)
     assert capsys.readouterr().err == "trainer: node 0 waits\n"
-
-
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -40,12 +34,15 @@ def free_port() -> str:
         ),
     ],
 )
-def test_on_the_command_line(variables: dict[str, str], says: str) -> None:
+def test_on_the_command_line(variables: dict[str, str], says: str, tmp_path: Path) -> None:
+    """And it keeps no other run out of the folder."""
     port = free_port()
     words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "timeout=7", "max_steps=1", *QUIET]
+    words += [f"output={tmp_path / 'run'}"]
     done = trainer(*words, env={**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     assert f"trainer: {says.format(port=port)}" in done.stderr
     assert done.returncode in (3, 7) and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_know_no_place_to_meet() -> None:

@@ -5,12 +5,13 @@ import os
 import random
 import shlex
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.commands import QUIET, ok, steps, trainer
+from tests.commands import QUIET, free_port, ok, steps, trainer
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving.run_folder import STEP_COLUMNS, RunFolder, StepsFile, as_before, write_atomically
@@ -36,6 +37,16 @@ def test_two_runs_in_one_folder(tmp_path):
     first = RunFolder(recipe(tmp_path / "run"))
     with pytest.raises(FolderInUseError, match="in use"):
         RunFolder(recipe(tmp_path / "run"))
+    first.close()
+
+
+def test_every_rank_says_that_the_folder_is_in_use(tmp_path):
+    first = RunFolder(recipe(tmp_path / "run"))
+    words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "max_steps=1", *QUIET, f"output={tmp_path / 'run'}"]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with ThreadPoolExecutor() as both:
+        ranks = both.map(lambda rank: trainer(*words, env={**job, "RANK": rank}), ("0", "1"))
+        assert [done.returncode for done in ranks] == [8, 8]
     first.close()
 
 

@@ -30,14 +30,34 @@ def die_with_parent(parent: int | None = None) -> None:
             outlive his shell.
     """
     if parent is None:
-        named = os.environ.get(PARENT)
-        if named is None and not place().launched:
+        named = os.environ.get(PARENT, "")
+        if not named and not place().launched:
             return
-        parent = int(named) if named and named.isdigit() else os.getppid()
+        parent = int(named) if named.isdigit() else None
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before we asked
+    now = os.getppid()
+    if now != parent if parent is not None else _orphaned(now):  # it died before we asked
         os._exit(PARENT_DIED)
+
+
+def _orphaned(parent: int) -> bool:
+    """Whether torchrun, which names no parent, died before this rank asked, so that it has another one.
+
+    Who adopts orphans (init, a container's first process, a session's manager) has neither torch in its memory, as
+    torchrun has, nor a rank's variables, as a command between torchrun and this process has.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not os.path.isdir(f"/proc/{parent}"):
+        return False  # 0, say: a parent outside this container, where nobody adopts
+    with suppress(OSError):
+        return b"libtorch" not in _read(parent, "maps") and b"\0TORCHELASTIC_RUN_ID=" not in _read(parent, "environ")
+    with suppress(OSError):  # who may not look into another user's process may still see its command
+        return b"python" not in _read(parent, "cmdline")
+    return False
+
+
+def _read(pid: int, name: str) -> bytes:
+    return Path(f"/proc/{pid}/{name}").read_bytes()
 
 
 def living() -> dict[int, tuple[int, str]]:
@@ -47,9 +67,9 @@ def living() -> dict[int, tuple[int, str]]:
         return found
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError, ValueError):  # it ended meanwhile, or is not ours to look at
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = _read(int(pid), "stat").decode(errors="replace").rpartition(")")[2].split()[:2]
             if int(parent) == os.getppid() and state not in "ZX":
-                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                words = _read(int(pid), "environ").split(b"\0")
                 rank = [word[5:] for word in words if word.startswith(b"RANK=")]
                 if rank:
                     found[int(rank[0])] = int(pid), state
@@ -74,7 +94,7 @@ def wake() -> list[int]:
 def _handles(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal, that would end it otherwise."""
     with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
+        for line in _read(pid, "status").splitlines():
+            if line.startswith(b"SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

@@ -18,7 +18,7 @@ from trainer.data.feeds import labels_at_hand
 from trainer.data.images import reason
 from trainer.data.splits import SPLIT_FILE, continued
 from trainer.devices.precision import set_precision
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, TrainerError
 from trainer.models.given import Given
 from trainer.models.inputs import with_own_input
 from trainer.models.zoo import build, initialise, known_classes, registered_model
@@ -57,11 +57,10 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     world = locate(recipe)
     shard = modes.share(recipe, world)
     steps = steps_per_epoch(len(data.train), recipe, shard)
-    tracker = Tracker(recipe, RunFolder(recipe)) if world.is_main else NullTracker()
+    world.connect(recipe.timeout)
+    tracker = claimed(recipe, world)  # not before the ranks have met: one that waits for them keeps no other run out
     closing.callback(tracker.close)
     closing.callback(callbacks.close)
-    world.connect(recipe.timeout)
-    stacks.keep_in(world.share(tracker.path))
     callbacks.connect(world)
     check_same_images(world, data)
     data, recipe = cached(data, recipe, world, tracker.say, closing)
@@ -125,6 +124,21 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     tracker.start(run.position, run.total_steps, task.headline())
     presenting.begin(run)
     return run
+
+
+def claimed(recipe: Recipe, world: World) -> NullTracker:
+    """The run folder, which rank 0 has; where it cannot have it, every rank raises the same. Collective."""
+    tracker, refused = NullTracker(), None
+    if world.is_main:
+        try:
+            tracker = Tracker(recipe, RunFolder(recipe))
+        except TrainerError as error:
+            refused = error
+    refused, path = world.share((refused, tracker.path))
+    if refused is not None:
+        raise refused
+    stacks.keep_in(path)
+    return tracker
 
 
 def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:

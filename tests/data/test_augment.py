@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated.simcuda import simulated
-from trainer.data import augment, policies, sampling
+from trainer.data import Example, TensorSpec, augment, policies, sampling
 from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
 from trainer.data.images import with_channels
 from trainer.data.photos import held_out
@@ -140,6 +140,18 @@ def test_mixing_is_what_the_papers_say(layout):
     cut[:, 1:4, 1:3] = x[3, :, 1:4, 1:3]
     assert torch.equal(mixed[2], cut)
     assert torch.allclose(soft, torch.tensor([[0.7, 0.3, 0, 0], [0.3, 0.7, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]))
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_example_lies_in_memory_as_a_batch_does(channels, channels_last, rows):
+    """Mixed or not: compiled code is compiled again for another stride, of a single channel too."""
+    finish = Finish((0.5,) * channels, (0.5,) * channels, 6, channels_last, CPU)
+    batch = finish.inputs(images(rows, channels, 6).permute(0, 2, 3, 1).contiguous())
+    mixed = finish.mixed(batch, sampling.Mix(np.float32([0.7, 1]), np.float32([0.7, 1]), np.zeros((2, 4), np.int64)))
+    example = Example(rows, TensorSpec((channels, 6, 6), torch.float32)).random(CPU, rows, channels_last)
+    assert example.stride() == batch.stride() == mixed.stride()
 
 
 @pytest.mark.parametrize("policy", ["trivial", "rand", "autoaugment"])

@@ -224,7 +224,9 @@ class Finish:
         mixed = torch.lerp(pairs, other, away)
         if mix.box.any():
             mixed = torch.where(self._inside(mix.box, inputs.shape[-1])[:, None], other, mixed)
-        return self._with_last(mixed.flatten(0, 1), inputs)
+        whole = self._with_last(mixed.flatten(0, 1), inputs)
+        # The order is the inputs', of which one channel's stride alone may have changed: compiled code looks at it.
+        return whole.as_strided(whole.shape, inputs.stride()) if inputs.shape[1] == 1 else whole
 
     def soft(self, hard: Tensor, mix: Mix) -> Tensor:
         """Targets (n, ...) float32, mixed as their images are."""

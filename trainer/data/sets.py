@@ -66,11 +66,13 @@ class Example:
     Attributes:
         rows: samples of a full one.
         inputs, targets: of a sample, as `Batch` has them on the device.
+        images: whether the inputs are images, which may lie in another order in memory.
     """
 
     rows: int
     inputs: TensorSpec
     targets: TensorSpec = CLASS
+    images: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,12 +88,15 @@ class Example:
         return Batch(inputs, targets, count)
 
     def random(self, device: torch.device, rows: int, channels_last: bool) -> Tensor:
-        """Inputs to measure with, the same ones every time: normal where they are real numbers, else zeros."""
+        """Inputs to measure with, the same ones every time: normal where they are real numbers, else zeros. In memory
+        they lie as those of a batch."""
         if not self.inputs.dtype.is_floating_point:
             return self.zeros(device, rows).inputs
         inputs = torch.randn(rows, *self.inputs.shape, generator=torch.Generator().manual_seed(0)).to(device)
-        images = channels_last and inputs.dim() == 4
-        return inputs.contiguous(memory_format=torch.channels_last) if images else inputs
+        if not self.images or inputs.dim() != 4 or not (channels_last or inputs.shape[1] == 1):
+            return inputs
+        # With one channel both orders are one, and a compiler still tells them apart: here as in a batch.
+        return inputs.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -211,4 +216,4 @@ class Datasets:
 
     def example(self, rows: int) -> Example:
         """What a micro-batch of so many samples looks like."""
-        return Example(rows, self.inputs, self.targets)
+        return Example(rows, self.inputs, self.targets, self.plain is None)

@@ -57,7 +57,7 @@ class DatasetFacts:
     def example(self, rows: int) -> Example:
         """What a micro-batch of so many samples looks like."""
         images = TensorSpec((self.channels, self.size, self.size), torch.float32)
-        return Example(rows, self.plain or images, self.targets)
+        return Example(rows, self.plain or images, self.targets, self.plain is None)
 
     def task(self, recipe: Recipe) -> Task:
         """The recipe's task; weights of classes change no figure of a plan."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainer.data import Batch, Shard
+from trainer.models.balance import undisturbed
 from trainer.models.partition import Traced
 from trainer.modes.base import Communication, Context
 from trainer.modes.pipeline import orders
@@ -108,8 +109,7 @@ class ProcessPipeline(Staged):
         for index in self.own:
             self.stages[index] = self.prepare_stage(everything[index], self.device, deferred=True)
         parts = []
-        for index, stage in self.stages.items():
-            wire = Wire(stage, self.run_stage, index == 0, index == self.last)
+        for index, wire in self._wires(self.run_stage).items():
             part = PipelineStage(
                 wire,
                 index,
@@ -128,6 +128,31 @@ class ProcessPipeline(Staged):
             parts[0] if single else parts, plan.microbatches, loss_fn=self._loss_of_microbatch, scale_grads=False
         )
         self._arriving = {index: samples[index] for index in self.own}
+        if self.recipe.compile:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Run each stage once as it trains and once as it evaluates, on samples, without a trace.
+
+        So all ranks compile at the same time. Else a rank would wait for those before it, which compile one after
+        another, and `timeout` is for a step.
+        """
+        with undisturbed(list(self.stages.values()), self.device):
+            for training in (True, False):
+                self.train(training)
+                for index, wire in self._wires(self.run_stage if training else self.in_precision).items():
+                    arriving = self._arriving[index].detach().requires_grad_(training and index > 0)
+                    with torch.set_grad_enabled(training):
+                        out = wire(arriving)
+                    if out.requires_grad:  # not `backward`, which would leave gradients
+                        wanted = [p for p in wire.parameters() if p.requires_grad]
+                        torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+        for norm in self._norms:
+            norm.forget()
+
+    def _wires(self, run: Callable[[nn.Module, Tensor], Tensor]) -> dict[int, Wire]:
+        """This rank's stages, each called by `run`, as their neighbours see them."""
+        return {index: Wire(stage, run, index == 0, index == self.last) for index, stage in self.stages.items()}
 
     def _samples(self, everything: Sequence[nn.Module], rows: int) -> list[Tensor]:
         """What goes into each stage and out of the last, as it travels: shapes and types are found by one pass."""
@@ -217,10 +242,7 @@ class ProcessPipeline(Staged):
         round: more would have every rank send and none receive.
         """
         count, wave = self.plan.microbatches, max(1, self.ranks - 1)
-        wires = {
-            index: Wire(stage, self.in_precision, index == 0, index == self.last)
-            for index, stage in self.stages.items()
-        }
+        wires = self._wires(self.in_precision)
         pieces = inputs.chunk(count) if 0 in self.own else ()
         found: list[Tensor] = []
         sending: deque[tuple[Any, Tensor]] = deque()  # a tensor must live until it is sent

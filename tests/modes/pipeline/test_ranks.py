@@ -1,0 +1,76 @@
+"""A pipeline of processes, seen from the ranks."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import QUIET, ok
+
+# A compiler that only writes down what it is given, and whether the ranks had met in the pipeline by then.
+COMPILER = """
+import json, os
+from pathlib import Path
+
+import torch
+from torch import nn
+from trainer import register_model
+from trainer.modes.pipeline.ranks import ProcessPipeline
+
+FOLDER = Path(os.environ["TRAINER_TEST_COMPILED"])
+met = False
+
+def note(*what):
+    with (FOLDER / f"{os.environ['RANK']}.jsonl").open("a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+def backend(graph, inputs):
+    note("training" if torch.is_grad_enabled() else "evaluation", met)
+    return graph.forward
+
+def meeting(call):
+    def called(*arguments, **options):
+        global met
+        met = True
+        return call(*arguments, **options)
+    return called
+
+for name in ("forward_backward", "forward"):
+    setattr(ProcessPipeline, name, meeting(getattr(ProcessPipeline, name)))
+plain = nn.Module.compile
+nn.Module.compile = lambda module, **options: plain(module, backend=backend, **options)
+
+@register_model("dropping")
+def dropping(classes, channels, size):
+    layers = [nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(8, 8, 3)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(8 * 16, classes))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.name=dropping", "pipeline.deferred_batch_norm=false", "pipeline.cuts=[4]", "augment.mixup=0.2"],
+        ["model.name=vit_tiny", "pipeline.schedule=interleaved1f1b", "precision=bf16", "pipeline.recompute=true"],
+        pytest.param(
+            ["model.name=cnn_gn", "channels_last=false", "model.freeze=2", "data.name=synthetic", "data.channels=3"],
+            marks=pytest.mark.full("one of several alike"),
+        ),
+    ],
+    ids=lambda words: words[0],
+)
+def test_stages_are_compiled_before_a_rank_waits_for_another_and_leave_no_trace(words, tmp_path):
+    """One training and one evaluation graph a stage; weights and statistics are those of a run without them."""
+    (tmp_path / "compiler.py").write_text(COMPILER)
+    run = [*words, "recipe=digits", "plugin=compiler", "mode=pipeline", "nproc=2", "epochs=2"]
+    run += ["data.samples=64", "data.val_samples=32", "batch_size=32", "max_steps=4", "pipeline.microbatches=4", *QUIET]
+    at = {"cwd": tmp_path, "env": {"TRAINER_TEST_COMPILED": str(tmp_path)}}
+    ok(*run, "compile=true", f"output={tmp_path / 'compiled'}", **at)
+    ok(*run, f"output={tmp_path / 'plain'}", **at)
+    for rank in range(2):
+        compiled = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
+        stages = 2 if "pipeline.schedule=interleaved1f1b" in words else 1
+        assert sorted(compiled) == [["evaluation", False]] * stages + [["training", False]] * stages
+    one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("compiled", "plain"))
+    torch.testing.assert_close(one, two, rtol=0, atol=0)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.pool import current_device
+from trainer.pool import ItemError, current_device
 
 
 def square(item):
@@ -379,6 +379,141 @@ class Trap:
 
 def treacherous(item):
     return Trap(os.getpid())
+
+
+class Quits:
+    """Ends whoever pickles it, or makes it anew, in the way that `how` says; in this process only where `pid` is 0."""
+
+    def __init__(self, how, stage, pid=0):
+        self.how, self.stage, self.pid = how, stage, pid
+
+    def __reduce__(self):
+        if self.stage == "pickling" and self.pid != os.getpid():
+            end(self.how)
+        return made_anew, (self.how, self.stage, self.pid)
+
+    def __del__(self):
+        if self.stage == "deleting":
+            end(self.how)
+
+
+class Plain(BaseException):
+    pass
+
+
+def end(how):
+    match how:
+        case "sys.exit":
+            raise SystemExit(3)
+        case "KeyboardInterrupt":
+            raise KeyboardInterrupt
+        case "BaseException":
+            raise Plain("mine")
+        case "MemoryError":
+            raise MemoryError("mine")
+        case "RecursionError":
+            return end(how)
+        case "os._exit":
+            os._exit(3)
+
+
+def made_anew(how, stage, pid):
+    if stage == "unpickling" and pid != os.getpid():
+        end(how)
+    return Quits(how, stage, pid)
+
+
+def quits_at_three(item, how, stage):
+    return Quits(how, stage, os.getpid() if stage == "unpickling" else 0) if item == 3 else item
+
+
+class QuitsAtThree:
+    def __init__(self, how, stage):
+        self.how, self.stage = how, stage
+
+    def batch(self, items):
+        return [quits_at_three(item, self.how, self.stage) for item in items]
+
+
+class Tuple:
+    """A sequence of results that fails as it is read."""
+
+    def batch(self, items):
+        return Sequence(items)
+
+
+class Sequence:
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __iter__(self):
+        if 3 in self.items:
+            raise SystemExit(3)
+        return iter(self.items)
+
+
+class Coded(Exception):
+    """Says more than its text does."""
+
+    def __init__(self, text, code=7, detail="more"):
+        super().__init__(text)
+        self.code, self.detail = code, detail
+
+
+class Leaving(ValueError):
+    """Ends whoever pickles it, and whoever else makes it anew."""
+
+    def __reduce__(self):
+        if self.args[0] == "pickling":
+            raise SystemExit(3)
+        return leaving_anew, (*self.args, os.getpid())
+
+
+def leaving_anew(text, pid):
+    if pid != os.getpid():
+        raise SystemExit(3)
+    return Leaving(text)
+
+
+class Junk(ValueError):
+    def __reduce__(self):
+        return 5
+
+
+class Frozen(ValueError):
+    """Nothing can be set on it, and its type takes no part in another."""
+
+    def __init_subclass__(cls):
+        raise TypeError("final")
+
+
+ERRORS = {
+    "missing": lambda: os.stat("/nowhere/at all"),
+    "key": lambda: {}["a"],
+    "coded": lambda: _throw(Coded("mine", 3)),
+    "stop": lambda: next(iter(())),
+    "unicode": lambda: b"\xff".decode(),
+    "group": lambda: _throw(ExceptionGroup("several", [ValueError("one")])),
+    "picky": picky,
+    "pickling": lambda: _throw(Leaving("pickling")),
+    "unpickling": lambda: _throw(Leaving("unpickling")),
+    "junk": lambda: _throw(Junk("mine")),
+    "frozen": lambda: _throw(Frozen("mine")),
+    "exit": lambda: _throw(SystemExit(3)),
+    "item": lambda: _throw(ItemError(5, "inner")),
+    "memory": lambda: _throw(torch.OutOfMemoryError("out of memory")),
+}
+
+
+def _throw(error):
+    raise error
+
+
+def throw(name):
+    return ERRORS[name]() if name in ERRORS else name
 
 
 def kill_at_three(item):

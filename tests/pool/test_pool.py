@@ -141,6 +141,17 @@ def test_errors_of_the_iterable_are_its_own(pools):
     results = pools(workers.square).map(broken())
     with pytest.raises(KeyError, match="mine"):
         list(results)
+
+    def late():
+        yield from range(7)
+        raise KeyError("mine")
+
+    for ordered in (True, False):
+        results, got = pools(workers.square).map(late(), ordered=ordered), []
+        with pytest.raises(KeyError, match="mine"):
+            for result in results:
+                got.append(result)
+        assert sorted(got) == [i * i for i in range(7)], "first what was given, then the error"
     assert list(pools(workers.square).map([2])) == [4]
     with pytest.raises(TypeError):
         pools(workers.square).map(3)

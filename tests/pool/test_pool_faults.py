@@ -1,6 +1,7 @@
 """The pool under fire: workers that are killed, stopped, hang or fail; parents that are killed, interrupted or end."""
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from tests import warm
 from tests.commands import blocks, environment, orphaned_blocks
 from tests.pool import pool_workers as workers
-from trainer.errors import PredictionError, TrainerError, explain
+from trainer.errors import PredictionError, RecipeError, TrainerError, explain
 from trainer.pool import DevicePool, ItemError
 
 both = pytest.mark.parametrize("flavour", ["process", "thread"])
@@ -97,7 +98,7 @@ def test_a_failed_batch_is_done_again_item_by_item(tmp_path):
 def test_retries(retries, calls, tmp_path):
     options = {"arguments": (tmp_path / "log",), "retries": retries, "on_error": "skip", "flavour": "thread"}
     with DevicePool(["cpu"], workers.Logged, batch_size=1, **options) as pool:
-        assert [type(result) for result in pool.map([4, 5])] == [int, ItemError]
+        assert [isinstance(result, ItemError) for result in pool.map([4, 5])] == [False, True]
     assert (tmp_path / "log").read_text().count("5") == calls
 
 
@@ -136,6 +137,115 @@ def test_results_that_do_not_travel():
         results = list(pool.map(range(3)))
         assert [error.index for error in results] == [0, 1, 2]
         assert "the result does not unpickle: RuntimeError: not here" in results[0].message
+
+
+EXITS = ["sys.exit", "KeyboardInterrupt", "BaseException", "MemoryError", "RecursionError"]
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_what_exits_as_it_is_pickled_or_made_anew_fails_alone(how):
+    """An item, a result or a job, in a worker as in this process."""
+    poisoned = [workers.Quits(how, "pickling"), workers.Quits(how, "unpickling", os.getpid())]
+    for stage in ("pickling", "unpickling"):
+        if (how, stage) == ("KeyboardInterrupt", "unpickling"):
+            continue  # in this thread it is the user's own
+        with DevicePool(["cpu"], workers.QuitsAtThree, arguments=(how, stage), batch_size=4, on_error="skip") as pool:
+            for ordered in (True, False):
+                results = list(pool.map(range(8), ordered=ordered))
+                [error] = [result for result in results if isinstance(result, ItemError)]
+                assert error.index == 3 and sorted(result for result in results if result is not error) == [
+                    *range(3),
+                    *range(4, 8),
+                ], results
+            assert pool.figures()[0]["replaced"] == 0
+            with pytest.raises(Exception) as caught:
+                pool.submit(workers.quits_at_three, 3, how, stage).result(timeout=60)
+            assert isinstance(caught.value, Exception) and pool.submit(workers.same, 4).result(timeout=60) == 4
+    with DevicePool(["cpu"], workers.same, batch_size=3, on_error="skip") as pool:
+        if how != "KeyboardInterrupt":
+            with pytest.raises(RecipeError, match="same cannot be sent to another process"):
+                pool.submit(workers.same, poisoned[0])
+        results = list(pool.map([1, *poisoned, 2, 3]))
+        assert [results[0], *results[3:]] == [1, 2, 3] and [error.index for error in results[1:3]] == [1, 2]
+        assert "it cannot be sent to a worker" in results[1].message and pool.figures()[0]["replaced"] == 0
+
+
+def test_what_ends_its_process_as_it_is_pickled_or_made_anew_is_reported():
+    poisoned = workers.Quits("os._exit", "unpickling", os.getpid())
+    with DevicePool(["cpu"], workers.same, batch_size=1, on_error="skip") as pool:
+        results = list(pool.map([1, poisoned, 2]))
+        assert [results[0], results[2]] == [1, 2] and "exit code 3" in results[1].message
+    with DevicePool(["cpu"], workers.QuitsAtThree, arguments=("os._exit", "pickling"), on_error="skip") as pool:
+        results = list(pool.map(range(6)))
+        assert results[3].index == 3 and results[:3] + results[4:] == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_results_may_fail_as_they_are_forgotten():
+    with DevicePool(["cpu"], workers.QuitsAtThree, arguments=("sys.exit", "deleting")) as pool:
+        assert sum(type(result) is int for result in pool.map(range(6))) == 5
+
+
+@both
+def test_a_sequence_of_results_that_exits_as_it_is_read_fails_its_item_alone(flavour):
+    with DevicePool(["cpu"], workers.Tuple, flavour=flavour, batch_size=4, on_error="skip") as pool:
+        results = list(pool.map(range(8)))
+        assert results[3].message == "SystemExit: 3" and results[:3] + results[4:] == [0, 1, 2, 4, 5, 6, 7]
+        assert pool.figures()[0]["replaced"] == 0
+
+
+@both
+def test_a_callback_that_exits_ends_nothing(flavour, caplog):
+    with DevicePool(["cpu"], workers.sleep, flavour=flavour) as pool:
+        job, called = pool.submit(workers.sleep, 0.2), threading.Event()
+        for how in EXITS:
+            job.add_done_callback(lambda _, how=how: workers.end(how))
+        job.add_done_callback(lambda _: called.set())
+        assert job.result(timeout=60) == 0.2 and called.wait(60), "and those after it are called"
+        assert caplog.text.count("exception calling callback") == len(EXITS)
+        assert "SystemExit in a callback of a DevicePool ends nothing" in caplog.text
+        assert list(pool.map([0, 0])) == [0, 0]
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("missing", FileNotFoundError),
+        ("key", KeyError),
+        ("coded", workers.Coded),
+        ("memory", torch.OutOfMemoryError),
+        ("stop", None),
+        ("unicode", None),
+        ("group", None),
+        ("picky", None),
+        ("pickling", None),
+        ("unpickling", None),
+        ("junk", None),
+        ("frozen", None),
+        ("exit", None),
+        ("item", ItemError),
+    ],
+)
+def test_an_items_error_is_of_the_workers_type_too(flavour, name, kind):
+    with DevicePool(["cpu"], workers.throw, flavour=flavour, retries=1) as pool:
+        with pytest.raises(ItemError) as caught:
+            list(pool.map([0, name]))
+        error = caught.value
+        assert error.index == 1 and error.code == 9 and str(error).startswith("item 1: ")
+        assert not isinstance(error, StopIteration | SystemExit)
+        if kind:
+            assert isinstance(error, kind) and type(error.__cause__) is kind
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and vars(again) == vars(error) and str(again) == str(error)
+        assert type(again.__cause__) is type(error.__cause__)
+        if name == "missing":
+            assert (error.errno, error.filename, again.filename) == (2, "/nowhere/at all", "/nowhere/at all")
+        if name == "key":
+            assert error.args == again.args == ("a",)
+        if name == "coded":
+            assert (error.detail, error.__cause__.code, error.__cause__.detail) == ("more", 3, "more")
+        assert list(pool.map([0, 1])) == [0, 1]
 
 
 @both
@@ -438,8 +548,18 @@ def test_workers_ignore_ctrl_c():
         before = pids(pool)
         for pid in before:
             os.kill(pid, signal.SIGINT)
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGHUP)
         assert list(pool.map(range(100))) == [i * i for i in range(100)] and pids(pool) == before
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_terminated_worker_is_replaced_and_its_item_done_again(method):
+    with DevicePool(["cpu"], workers.slow_first, start_method=method, batch_size=1) as pool:
+        assert list(pool.map([1])) == [1]
+        before = pids(pool)
+        results = pool.map([0, 1, 2])
+        threading.Timer(0.2, os.kill, (*before, signal.SIGTERM)).start()
+        assert list(results) == [0, 1, 2] and gone(*before) and pool.figures()[0]["replaced"] == 1
 
 
 def test_a_forgotten_pool_ends():

@@ -60,7 +60,7 @@ def check_importable(function: Any) -> None:
         raise RecipeError(f"{name} is defined in an interactive session, where workers cannot find it: {MOVE}")
 
 
-def unpicklable(function: Any, error: Exception) -> RecipeError:
+def unpicklable(function: Any, error: BaseException) -> RecipeError:
     name = getattr(function, "__qualname__", repr(function))
     text = " ".join(str(error).split())
     if isinstance(error, pickle.PicklingError | AttributeError | TypeError) and ".to_dense()" not in text:

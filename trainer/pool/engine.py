@@ -14,7 +14,8 @@ from typing import Any
 
 from trainer.errors import PredictionError, RecipeError
 from trainer.pool.handles import Answer, ProcessHandle, ThreadHandle
-from trainer.pool.scheduler import Job, Scheduler, Seat
+from trainer.pool.jobs import Job
+from trainer.pool.scheduler import Scheduler, Seat
 from trainer.pool.stream import Stream
 from trainer.pool.worker import Kind
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from trainer.errors import PredictionError, is_out_of_memory, text_of
 
@@ -14,6 +17,9 @@ LONGEST = 20_000  # characters of a traceback that travel: its end
 class ItemError(PredictionError):
     """An item that no worker could do, however often it was tried.
 
+    Where the worker's exception pickles it is the `__cause__`, and this error is an instance of its type too, with its
+    `args` and attributes: `except FileNotFoundError` around `map` means what it says.
+
     Attributes:
         index: its place in what was given to `map`, from 0.
         message: the exception's type and text, or how the worker ended.
@@ -21,13 +27,48 @@ class ItemError(PredictionError):
     """
 
     def __init__(self, index: int, message: str, traceback: str = "") -> None:
-        super().__init__(index, message, traceback)
+        Exception.__init__(self, index, message, traceback)  # not super(): the worker's type may be among the bases
         self.index, self.message, self.traceback = index, message, traceback
         if traceback:
             self.add_note(f"in the worker:\n{traceback}")
 
     def __str__(self) -> str:
         return f"item {self.index}: {self.message}"
+
+    @classmethod
+    def of(cls, index: int, failure: Failure) -> ItemError:
+        """The error of an item that failed in a worker."""
+        words = (index, failure.message, failure.traceback)
+        cause = failure.original()
+        if isinstance(cause, Exception) and not isinstance(cause, ItemError | StopIteration | StopAsyncIteration):
+            with suppress(BaseException):  # a type that cannot be joined with ours
+                kind: Any = type(cause)
+                error = _joined(kind)(*words)
+                for name, value in _attributes(cause).items():
+                    if not hasattr(error, name) or getattr(error, name) is None:
+                        setattr(error, name, value)
+                error.args, error.__cause__ = cause.args, cause
+                return error
+        error = cls(*words)
+        error.__cause__ = cause
+        return error
+
+    def __reduce__(self) -> Any:
+        return _again, (self.index, self.message, self.traceback, self.__cause__), vars(self)
+
+
+@cache
+def _joined(kind: type[Exception]) -> type[ItemError]:
+    return type("ItemError", (ItemError, kind), {"__module__": ItemError.__module__, "__qualname__": "ItemError"})
+
+
+def _attributes(error: Exception) -> dict[str, Any]:
+    slots = ("errno", "strerror", "filename", "filename2") if isinstance(error, OSError) else ()
+    return vars(error) | {name: getattr(error, name) for name in slots}
+
+
+def _again(index: int, message: str, trace: str, cause: BaseException | None) -> ItemError:
+    return ItemError.of(index, Failure(message, trace, pickled=_pickled(cause) if cause else b""))
 
 
 @dataclass(frozen=True)
@@ -48,15 +89,29 @@ class Failure:
         trace = "".join(traceback.format_exception(error))[-LONGEST:]
         return cls(message[:LONGEST], trace, is_out_of_memory(error), whole, _pickled(error))
 
-    def exception(self) -> BaseException:
-        """The exception for a job's Future: the worker's own where it can be had, with the worker's traceback."""
-        error: BaseException
+    def original(self) -> BaseException | None:
+        """The worker's exception, where it can be had."""
         try:
             error = pickle.loads(self.pickled)
-        except Exception:
-            error = PredictionError(self.message)
-        error.add_note(f"in the worker:\n{self.traceback}")
+        except BaseException:  # what is made anew runs its own code, which may raise anything
+            return None
+        return error if isinstance(error, BaseException) else None
+
+    def exception(self) -> Exception:
+        """The exception for a job's Future: the worker's own where it can be had, with the worker's traceback."""
+        error = raisable(self.original() or PredictionError(self.message))
+        with suppress(BaseException):
+            error.add_note(f"in the worker:\n{self.traceback}")
         return error
+
+
+def raisable(error: BaseException) -> Exception:
+    """The exception itself, or one in its place where it would end the program of whoever asks for a result."""
+    if isinstance(error, Exception):
+        return error
+    replaced = PredictionError(Failure.of(error).message)
+    replaced.__cause__ = error
+    return replaced
 
 
 def _pickled(error: BaseException) -> bytes:
@@ -64,5 +119,5 @@ def _pickled(error: BaseException) -> bytes:
     try:
         data = pickle.dumps(error)
         return data if len(data) <= LONGEST and isinstance(pickle.loads(data), BaseException) else b""
-    except Exception:
+    except BaseException:
         return b""

@@ -123,6 +123,7 @@ class DevicePool:
         Raises:
             ItemError: with on_error="raise", in place of the failed item's result.
             PredictionError: a worker's setup failed, or the pool was closed.
+            Exception: what the iterable raised, after the results of the items that it gave before.
         """
         source = iter(items)
         self._engine.check()
@@ -131,11 +132,14 @@ class DevicePool:
     def _results(self, source: Iterator[Any], ordered: bool) -> Iterator[Any]:
         stream = self._engine.add_stream(ordered)
         taken = given = 0
+        broken: Exception | None = None  # what the iterable raised: after the results of what it gave before
         try:
             while True:
                 results = stream.get()
                 if results is None:
                     if stream.ended and given == taken:
+                        if broken:
+                            raise broken
                         return
                     if stream.ended or taken - given >= stream.window:
                         stream.wait()
@@ -144,6 +148,9 @@ class DevicePool:
                         stream.put(taken, next(source))
                         taken += 1
                     except StopIteration:
+                        stream.end()
+                    except Exception as error:
+                        broken = error
                         stream.end()
                 elif not isinstance(results, ItemError):
                     given += len(results)
@@ -154,6 +161,7 @@ class DevicePool:
                 else:
                     raise results
         finally:
+            broken = None  # which holds this frame
             self._engine.close_stream(stream)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -169,7 +177,9 @@ class DevicePool:
             check_importable(function)
             try:
                 call = pack(call)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 raise unpicklable(function, error) from error
         return self._engine.add_job(call)
 

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,20 +17,10 @@ from trainer.errors import PredictionError
 from trainer.pool.batching import Batching
 from trainer.pool.failures import Failure, ItemError
 from trainer.pool.handles import DEPTH, Answer, ProcessHandle, ThreadHandle
+from trainer.pool.jobs import Job, JobFuture, finish, resolve
 from trainer.pool.stream import Chunk, Lane, Stream
 
 LINGER = 0.002  # seconds that an idle worker waits for more items than there are
-
-
-@dataclass(eq=False)
-class Job:
-    """A call that `submit` was given."""
-
-    future: Future[Any]
-    call: Any
-    lane: int
-    tries: int = 0
-    running: bool = False
 
 
 @dataclass(eq=False)
@@ -86,7 +75,7 @@ class Scheduler:
 
     def add_job(self, call: Any) -> Future[Any]:
         """A caller's side, one at a time."""
-        job = Job(Future(), call, self._submitted % len(self.jobs))
+        job = Job(JobFuture(), call, self._submitted % len(self.jobs))
         self._submitted += 1
         self.jobs[job.lane].append(job)
         return job.future
@@ -97,7 +86,7 @@ class Scheduler:
             stream.fail(error)
         jobs = [task for seat in self.seats for task in seat.queue if isinstance(task, Job)]
         for job in jobs + [job for lane in self.jobs for job in lane]:
-            _resolve(job.future, error=error)
+            resolve(job.future, error=error)
 
     # --- handing out --------------------------------------------------------------------------------------------------
 
@@ -171,21 +160,21 @@ class Scheduler:
             seat.since = time.monotonic()
         try:
             seat.handle.send_batch(chunk.items)
-        except Exception as error:
+        except BaseException as error:  # whatever an item does as it is pickled, this thread goes on
             self._refuse(seat, chunk, error)
             return
         chunk.holders += 1
         seat.queue.append(chunk)
 
-    def _refuse(self, seat: Seat, chunk: Chunk, error: Exception) -> None:
+    def _refuse(self, seat: Seat, chunk: Chunk, error: BaseException) -> None:
         """Items that cannot travel: find which."""
         chunk.done = True
         if len(chunk.items) > 1:
             chunk.stream.again[self._lane(seat)].extendleft(reversed(chunk.singles(chunk.tries)))
             return
         failure = Failure.of(error)
-        message = f"it cannot be sent to a worker: {failure.message}"
-        chunk.stream.deliver(chunk.indices, ItemError(chunk.indices.start, message, failure.traceback))
+        failure = replace(failure, message=f"it cannot be sent to a worker: {failure.message}")
+        chunk.stream.deliver(chunk, ItemError.of(chunk.indices.start, failure))
 
     def _give_job(self, seat: Seat, job: Job) -> None:
         assert seat.handle
@@ -217,7 +206,7 @@ class Scheduler:
         seat.since, seat.starts = time.monotonic(), 0
         if isinstance(task, Job):
             seat.done += 1
-            _finish(task.future, answer)
+            finish(task.future, answer)
             return
         task.holders -= 1
         if not task.tries:  # a single item that is done again says little about batches
@@ -231,13 +220,13 @@ class Scheduler:
             self._sort_out(seat, task, answer)
         else:
             seat.done += len(task.items)
-            task.stream.deliver(task.indices, answer.open)
+            task.stream.deliver(task, answer.open)
 
     def _sort_out(self, seat: Seat, chunk: Chunk, answer: Answer) -> None:
         """Deliver the results that there are; do again, or report, what failed."""
         try:
             results = answer.open()
-        except Exception as error:  # one of them came through pickle there, and does not here: find which
+        except BaseException as error:  # one of them came through pickle there, and does not here: find which
             failure = Failure.of(error)
             results = [replace(failure, whole=True)]
         if type(results[0]) is Failure and results[0].whole:
@@ -247,21 +236,20 @@ class Scheduler:
         for single, result in zip(chunk.singles(chunk.tries + 1), results, strict=True):
             if type(result) is not Failure:
                 seat.done += 1
-                chunk.stream.deliver(single.indices, lambda result=result: [result])
+                chunk.stream.deliver(single, lambda result=result: [result])
             elif len(chunk.items) > 1 and result.whole:  # the others are not to blame: each gets a try by itself
                 single.tries = min(single.tries, self.retries - 1)
                 chunk.stream.again[self._lane(seat)].append(single)
             else:
-                self._try_again(seat, single, result.message, result.traceback)
+                self._try_again(seat, single, result)
 
-    def _try_again(self, seat: Seat, single: Chunk, message: str, traceback: str = "") -> None:
+    def _try_again(self, seat: Seat, single: Chunk, failure: Failure) -> None:
         """An item failed by itself: once more, or report it."""
         if single.tries < self.retries:
             single.stream.again[self._lane(seat)].append(single)
         else:
             seat.starts = min(seat.starts, 1) if seat.done else seat.starts  # the item was to blame, not the worker
-            index = single.indices.start
-            single.stream.deliver(single.indices, ItemError(index, message, traceback))
+            single.stream.deliver(single, ItemError.of(single.indices.start, failure))
 
     def rescue(self, seat: Seat, how: str) -> None:
         """A worker is lost: what it held waits again, at the front. Only its oldest task may be the reason."""
@@ -276,7 +264,7 @@ class Scheduler:
                 self.jobs[task.lane].appendleft(task)
             else:
                 text = f"{seat} ended with the job, {task.tries} times: {how}"
-                _resolve(task.future, error=PredictionError(text))
+                resolve(task.future, error=PredictionError(text))
 
     def _rescue(self, seat: Seat, chunk: Chunk, begun: bool, how: str) -> None:
         chunk.holders -= 1
@@ -290,21 +278,4 @@ class Scheduler:
             chunk.done = True
             again.extendleft(reversed(chunk.singles(self.retries - 1)))
         else:
-            self._try_again(seat, chunk, how)
-
-
-def _finish(future: Future[Any], answer: Answer) -> None:
-    try:
-        result = answer.open()
-    except Exception as error:
-        _resolve(future, error=error)
-        return
-    if answer.failures:
-        _resolve(future, error=result.exception())
-    else:
-        _resolve(future, result)
-
-
-def _resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
-    with suppress(Exception):  # it was cancelled
-        future.set_exception(error) if error else future.set_result(result)
+            self._try_again(seat, chunk, Failure(how, ""))

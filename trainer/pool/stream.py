@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.pool.failures import ItemError
+from trainer.pool.failures import Failure, ItemError
 
 
 class Lane:
@@ -66,7 +66,7 @@ class Stream:
     ) -> None:
         self.ordered, self.lanes, self.wake, self.window, self.width = ordered, lanes, wake, window, width or 1
         self.again: list[deque[Chunk]] = [deque() for _ in lanes]  # chunks that come before new ones, by lane
-        self.arrived: deque[tuple[range, Any]] = deque()
+        self.arrived: deque[tuple[Chunk, Any]] = deque()
         self.news = threading.Event()
         self.error: BaseException | None = None
         self.wanted = 1  # items that the engine waits for; 0: it does not
@@ -80,7 +80,7 @@ class Stream:
 
     def put(self, index: int, item: Any) -> None:
         """Caller's side: item `index` of the iterable."""
-        items = self.lanes[index // self.width % len(self.lanes)].items
+        items = self.lanes[self._lane(index)].items
         items.append(item)
         if self.wanted and (len(items) == self.wanted or len(items) == 1):
             self.wake()
@@ -94,14 +94,20 @@ class Stream:
         """Caller's side: the next results (a list), the next `ItemError`, or None if they are not there yet."""
         arrived, early = self.arrived, self._early
         while arrived:
-            indices, results = arrived.popleft()
+            chunk, results = arrived.popleft()
+            indices = chunk.indices
             if not isinstance(results, ItemError):
                 try:
                     results = results()
-                except Exception as error:  # it came through pickle there, and does not here
-                    text = f"the result does not unpickle: {type(error).__name__}: {error}"
-                    arrived.extendleft((range(i, i + 1), ItemError(i, text)) for i in reversed(indices))
-                    continue
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # it came through pickle there, and does not here
+                    if len(indices) > 1:  # find which
+                        self._do_singly(chunk)
+                        continue
+                    failure = Failure.of(error)
+                    message = f"the result does not unpickle: {failure.message}"
+                    results = ItemError.of(indices.start, replace(failure, message=message))
             if not self.ordered:
                 return results
             if indices.step == 1 or isinstance(results, ItemError):
@@ -115,6 +121,13 @@ class Stream:
             self._next += 1 if isinstance(results, ItemError) else len(results)
         return results
 
+    def _do_singly(self, chunk: Chunk) -> None:
+        self.again[self._lane(chunk.indices.start)].extend(chunk.singles(1))
+        self.wake()
+
+    def _lane(self, index: int) -> int:
+        return index // self.width % len(self.lanes)
+
     def wait(self) -> None:
         """Caller's side: until there is news."""
         self.waiting = True
@@ -124,10 +137,10 @@ class Stream:
             self.news.wait()
         self.waiting = False
 
-    def deliver(self, indices: range, results: Any) -> None:
+    def deliver(self, chunk: Chunk, results: Any) -> None:
         """Engine's side: what makes the list of results when it is called, or an `ItemError`."""
         if not self.closed:
-            self.arrived.append((indices, results))
+            self.arrived.append((chunk, results))
             self.news.set()
 
     def fail(self, error: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -83,8 +84,8 @@ class Caller:
 
     def batch(self, items: Callable[[], Sequence[Any]]) -> Any:
         """A result or a `Failure` for each item, or one `Failure` of the whole batch; `items` fetches them."""
-        enter(self.device)
         try:
+            enter(self.device)
             values = items()
             if hasattr(self.worker, "batch"):
                 return _checked(self.worker.batch(values), len(values))
@@ -99,8 +100,8 @@ class Caller:
             return Failure.of(error)
 
     def job(self, call: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]) -> Any:
-        enter(self.device)
         try:
+            enter(self.device)
             function, arguments, keywords = call()
             return function(*arguments, **keywords)
         except BaseException as error:
@@ -126,9 +127,10 @@ def _checked(results: Any, count: int) -> Any:
         raise TypeError(f"batch() gave a {kind}: return a list of {count} results, or a tensor of shape ({count}, ...)")
     if isinstance(results, torch.Tensor) and not results.ndim:
         raise TypeError(f"batch() gave a tensor without dimensions: return one of shape ({count}, ...)")
-    if len(results) != count:
-        raise ValueError(f"batch() gave {len(results)} results for {count} items: return one for each, in order")
-    return results
+    rows = results if isinstance(results, torch.Tensor | np.ndarray) else list(results)
+    if len(rows) != count:
+        raise ValueError(f"batch() gave {len(rows)} results for {count} items: return one for each, in order")
+    return rows
 
 
 # --- in a process -----------------------------------------------------------------------------------------------------
@@ -162,6 +164,7 @@ def main(
 ) -> None:
     """A worker process, from its start to the parent's end of the pipe closing."""
     fork_server.begin_worker()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of whoever wants this one gone: what it had is done again
     for name in os.environ.keys() - environment.keys():  # the fork server's is as old as the server
         del os.environ[name]
     os.environ.update(environment)
@@ -242,7 +245,7 @@ def _batch(caller: Caller, items: Opener) -> tuple[Parcel, int]:
             failures = sum(type(result) is Failure for result in results)
             return pack(_packable(results)), failures
         return pack_rows(results), 0
-    except Exception:
+    except BaseException:
         results = _packable(list(results))
         return pack(results), sum(type(result) is Failure for result in results)
 
@@ -253,7 +256,7 @@ def _packable(results: list[Any]) -> list[Any]:
     for result in results:
         try:
             pack(result)
-        except Exception as error:
+        except BaseException as error:
             result = Failure.of(error)
         checked.append(result)
     return checked
@@ -263,5 +266,5 @@ def _job(caller: Caller, call: Opener) -> tuple[Parcel, int]:
     result = caller.job(call)
     try:
         return pack(result), int(type(result) is Failure)
-    except Exception as error:
+    except BaseException as error:
         return pack(Failure.of(error)), 1

@@ -6,9 +6,11 @@ import errno
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ import pytest
 from tests import warm
 from tests.commands import environment
 from trainer import __main__ as cli
-from trainer.errors import CheckpointError, DeviceMemoryError, PeerError, RecipeError
+from trainer.errors import LIBRARIES, CheckpointError, DeviceMemoryError, PeerError, RecipeError
 from trainer.launch import endings, launching
 from trainer.processes import family
 from trainer.recipe import load, shipped_recipes
@@ -236,7 +238,12 @@ class OutOfMemoryError(RuntimeError):
             3,
             "torch or torchvision cannot be loaded (operator",
         ),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "torch or torchvision cannot be loaded (No"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            3,
+            "not installed: torch; type pip install torch",
+        ),
+        (ModuleNotFoundError("No module named 'mine'", name="mine"), 1, "ModuleNotFoundError: No module named 'mine'"),
         (
             InductorError("ImportError: /tmp/torchinductor_me/zv/cz.main.so: file too short"),
             3,
@@ -269,6 +276,40 @@ def test_explain(error: BaseException, code: int, expected: str) -> None:
     assert found == code
     assert line.startswith(expected)
     assert code == 1 or "\n" not in line
+
+
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+hidden = {names}
+PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name in hidden else find(name, *rest))
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "words", "packages"),
+    [
+        ({"omegaconf", "yaml"}, ["version"], "omegaconf pyyaml"),
+        ({"pydantic", "xxhash"}, ["recipe=digits", "mode=ddp", "nproc=2"], "pydantic xxhash"),
+        ({"safetensors"}, ["recipe=digits", "mode=single", "max_steps=1"], "safetensors"),
+        ({"torch"}, ["recipe=digits", "mode=single", "max_steps=1"], "torch"),
+        ({"matplotlib", "scipy"}, ["compare", "recipe=digits", "modes=[single]", "max_steps=2"], "matplotlib scipy"),
+    ],
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else None,
+)
+def test_what_is_not_installed_is_named_at_once(names, words, packages, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDING.format(names=names))
+    command = [sys.executable, "-B", "-m", "trainer", *words]
+    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    said = f"trainer: error: not installed: {packages.replace(' ', ', ')}; type pip install {packages}\n"
+    assert (done.returncode, done.stderr) == (3, said), done.stdout + done.stderr
+
+
+def test_every_declared_library_can_be_named_as_missing() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(LIBRARIES.values()) == sorted(re.match(r"[\w-]+", line)[0] for line in declared)
 
 
 def test_training_happens_here_with_the_plugin_and_the_words(

@@ -15,20 +15,25 @@ import sys
 import time
 from collections.abc import Sequence
 
-from trainer import recipe
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.launch import endings, launching
-from trainer.processes import family, interrupts
-from trainer.processes.interrupts import leave, leave_now
-from trainer.processes.rank import place
 from trainer.processes.started import as_typed
-from trainer.recipe import checks
-from trainer.recipe import command as recipe_pages
-from trainer.recipe.words import split_words
-from trainer.saving.files import open_streams
-from trainer.words import completion, guide, pages
-from trainer.words.pages import version_line
-from trainer.words.reading import program, read
+
+try:
+    from trainer import recipe
+    from trainer.launch import endings, launching
+    from trainer.processes import family, interrupts
+    from trainer.processes.interrupts import leave, leave_now
+    from trainer.processes.rank import place
+    from trainer.recipe import checks
+    from trainer.recipe import command as recipe_pages
+    from trainer.recipe.words import split_words
+    from trainer.saving.files import open_streams
+    from trainer.words import completion, guide, pages
+    from trainer.words.pages import version_line
+    from trainer.words.reading import program, read
+except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
+    print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
+    sys.exit(explain(fault)[1])
 
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import traceback
+from importlib.util import find_spec
 from shlex import quote
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
@@ -160,14 +161,24 @@ def sentence(error: BaseException) -> str:
 
 # What torchvision says beside another torch than it was built for.
 MISFITS = ("operator torchvision::", "partially initialized module 'torchvision'")
+# What pip installs with this package, unless it is told not to: name in Python -> name for pip, where they differ.
+LIBRARIES = {
+    **{name: name for name in ("matplotlib", "numpy", "omegaconf", "pydantic", "safetensors", "scipy", "tensorboard")},
+    **{name: name for name in ("torch", "torchvision", "tqdm", "xxhash")},
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 
 
 def installation_fault(error: BaseException) -> str | None:
-    """One line where torch or torchvision cannot be loaded, as of versions that do not fit; None for other errors."""
+    """One line where a library is missing, or torch and torchvision do not fit together; None for other errors."""
     text = " ".join(text_of(error).split())
+    if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
+        missing = [pip for name, pip in LIBRARIES.items() if name == error.name or find_spec(name) is None]
+        return f"not installed: {', '.join(missing)}; type pip install {' '.join(missing)}"
     library = isinstance(error, ImportError | OSError) and (".so" in text or "DLL" in text)
-    absent = isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision")
-    if not absent and not any(sign in text for sign in MISFITS):
+    if not any(sign in text for sign in MISFITS):
         frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
         if not library or not any("/torch/" in name or "/torchvision/" in name for name in frames):
             return None

@@ -82,6 +82,11 @@ def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
         options = dict(word.lstrip("-").split("=") for word in words[1:] if word.startswith("--"))
         variables |= {**SLURM, "SLURM_STEP_NUM_NODES": options["nodes"]}
         words = words[words.index("./launch.sh") :]
+    if words[0] == "mpirun":
+        assert words[1:6] == ["-np", words[2], "--map-by", "ppr:1:node", "-x"], words
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")]
+        variables |= dict(zip(names, ("0", "1", "0", words[2]), strict=True)) | dict([words[6].split("=")])
+        words = words[words.index("./launch.sh") :]
     if words[0] == "torchrun":
         at = words.index("-m")
         options = dict(word.lstrip("-").replace("-", "_").split("=") for word in words[1:at])

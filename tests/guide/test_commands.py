@@ -101,6 +101,7 @@ NOT_RUN = {
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29500 -m trainer "
         "recipe=resnet50 data.root=/data/imagenet",
         "srun --nodes=2 --gpus-per-node=8 ./launch.sh recipe=resnet50 data.root=/data/imagenet",
+        "mpirun -np 2 --map-by ppr:1:node -x MASTER_ADDR=node0 ./launch.sh recipe=resnet50 data.root=/data/imagenet",
     ),
     "needs GPUs": (
         "./launch.sh recipe=digits_local_sgd nproc=4 'devices=[cuda:0]'",

@@ -77,6 +77,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+MPIRUN = {"OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_SIZE": "3"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "3"}
+
+
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "trainer", "recipe=digits", "plugin=stand_in", "devices=[cpu]", *words]
 
@@ -170,6 +174,26 @@ def test_two_launches_at_once_do_not_collide(work: Path) -> None:
         assert sorted(re.findall(r"rank \d of 2", output)) == ["rank 0 of 2", "rank 1 of 2"]
         assert "at 127.0.0.1" in output
     assert list((work / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "names"),
+    [(MPIRUN, ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK")), (STEP, ("SLURM_LOCALID", "SLURM_PROCID"))],
+    ids=["mpirun", "srun"],
+)
+def test_of_several_tasks_on_a_node_the_first_starts_all_ranks(
+    work: Path, job: dict[str, str], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [start("batch_size=96", **job, **dict.fromkeys(names, str(task))) for task in range(3)]
+    answers = [task.communicate(timeout=60) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0], answers
+    assert sorted(re.findall(r"rank \d of 3", answers[0][0])) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    assert answers[2] == ("", "trainer: task 2 of this node leaves; task 0 starts all 3 ranks here\n")
+    for name, value in {**job, **dict.fromkeys(names, "1")}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match="this is task 1 of its node, where task 0 starts all ranks"):
+        launching.wants_children(load(None, "batch_size=96", "devices=[cpu]"))
+    assert not launching.wants_children(load(None, "mode=single", "devices=[cpu]"))
 
 
 @pytest.mark.parametrize(

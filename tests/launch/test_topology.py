@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.launch.topology import Launch, choose_launch, hosts
+from trainer.launch.topology import Launch, choose_launch, hosts, task_of_node
 from trainer.recipe import load
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "1234567"}
 STEP |= {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_LOCALID": "0"}
+
+
+def ompi(local: int, here: int, rank: int, size: int) -> dict[str, str]:
+    """What Open MPI tells a process."""
+    values = {"LOCAL_RANK": local, "LOCAL_SIZE": here, "RANK": rank, "SIZE": size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
+
+
+MPICH = {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_RANK": "0", "PMI_SIZE": "2"}
+FLUX = {"FLUX_TASK_LOCAL_ID": "0", "FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "6", "FLUX_JOB_NNODES": "2"}
 NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
 
 
@@ -50,6 +60,21 @@ NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
         ({**STEP, "MASTER_PORT": "77", "NPROC": "1"}, None, (), 4, 8, Launch(1, 2, 1, "gpu07", 77)),
         ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}, None, (), 4, 8, Launch(4)),
         ({key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}, None, (), 4, 8, Launch(4)),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, None, (), 0, 8, Launch(3, 2, 1, "gpu07", 24567)),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None, (), 4, 8, Launch(4, 2, 1, "gpu07", 24567)),
+        # mpirun and its like: as many ranks as they started here; one a node starts all of the node's
+        (ompi(0, 3, 0, 3), None, (), 0, 8, Launch(3)),
+        (ompi(0, 3, 0, 3), "4", (), 0, 8, Launch(4)),
+        (ompi(0, 1, 0, 1), None, (), 4, 8, Launch(4)),
+        (ompi(0, 3, 0, 3), None, ("mode=single",), 4, 8, Launch(1)),
+        ({**ompi(1, 2, 5, 6), "MASTER_ADDR": "a"}, None, (), 0, 8, Launch(2, 3, 2, "a", 29500)),
+        ({**STEP, **ompi(0, 1, 1, 2), "MASTER_ADDR": "a"}, None, (), 4, 8, Launch(4, 2, 1, "a", 29500)),
+        (MPICH, None, (), 0, 8, Launch(2)),
+        ({**FLUX, "MASTER_ADDR": "a"}, None, (), 0, 8, Launch(3, 2, 1, "a", 29500)),
+        # an Indexed Job of Kubernetes: which node, where there are several
+        ({"JOB_COMPLETION_INDEX": "5"}, None, (), 0, 8, Launch(2)),
+        ({**NODES, "NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"}, "4", (), 0, 8, Launch(4, 3, 1, "first", 29500)),
+        ({**NODES, "JOB_COMPLETION_INDEX": "1"}, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),
     ],
 )
 def test_topology(
@@ -84,12 +109,30 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
         ({**NODES, "MASTER_PORT": "http"}, None, "MASTER_PORT=http must be"),
         ({**NODES, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 must be"),
         ({**STEP, "SLURM_STEP_NODELIST": "gpu[a-b]"}, None, "set MASTER_ADDR yourself"),
+        (ompi(0, 1, 1, 2), None, "NNODES=2 needs MASTER_ADDR: "),
+        (ompi(0, 2, 1, 4), None, "NNODES=2 needs NODE_RANK and MASTER_ADDR: "),  # ranks go round the nodes
     ],
 )
 def test_what_makes_no_sense_is_one_line(environment: dict[str, str], nproc: str | None, expected: str) -> None:
     with pytest.raises(RecipeError) as caught:
         choose_launch(environment, nproc, load(None), lambda: 0, 2)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "task"),
+    [
+        ({}, 0),
+        (ompi(1, 2, 5, 6), 1),
+        ({**ompi(1, 2, 5, 6), "RANK": "0", "WORLD_SIZE": "1"}, 0),  # a rank
+        ({**STEP, "SLURM_LOCALID": "3"}, 3),
+        ({"SLURM_LOCALID": "3"}, 0),
+        ({**STEP, "SLURM_LOCALID": "0", **ompi(1, 2, 1, 2)}, 1),  # mpirun within a step
+        ({**MPICH, "MPI_LOCALRANKID": "1"}, 1),
+    ],
+)
+def test_tasks_of_a_node(environment: dict[str, str], task: int) -> None:
+    assert task_of_node(environment) == task
 
 
 @pytest.mark.parametrize(

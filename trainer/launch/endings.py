@@ -130,7 +130,7 @@ def last_look(line: str, code: int, error: BaseException) -> str:
 
 def say(line: str, code: int) -> None:
     """Print a run's last word: one line on stderr (and the stack of a bug that has no file)."""
-    prefix = "trainer: " if code in (130, 143) else "trainer: error: "
+    prefix = "trainer: " if code in (0, 130, 143) else "trainer: error: "
     with suppress(OSError):  # the terminal may be gone
         print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from trainer.devices.assignment import assign_devices
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import endings
 from trainer.launch.endings import Ending
-from trainer.launch.topology import Launch, choose_launch
+from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
 from trainer.processes import family, interrupts, world
 from trainer.processes.rank import check_meeting, place
 from trainer.processes.waiting import telling
@@ -63,8 +64,15 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
 
 
 def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
-    """Whether the Python API has to start torchrun for this recipe here."""
-    return launch_to_start(recipe, nproc) is not None
+    """Whether the Python API has to start torchrun for this recipe here.
+
+    Raises:
+        RecipeError: another task of this node starts it.
+    """
+    wanted = launch_to_start(recipe, nproc) is not None
+    if wanted and (task := task_of_node(os.environ)):
+        raise RecipeError(f"this is task {task} of its node, where task 0 starts all ranks: start one task a node")
+    return wanted
 
 
 def check_plugin(name: object) -> None:
@@ -102,11 +110,17 @@ def load_plugin(name: str | None) -> None:
 
 
 def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
-    """Run `python -m trainer words...` under torchrun, within this process.
+    """Run `python -m trainer words...` under torchrun, within this process; of a node's tasks only the first one does.
 
     Returns:
         0, or the exit code of the rank that failed first, after printing its line.
     """
+    if task := task_of_node(os.environ):
+        endings.say(f"task {task} of this node leaves; task 0 starts all {launch.nproc} ranks here", 0)
+        return 0
+    if bound_by_mpi(os.environ):
+        with suppress(OSError):  # the ranks of all tasks start from this one
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     loud = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = loud or "FATAL"  # read once, here: pages of stack for nodes that do not meet
     from torch.distributed import run

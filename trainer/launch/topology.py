@@ -1,7 +1,7 @@
 """How many ranks on how many nodes, and where they meet: a pure function of the environment and the recipe.
 
 The first that says counts: the nproc= word, NPROC and torchrun's names for several nodes, the same as torchrun reads
-them (PET_NPROC_PER_NODE), SLURM's variables inside a step, the recipe's devices, the GPUs, the cores.
+them (PET_NPROC_PER_NODE), what mpirun or SLURM started, the recipe's devices, the GPUs, the cores.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ from trainer.recipe import Recipe
 CPU_RANKS = 2  # at most, where nobody says otherwise
 TORCHRUNS = {name: f"PET_{name}" for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
 TORCHRUNS["NPROC"] = "PET_NPROC_PER_NODE"
+# Of a process that a launcher of MPI's kind started: its rank on this node, the ranks here, its rank, all ranks.
+MPI = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")),  # Open MPI
+    tuple(f"MV2_COMM_WORLD_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")),  # MVAPICH
+    tuple(f"JSM_NAMESPACE_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")),  # jsrun
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
+    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),  # Cray
+    ("FLUX_TASK_LOCAL_ID", "", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),  # it tells the nodes instead
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +45,15 @@ class Launch:
 def choose_launch(
     environment: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda: Callable[[], int], cores: int
 ) -> Launch:
-    """Ranks and nodes from the nproc= word, NPROC and companions, PET_*, SLURM, devices, cores: the first that says.
+    """Ranks and nodes from the nproc= word, NPROC and companions, PET_*, mpirun, SLURM, devices, cores: the first that
+    says. Of several tasks on a node, task 0 starts all ranks there.
 
     Raises:
         RecipeError: what is given makes no sense, or several nodes do not say where they meet.
     """
     given = {key: value for key, value in environment.items() if value}
-    variables = {**_slurm(environment), **_torchruns(given), **given}
+    started = _mpi(given) or _slurm(given) or {"NODE_RANK": given.get("JOB_COMPLETION_INDEX", "")}  # Kubernetes
+    variables = {**{key: value for key, value in started.items() if value}, **_torchruns(given), **given}
     nnodes = _whole(variables, "NNODES", 1, 1, 65536)
     ranks = _ranks(variables, nproc, recipe, cuda, cores)
     if nnodes == 1:
@@ -99,12 +110,47 @@ def _torchruns(environment: Mapping[str, str]) -> dict[str, str]:
     return {**found, "NNODES": low} if "NNODES" in found else found
 
 
+def task_of_node(environment: Mapping[str, str]) -> int:
+    """This process's number among those that mpirun or srun started on this node; 0 where neither did."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:  # a rank, and no launcher
+        return 0
+    names = [local for local, _, rank, size in MPI if {local, rank, size} <= set(environment)]
+    names += ["SLURM_LOCALID"] * ("SLURM_STEP_ID" in environment)
+    text = environment.get(names[0], "") if names else ""
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
+
+
+def bound_by_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether mpirun may have bound this task to its share of the cores."""
+    return "RANK" not in environment and bool(_mpi(environment).get("NPROC"))
+
+
+def _mpi(environment: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's variables as mpirun and its like tell them, where they started several processes."""
+    for names in MPI:
+        local, here, rank, size = (environment.get(name, "") for name in names)
+        if not here and size.isdigit() and environment.get("FLUX_JOB_NNODES", "").isdigit():
+            here = str(-(-int(size) // int(environment["FLUX_JOB_NNODES"])))
+        if not all(text.isdigit() for text in (local, here, rank, size)) or int(size) < 2:
+            continue
+        first, alike = divmod(int(rank) - int(local), int(here))  # ranks go node by node, unless told otherwise
+        return {
+            "NPROC": here if int(here) > 1 else "",  # one a node: it starts as many as there are devices
+            "NNODES": str(-(-int(size) // int(here))),
+            "NODE_RANK": str(first) if not alike else "",
+        }
+    return {}
+
+
 def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """The launcher's variables as SLURM knows them, inside a step (srun) and nowhere else."""
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
     if "SLURM_STEP_ID" not in environment or not nodes:
         return {}
     found = {"NNODES": nodes, "NODE_RANK": environment.get("SLURM_NODEID", "0")}
+    tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if tasks and int(tasks[0]) > 1:
+        found["NPROC"] = tasks[0]
     listed = hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     if listed:
         found["MASTER_ADDR"] = listed[0]

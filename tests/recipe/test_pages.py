@@ -65,10 +65,10 @@ def test_what_is_commented_out_works_when_it_is_taken_in(tmp_path: Path) -> None
 
 
 def test_a_word_of_several_lines_stays_a_value(tmp_path: Path) -> None:
-    word = "data.root='a # b\n\n c'"
+    word = "data.root=a # b\n\n c"
     ok("recipes", "new", "my.yaml", "extends=digits", word, *["seed=1"], cwd=tmp_path)
     assert load(tmp_path / "my.yaml").to_dict() == load("digits", word, "seed=1").to_dict()
-    assert load(tmp_path / "my.yaml").data.root == "a # b\nc"
+    assert load(tmp_path / "my.yaml").data.root == "a # b\n\n c"
     (tmp_path / "printed.yaml").write_text(ok("recipes", "my.yaml", cwd=tmp_path).stdout)
     assert load(tmp_path / "printed.yaml").to_dict() == load(tmp_path / "my.yaml").to_dict()
 

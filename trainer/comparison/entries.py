@@ -16,6 +16,7 @@ from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes import world
 from trainer.recipe import MODES, TRAITS, Recipe, Traits, checks, flatten
+from trainer.recipe.word_values import is_text
 
 OWN_WORDS = ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps")
 
@@ -136,7 +137,7 @@ def parse_sweep(text: str) -> Sweep:
         RecipeError: there is no such key, or no list of values.
     """
     key, colon, rest = text.partition(":")
-    values = _yaml(rest)
+    values = _yaml(rest, yaml.BaseLoader if is_text(key) else yaml.SafeLoader)
     if not colon:
         key, _, rest = text.partition("=")
     defaults = {**flatten(Recipe().to_dict()), "nproc": 1}
@@ -171,9 +172,9 @@ def _example(key: str, listed: str, defaults: Mapping[str, Any]) -> str:
     return f"sweep={key}:[{','.join(values) or '...'}]"
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, loader)
     except (yaml.YAMLError, RecursionError):
         return None
 

@@ -119,7 +119,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
     if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float) and value.is_integer()):
         message += f"; write {value:.0f}" if value == int(value) else ""
     if kind == "string_type" and isinstance(value, int | float):
-        message += f"; put it in quotes, as in \"{key}='{shown(value)}'\""
+        message += f"; put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'"
     return f"{found} must be {message}"
 
 

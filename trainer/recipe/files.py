@@ -94,7 +94,7 @@ def read(path: Path) -> Any:
             raise RecipeError(f"{path}: {path.stat().st_size} bytes is no recipe (at most {MAX_BYTES})")
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
-        tree = OmegaConf.load(path)
+        tree = OmegaConf.to_container(OmegaConf.load(path))
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: {_no_utf8(error)}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -103,7 +103,7 @@ def read(path: Path) -> Any:
         raise RecipeError(f"{path}: {error.strerror or 'holds no key: value pairs'}") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{path}: not a YAML recipe ({one_line(error)})") from None
-    if not OmegaConf.is_dict(tree):
+    if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a list of 'key: value' lines")
     if not tree:
         raise RecipeError(f"{path}: the file is empty; python -m trainer recipes digits prints one to start from")

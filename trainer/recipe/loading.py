@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.files import check_shape, find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
+from trainer.recipe.files import find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
-from trainer.recipe.text import flatten, one_line, shown, typed
+from trainer.recipe.text import flatten, one_line, shown
 from trainer.recipe.unread import check_read, reads
+from trainer.recipe.word_values import word_of, word_value
 
 YOURS = "your words"  # the origin of what the command line says
 
@@ -32,7 +32,8 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
     Args:
         recipe: a shipped name ("digits"), a path to a YAML file or run folder, a mapping, a recipe, or None for the
             defaults.
-        words: `key=value` with dotted keys, values in YAML: "optimizer.lr=0.05", "devices=[cuda:0,cuda:1]".
+        words: `key=value` with dotted keys: "optimizer.lr=0.05", "devices=[cuda:0,cuda:1]". Values are YAML, but those
+            of keys that take text are that text, whatever is in it: "output=runs/try #2".
         keywords: keys with Python values: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`,
             `**{"optimizer.lr": 0.05}`.
 
@@ -53,10 +54,9 @@ def _loaded(
 ) -> Recipe:
     """As `load`, whose message may name a line of a file."""
     name, layers = _layers(recipe, words, keywords)
-    try:
-        plain = _plain(OmegaConf.merge(*(tree for _, tree in layers)))
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{name}: {_clash(layers) or one_line(error)}") from None
+    plain: Mapping[str, Any] = {}
+    for _, tree in layers:
+        plain = _merged(plain, tree)
     said = _origins(layers)
     sources = {key: name if label == YOURS else label for key, label in said.items()}
     try:
@@ -99,17 +99,14 @@ def _layers(
         raise RecipeError(f"a recipe is a name, a YAML file or a dictionary, not {type(recipe).__name__}")
     try:
         if isinstance(recipe, Mapping):
-            chain = _extended(name, OmegaConf.create(nested(recipe)), None)
-        typed_words = _words(words)
-        given = nested(keywords)
-        twice = flatten(_plain(typed_words)).keys() & flatten(given).keys()
-        if twice:
-            raise RecipeError(f"{min(twice)} is given twice, as a word and as a keyword: keep one")
-        said: Any = OmegaConf.merge(typed_words, OmegaConf.create(given))
-    except RecipeError:
-        raise
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+            chain = _extended(name, nested(recipe), None)
+        typed_words, given = _words(words), nested(keywords)
+    except RecursionError as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
+    twice = flatten(typed_words).keys() & flatten(given).keys()
+    if twice:
+        raise RecipeError(f"{min(twice)} is given twice, as a word and as a keyword: keep one")
+    said = _merged(typed_words, given)
     if EXTENDS in said:
         parent = shown(said[EXTENDS])
         raise RecipeError(f"extends={parent} is a line of a YAML file; on the command line it is recipe={parent}")
@@ -140,29 +137,29 @@ def _places(recipe: Any, name: str, said: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _clash(layers: Iterable[tuple[str, Any]]) -> str | None:
-    """What to say where one source has a list and another has keys."""
-    keys = flatten(Recipe().to_dict())
-    for _, tree in layers:
-        for key, value in flatten(_plain(tree)).items():
-            inner = next((name for name in keys if name.startswith(f"{key}.")), None)
-            if inner and isinstance(value, list):
-                return f"{key}={shown(value)} must be a section, as in {inner}=..."
-            section = key.rpartition(".")[0]
-            if section in keys:
-                return f"{section} has no keys of its own, as {key} would be"
-    return None
+def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = "") -> dict[Any, Any]:
+    """Two trees as one: sections are joined, and of other values the upper one counts.
+
+    Where one has a section and the other a value, the wrong one stays, to be told of.
+    """
+    tree = dict(below)
+    for name, value in above.items():
+        under, key = tree.get(name), f"{prefix}{name}"
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            tree[name] = _merged(under, value, f"{key}.")
+        elif under is None or isinstance(value, Mapping) == isinstance(under, Mapping):
+            tree[name] = value
+        else:
+            is_key = key in flatten(Recipe().to_dict())
+            tree[name] = value if isinstance(value, Mapping) == is_key else under
+    return tree
 
 
 def _origins(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for label, tree in layers:
-        found |= dict.fromkeys(flatten(_plain(tree)), label)
+        found |= dict.fromkeys(flatten(tree), label)
     return found
-
-
-def _plain(tree: Any) -> Any:
-    return OmegaConf.to_container(tree)
 
 
 def _chain(path: Path) -> list[tuple[str, Any]]:
@@ -177,8 +174,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[tuple[str, Any]]
     """
     chain, seen = [(label, tree)], [path]
     while EXTENDS in tree:
-        parent = _plain(tree)[EXTENDS]
-        del tree[EXTENDS]
+        parent = tree.pop(EXTENDS)
         if not isinstance(parent, str) or not parent:
             raise RecipeError(f"{label}: extends: {shown(parent)} must be one recipe's name or file, as in digits")
         path = parent_of(parent, label, path)
@@ -195,7 +191,7 @@ def words_of(recipe: Recipe) -> list[str]:
     """What to type for a recipe: its name where it is a shipped one, and every key that differs and matters."""
     shipped = recipe.name in shipped_recipes()
     was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
-    changed = [f"{key}={typed(value)}" for key, value in now.items() if value != was[key] and reads(recipe, key)]
+    changed = [word_of(key, value) for key, value in now.items() if value != was[key] and reads(recipe, key)]
     return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
 
 
@@ -206,30 +202,28 @@ def _keep(key: str, word: str) -> str:
     return "keep one"
 
 
-def _quoted(word: str) -> str:
-    """A pattern of a shell's, *.tar or {a,b}.tar, as the text that it is; YAML begins other things so."""
-    return re.sub(r"^data\.root=([*{][^']*)$", r"data.root='\1'", word)
-
-
-def _words(words: Iterable[str]) -> Any:
+def _words(words: Iterable[str]) -> dict[Any, Any]:
     seen: dict[str, str] = {}
     for word in words:
         if not isinstance(word, str):
             raise RecipeError(f"words are text, each by itself, as in 'epochs=2', not {type(word).__name__}")
-        key, equals, _ = word.partition("=")
+        key, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
         if key in seen:
             raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': {_keep(key, word)}")
+        if not value:
+            raise RecipeError(f"{key}= is empty: write a value, or leave it out")
         seen[key] = word
-    merged = OmegaConf.create({})
+    merged: dict[Any, Any] = {}
     for key, word in seen.items():
         try:
-            word = _quoted(word)
-            check_shape(word.partition("=")[2], key)
-            merged.merge_with_dotlist([word])
+            tree = word_value(key, word.partition("=")[2])
         except RecipeError:
             raise
         except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
             raise RecipeError(f"'{shown(word)}': {one_line(error)}") from None
+        for name in reversed(key.split(".")):
+            tree = {name: tree}
+        merged = _merged(merged, tree)
     return merged

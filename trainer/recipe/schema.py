@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from trainer.errors import RecipeError
@@ -26,7 +25,7 @@ from trainer.recipe.kinds import (
     Spreads,
     Workers,
 )
-from trainer.recipe.text import flatten, neighbours
+from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
 STREAMS = "streams"  # the one pipeline schedule that runs in one process
@@ -287,8 +286,7 @@ class Recipe(_Section):
 
     def to_yaml(self) -> str:
         """The resolved recipe as YAML that `load` accepts again."""
-        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        return text
+        return as_yaml(self.to_dict())
 
     def replace(self, **words: Any) -> Recipe:
         """A copy with some keys changed; dots are written as two underscores: `data__root="x"`."""
@@ -314,9 +312,18 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
         said, key = origins or {}, key.partition("[")[0]
         source = said.get(key) or next((said[inner] for inner in said if inner.startswith(f"{key}.")), name)
         raise RecipeError(f"{name}: {line}" + (f" (in {source})" if source != name else "")) from None
+    _check_texts(recipe, name)
     _check_together(recipe, name)
     recipe._name = name
     return recipe
+
+
+def _check_texts(recipe: Recipe, name: str) -> None:
+    """Texts that no file of a run can hold so that they come back."""
+    for key, value in flatten(recipe.to_dict()).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (fault := unstorable(text)):
+                raise RecipeError(f"{name}: {key}={shown(text)}: {fault}")
 
 
 def _check_together(recipe: Recipe, name: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,13 +44,47 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that OmegaConf reads the same."""
+
+
+def _represented(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represented)
+# 1e3 is a number to OmegaConf, and a text to YAML's own.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+e[-+]?\d+$", re.I), list("-+.0123456789")
+)
+
+
+def as_yaml(value: Any, **options: Any) -> str:
+    """YAML that is read as the same again."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options)
+    return text
+
+
 def typed(value: Any) -> str:
     """A value as YAML of one line, as it is typed on the command line or written into a file."""
     if value == "off":  # YAML's false without quotes; a key that has this word takes either
         return "off"
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
-    text = text.removesuffix("...\n").strip()
-    return json.dumps(value) if "\n" in text else text
+    return as_yaml(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+
+
+def unstorable(text: str) -> str | None:
+    """Why a text cannot be a value: what is wrong with it, and what to do; None where it can."""
+    if not text.strip():
+        return "write a value, or null"
+    if "\0" in text:
+        return "it holds a zero byte"
+    if "${" in text:
+        return "write the value itself, ${...} is not looked up"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "it is not UTF-8: rename it, or make a link to it (ln -s) whose name is"
+    return None
 
 
 def one_line(error: BaseException) -> str:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from trainer import tasks
@@ -23,6 +22,7 @@ from trainer.errors import TrainerError, text_of
 from trainer.processes.started import as_typed
 from trainer.processes.world import cores
 from trainer.recipe.loading import words_of
+from trainer.recipe.word_values import word_value
 from trainer.telemetry import dashboards, gallery
 from trainer.telemetry.tracking import NullTracker
 from trainer.telemetry.verdict import Verdict
@@ -217,7 +217,7 @@ def _main(run: Run) -> dict[str, Any]:
 def _changed(words: Sequence[str]) -> dict[str, Any]:
     """Keys that differ from the recipe's own, apart from where things lie."""
     pairs = (word.partition("=") for word in words)
-    found = {key: yaml.safe_load(value) for key, _, value in pairs if key not in ("recipe", "output", "resume")}
+    found = {key: word_value(key, value) for key, _, value in pairs if key not in ("recipe", "output", "resume")}
     return {key: value if isinstance(value, bool | int | float) else _words(value) for key, value in found.items()}
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from pydantic import BaseModel
+from collections.abc import Collection
+from typing import Any, Literal, get_args, get_origin
 
 from trainer.recipe import Recipe, flatten
 from trainer.recipe.other_names import OTHER_KEYS
+from trainer.recipe.word_values import is_section, is_text, kinds
 
 # Words of commands that no recipe holds.
 OWN = {
@@ -39,13 +37,7 @@ def keys() -> dict[str, Any]:
 
 def sections() -> tuple[str, ...]:
     """Names of the sections: model, data, ..."""
-    return tuple(name for name, field in Recipe.model_fields.items() if _is_section(field.annotation))
-
-
-@functools.cache
-def kinds() -> dict[str, tuple[Any, ...]]:
-    """What each key takes: int, float, bool, str, list, type(None) and Literals."""
-    return dict(_kinds(Recipe, ""))
+    return tuple(name for name, field in Recipe.model_fields.items() if is_section(field.annotation))
 
 
 @functools.cache
@@ -68,31 +60,11 @@ def our_name(name: str, own: Collection[str]) -> str:
     return OTHER_KEYS.get(name.lower()) or (within[0] if len(within) == 1 else "")
 
 
+def is_path_or_text(name: str) -> bool:
+    """Whether a word's value is taken as it stands: a path, or any text."""
+    return name in FOLDERS or (is_text(name) and list not in kinds()[name])
+
+
 def is_name(name: str) -> bool:
     """Whether `name` is a key, a section or a word of ours, or what other programs call one."""
     return bool(our_name(name, {word for words in OWN.values() for word in words}))
-
-
-def _kinds(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for name, field in model.model_fields.items():
-        kind: Any = field.annotation
-        if _is_section(kind):
-            yield from _kinds(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, tuple(_parts(kind))
-
-
-def _parts(kind: Any) -> Iterator[Any]:
-    """What an annotation is made of, without its limits."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        yield from _parts(get_args(kind)[0])
-    elif origin in (Union, UnionType):
-        for part in get_args(kind):
-            yield from _parts(part)
-    else:
-        yield list if origin is list else kind
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -11,7 +11,7 @@ from trainer.recipe import MODES, find, shipped_recipes
 from trainer.recipe.checks import DATASETS, OWN_PHOTOS, SMALL_MODELS, torchvision_classifiers
 from trainer.recipe.other_names import OTHER_VALUES
 from trainer.words.elsewhere import ELSEWHERE
-from trainer.words.keys import FOLDERS, is_name, keys, our_name, sections
+from trainer.words.keys import is_name, is_path_or_text, keys, our_name, sections
 from trainer.words.meaning import NOTHING, SHARDS, WEIGHTS, Around, Meaning, plain, put
 from trainer.words.values import IMAGENET, data_name, devices, model_name, unknown, value_of
 
@@ -62,7 +62,7 @@ def meaning(key: str, value: str, around: Around) -> Meaning | None:
 def _several(key: str, value: str, around: Around) -> Meaning | None:
     """Words that stand in one: recipe=digits,epochs=3."""
     first, *rest = re.split(r"[,;\s]+(?=[A-Za-z_][\w.\-]*=)", value)
-    text = key in ("logging.wandb", "logging.mlflow", *FOLDERS) and key != "recipe"
+    text = is_path_or_text(key) and not (key.endswith(".name") or (key == "recipe" and not Path(value).exists()))
     if not rest or not first or text or value.startswith("["):
         return None
     pairs = [(key, first), *(word.split("=", 1) for word in rest)]

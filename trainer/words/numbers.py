@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainer.words.keys import kinds
+from trainer.recipe.word_values import kinds
 from trainer.words.meaning import NO, NOTHING, YES, Meaning, put
 
 # What is usual, for keys that take a number and are switched on elsewhere.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.words.keys import OWN, choices, is_name, keys, our_name
+from trainer.words.keys import OWN, choices, is_name, is_path_or_text, keys, our_name
 
 DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # pages and word processors make others of a hyphen
 QUOTES = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
@@ -38,8 +39,18 @@ class Word:
 
 
 def tidied(words: Sequence[str]) -> list[str]:
-    """The words without what is not seen: blanks around them, and the line ends of a script that Windows wrote."""
-    return [word.strip() if word else word for word in words if not word or word.strip(" \t\r\n,;")]
+    """The words without what is not seen: blanks around them, and the line ends of a script that Windows wrote.
+
+    Blanks at the end of a value stay, and those of a file that is there.
+    """
+    kept = [word for word in words if not word or word.strip(" \t\r\n,;")]
+    return [_tidied(word) for word in kept]
+
+
+def _tidied(word: str) -> str:
+    if os.path.lexists(word):
+        return word
+    return word.lstrip().rstrip("\r") if "=" in word else word.strip()
 
 
 def spelled(words: Sequence[str]) -> list[Word]:
@@ -66,7 +77,7 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
     if word[0] in "\"'" and word[-1] == word[0] and "=" in word:
         key, _, value = word[1:-1].partition("=")
         return _set(word, key, value, fine=False), 0
-    opened = "=[" in word and "]" not in word
+    opened = "=[" in word and "]" not in word and not is_path_or_text(_name(word.partition("=")[0]))
     closes = next((count for count, later in enumerate(rest, 1) if later.endswith("]")), 0) if opened else 0
     if closes and not any("=" in later for later in [*rest][:closes]):
         typed = " ".join((word, *[*rest][:closes]))
@@ -122,7 +133,11 @@ def _set(typed: str, key: str, value: str, fine: bool = True) -> Word:
         name = dotted
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name):
         return Word(typed)
-    kept = value.strip(QUOTES).lstrip("=").rstrip(",;") if not value.startswith(("[", "{", "'", '"')) else value
+    kept = value
+    if not is_path_or_text(name):
+        kept = kept.strip(QUOTES).lstrip("=").rstrip(",;") if not value.startswith(("[", "{", "'", '"')) else value
+    elif len(value) > 1 and value[0] in QUOTES and value[-1] in QUOTES:
+        kept = value[1:-1]
     return Word(typed, name, kept, fine and (bare, value) == (name, kept))
 
 

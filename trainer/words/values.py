@@ -10,7 +10,8 @@ from trainer.recipe import DEVICE, MODES
 from trainer.recipe.checks import DATASETS, SMALL_MODELS, torchvision_classifiers
 from trainer.recipe.other_names import OTHER_VALUES
 from trainer.recipe.timm_names import TIMM, timm_models
-from trainer.words.keys import choices, kinds
+from trainer.recipe.word_values import kinds
+from trainer.words.keys import choices
 from trainer.words.meaning import NO, NOTHING, WEIGHTS, YES, Around, Meaning, plain, put
 from trainer.words.numbers import is_figure, listed, number
 

@@ -18,41 +18,8 @@ from torch import nn
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.simulated.simcuda.batch_norm import KERNELS
 from trainer.modes.sync_batchnorm import convert_sync_batchnorm
-
-AXES = [0, 2, 3]
-
-
-def column(values):
-    return values.view(1, -1, 1, 1)
-
-
-def stats(x, eps):
-    return x.mean(AXES), torch.rsqrt(x.var(AXES, unbiased=False) + eps)
-
-
-def gather_stats(x, means, invstds, running_mean, running_var, momentum, eps, counts):
-    total, share = counts.sum(), counts[:, None] / counts.sum()
-    mean = (means * share).sum(0)
-    variance = ((invstds**-2 - eps + means**2) * share).sum(0) - mean**2
-    running_mean.lerp_(mean, momentum)
-    running_var.lerp_(variance * total / (total - 1), momentum)
-    return mean, torch.rsqrt(variance + eps)
-
-
-def elemt(x, weight, bias, mean, invstd, eps):
-    return (x - column(mean)) * column(invstd * weight) + column(bias)
-
-
-def backward_reduce(gradient, x, mean, invstd, weight, *wanted):
-    products = (gradient * (x - column(mean))).sum(AXES)
-    return gradient.sum(AXES), products, products * invstd, gradient.sum(AXES)
-
-
-def backward_elemt(gradient, x, mean, invstd, weight, sums, products, counts):
-    total = counts.sum()
-    inner = gradient - column(sums / total) - (x - column(mean)) * column(invstd**2 * products / total)
-    return inner * column(invstd * weight)
 
 
 def without_gpus():
@@ -62,9 +29,8 @@ def without_gpus():
     exec(source.replace('"cuda",', '"cuda", "cpu",'), vars(batchnorm))
     nn.SyncBatchNorm.forward = vars(batchnorm).pop("forward")
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None  # which refuses CPU modules
-    torch.batch_norm_stats, torch.batch_norm_gather_stats_with_counts = stats, gather_stats
-    torch.batch_norm_elemt = elemt
-    torch.batch_norm_backward_reduce, torch.batch_norm_backward_elemt = backward_reduce, backward_elemt
+    for name, kernel in KERNELS.items():
+        setattr(torch, name, kernel)
 
 
 def losses(rank, compiled):

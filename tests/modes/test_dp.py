@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.contexts import mode_of
+from tests.simulated.simcuda import simulated
 from trainer.data import Batch
 from trainer.modes.dp import rows_of_devices
 from trainer.processes.rank import Place
@@ -16,10 +17,10 @@ from trainer.recipe import load
 CPU = torch.device("cpu")
 
 
-def parallel(drives, rows=10, model=None):
+def parallel(drives, rows=10, model=None, words="channels_last=false", shape=(1, 2, 2)):
     """The mode on some devices; its model takes (N, 1, 2, 2) and has 3 classes."""
     world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    strategy = mode_of(load(None, "mode=dp", "channels_last=false"), world, (rows, 1, 2, 2), classes=3)
+    strategy = mode_of(load(None, "mode=dp", words), world, (rows, *shape), classes=3)
     strategy.setup(model or nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
     return strategy
 
@@ -60,6 +61,25 @@ def test_the_look_at_the_shapes_leaves_no_trace():
     parallel((CPU, CPU), 10, model)
     assert model[0].num_batches_tracked == 0 and not model._forward_hooks
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("cards", [1, 2])
+def test_weights_that_each_pass_reorders_are_told(cards, channels_last):
+    """Those of copies: `nn.DataParallel` copies them as one row of numbers."""
+    orders = []
+
+    def look(module, inputs, output):
+        orders.append(module.weight.is_contiguous(memory_format=torch.channels_last))
+
+    with simulated(cards) as machine:
+        drives = tuple(torch.device("cuda", index) for index in range(cards))
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
+        model[0].register_forward_hook(look)
+        strategy = parallel(drives, 4, model, f"channels_last={channels_last}", shape=(3, 3, 3))
+        assert len(orders) == cards and machine.errors == []
+    assert ("reorders" in strategy.notes()["note"]) == (channels_last and not all(orders))
+    assert not channels_last or orders.count(True) == 1
 
 
 @pytest.mark.gpu

@@ -36,7 +36,8 @@ def install() -> None:
             peer = ranks[root] if name in ("SEND", "RECV") else -1
             if next(numbers) == int(when or 0) and rank == who:
                 os.kill(os.getpid(), signal.SIGTERM)
-            file.write(json.dumps([name, peer, ranks, what if peer >= 0 else [what, root], batch]) + "\n")
+            what = what if peer >= 0 else [what, root]
+            file.write(json.dumps([name, peer, ranks, what, group.group_name, batch]) + "\n")
 
         group.register_pre_hook(7, note)
 
@@ -74,10 +75,10 @@ def read(folder: Path, size: int) -> list[Queue]:
         lines = map(json.loads, (folder / f"{rank}.jsonl").read_text().splitlines())
         kinds = {"SEND": "send", "RECV": "recv"}
         queue, last = [], 0
-        for kind, peer, ranks, what, batch in lines:
+        for kind, peer, ranks, what, group, batch in lines:
             if not batch or batch != last:
                 queue.append([])
-            queue[-1].append(Call(kinds.get(kind, kind), peer, tuple(ranks), str(what)))
+            queue[-1].append(Call(kinds.get(kind, kind), peer, tuple(ranks), str(what), group))
             last = batch
         queues.append(queue)
     return queues

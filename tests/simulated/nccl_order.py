@@ -41,17 +41,19 @@ class Call(NamedTuple):
         peer: the other rank; -1 for collectives.
         ranks: of the group.
         what: elements and data type, or whatever else must agree.
+        group: its name; several may have the same ranks.
     """
 
     kind: str
     peer: int
     ranks: tuple[int, ...]
     what: Any = None
+    group: str = ""
 
     def answers(self, other: Call, me: int, them: int) -> bool:
         """Whether a send and a receive belong to each other."""
         kinds = {self.kind, other.kind} == {"send", "recv"}
-        same = (self.ranks, self.what) == (other.ranks, other.what)
+        same = (self.ranks, self.what, self.group) == (other.ranks, other.what, other.group)
         return kinds and same and (self.peer, other.peer) == (them, me)
 
 
@@ -124,7 +126,7 @@ class Network:
         self._every = _Group(tuple(range(size)), "0")
         self._me = threading.local()
         self._mail: dict[tuple[int, int, _Group], queue.Queue[Any]] = {}
-        self._gates: dict[tuple[int, ...], tuple[threading.Barrier, dict[int, Any]]] = {}
+        self._gates: dict[_Group, tuple[threading.Barrier, dict[int, Any]]] = {}
         self._lock = threading.Lock()
 
     def names(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class Network:
         return {**{name: getattr(self, name) for name in own}, "P2POp": _P2POp}
 
     def enter(self, rank: int) -> None:
-        self._me.rank, self._me.batch = rank, None
+        self._me.rank, self._me.batch, self._me.groups = rank, None, 0
 
     def _note(self, call: Call) -> None:
         if self._me.batch is not None:
@@ -150,10 +152,10 @@ class Network:
 
     def _exchange(self, kind: str, group: _Group | None, value: Any, what: Any = None) -> dict[int, Any]:
         """Every member's value, by rank, once all have called."""
-        ranks = (group or self._every).ranks
-        self._note(Call(kind, -1, ranks, what))
+        group = group or self._every
+        self._note(Call(kind, -1, group.ranks, what, group.group_name))
         with self._lock:
-            gate, slots = self._gates.setdefault(ranks, (threading.Barrier(len(ranks), timeout=SECONDS), {}))
+            gate, slots = self._gates.setdefault(group, (threading.Barrier(len(group.ranks), timeout=SECONDS), {}))
         slots[self._me.rank] = value
         gate.wait()
         values = dict(slots)
@@ -163,7 +165,8 @@ class Network:
     # Groups.
 
     def new_group(self, ranks: Any = None, timeout: Any = None, **_: Any) -> _Group:
-        return _Group(tuple(ranks), ".".join(map(str, ranks)))
+        self._me.groups += 1  # every rank makes every group
+        return _Group(tuple(ranks), str(self._me.groups))
 
     def get_rank(self, group: _Group | None = None) -> int:
         return (group or self._every).ranks.index(self._me.rank)
@@ -187,7 +190,7 @@ class Network:
     ) -> _Done:
         group = group or self._every
         to = self._peer(group, dst, group_dst)
-        self._note(Call("send", to, group.ranks, (tensor.numel(), tensor.dtype)))
+        self._note(Call("send", to, group.ranks, (tensor.numel(), tensor.dtype), group.group_name))
         assert tensor.is_contiguous(), "NCCL refuses it"
         self._letters(self._me.rank, to, group).put(tensor.detach().clone())
         return _Done()
@@ -197,7 +200,7 @@ class Network:
     ) -> _Done:
         group = group or self._every
         source = self._peer(group, src, group_src)
-        self._note(Call("recv", source, group.ranks, (tensor.numel(), tensor.dtype)))
+        self._note(Call("recv", source, group.ranks, (tensor.numel(), tensor.dtype), group.group_name))
         mail = self._letters(source, self._me.rank, group)
 
         def act() -> None:

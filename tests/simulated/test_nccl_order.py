@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +22,10 @@ from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.modes import share
 from trainer.modes.pipeline import stages
+from trainer.modes.pipeline.torch_schedules import holders
 from trainer.recipe import load
 from trainer.recipe.checks import microbatch_counts
+from trainer.recipe.versions import torch_has
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
 KINDS += [(name, n) for name in ("interleaved1f1b", "loopedbfs", "interleavedzerobubble") for n in (2, 3)]
@@ -74,7 +77,7 @@ def a_run(wanted, world, whole, rows):
         strategy.train(False)
         outputs = [strategy.forward(batch.inputs) for _ in range(2)]
         gathered = strategy.gather(strategy.named_parameters())
-    return strategy.plan, outputs[-1], gathered
+    return strategy, outputs[-1], gathered
 
 
 def check_a_run(schedule, ranks, virtual, m, replicas=1):
@@ -109,10 +112,27 @@ def test_a_run_of_a_pipeline_needs_no_buffers(schedule, ranks, virtual, m):
 
 
 def test_replicas_of_a_pipeline_need_no_buffers():
-    """Each pair of ranks may share three communicators: the world's, a pipeline's, and one of copies of a stage."""
+    """Each pair of ranks shares the world's communicator, a pipeline's two, or one of copies of a stage."""
     notes = check_a_run("interleaved1f1b", 2, 2, 4, replicas=2)
-    groups = {call.ranks for entries in notes for entry in entries for call in entry}
-    assert groups == {(0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3)}
+    groups = [ranks for ranks, _ in sorted({(call.ranks, call.group) for call in calls_in(notes)})]
+    assert groups == sorted([(0, 1, 2, 3), *2 * [(0, 1), (2, 3)], (0, 2), (1, 3)])
+
+
+def calls_in(queues):
+    return [call for entries in queues for entry in entries for call in entry]
+
+
+@pytest.mark.skipif(not torch_has("gradients through a group of their own"), reason="this torch has one for both ways")
+@pytest.mark.parametrize(("schedule", "virtual"), KINDS)
+def test_gradients_go_back_through_a_communicator_of_their_own(schedule, virtual):
+    """NCCL does what one is given in order: an activation would queue behind a gradient."""
+    m = max(counts(schedule, 2, virtual, range(1, 9)))
+    wanted, whole = recipe(schedule, 2, virtual, m), model(2 * virtual)
+    found, notes = on_ranks(2, lambda world: a_run(wanted, world, whole, m))
+    held = holders(wanted, 2)
+    ways = sum(here != there for here, there in pairwise(held))
+    back = [call.kind for call in calls_in(notes) if call.group == found[0][0].back_group.group_name]
+    assert back.count("send") == back.count("recv") == len(back) / 2 == 2 * m * ways  # of two steps
 
 
 @pytest.mark.full("every schedule, 2 to 8 ranks, 1 to 32 micro-batches")
@@ -131,7 +151,7 @@ def test_tuning_needs_no_buffers(monkeypatch, replicas):
     wanted = load(None, "mode=pipeline", "model.name=mlp", "pipeline.stages=2", f"batch_size={rows}")
     found, notes = on_ranks(2 * replicas, lambda world: a_run(wanted, world, whole, rows))
     assert stuck(notes) is None
-    assert len({plan for plan, _, _ in found}) == 1
+    assert len({strategy.plan for strategy, _, _ in found}) == 1
 
 
 def evaluation(schedule, ranks, virtual, m, waves=True):

@@ -227,4 +227,6 @@ def test_ranks_on_cuda_are_ranks_on_the_cpu():
     for case, found in ranks.both()["cases"].items():
         assert found["errors"] == [[], []], case
         assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4), case
-        assert {tuple(place) for place in found["waits"]} - ranks.ALLOWED == set(), case
+        waits = {tuple(place) for place in found["waits"]} - ranks.ALLOWED
+        # Torch's layer looks at values, which ranks have rows.
+        assert {kind for kind, _ in waits} == ({"item"} if "torch's" in case else set()), case

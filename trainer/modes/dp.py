@@ -62,6 +62,8 @@ class DataParallel(Strategy):
 
     def notes(self) -> dict[str, str]:
         how = f"nn.DataParallel over {len(self.world.drives)} devices is for comparison; mode=ddp is faster"
+        if self.recipe.channels_last and len(self.world.drives) > 1:
+            how += ". It copies weights without their channels_last order, so each pass of a copy reorders them"
         if self.passes_through:
             cards = max(2, len(self.world.drives))
             rows = "+".join(map(str, rows_of_devices(self.rows, cards)))

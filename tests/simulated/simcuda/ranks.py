@@ -17,6 +17,7 @@ from tests.commands import PROJECT
 
 CASES = {
     "ddp": "mode=ddp accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1",
+    "ddp with torch's sync_bn": "mode=ddp model.name=cnn sync_bn=true ema=0.9",
     "local_sgd on one card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
 }
 # Averaging weights is no training step, and on one card it goes over the host.
@@ -84,12 +85,17 @@ def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: int) 
 
 
 def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: int) -> None:
+    from torch import nn
+
     from tests.simulated.simcuda import runs
+    from trainer.modes import ddp
 
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
     output = folder / f"{name}-{kind}"
+    if "torch's" in name and kind == "cuda":
+        ddp.convert_sync_batchnorm = lambda model, _: nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if kind == "cuda":
         done = runs.train_on_cuda(words, output, 2, own=rank == 0)
     else:

@@ -16,9 +16,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 from torch.utils import _foreach_utils as grouping
 
+from tests.simulated.simcuda import batch_norm
 from tests.simulated.simcuda.functions import Functions, answers, index_of
 from tests.simulated.simcuda.kernels import Kernels
 from tests.simulated.simcuda.machine import Machine
@@ -50,7 +52,7 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
     stubs: dict[Any, dict[str, Any]] = {
         torch.cuda: _cuda(machine),
         torch.accelerator: _accelerator(machine),
-        torch: _autocast(),
+        torch: _autocast() | batch_norm.KERNELS,
         torch.autograd: {"_engine_run_backward": _in_functions(torch.autograd._engine_run_backward, machine)},
         comm: _between_devices(machine),
         dist: {
@@ -171,7 +173,12 @@ def _between_devices(machine: Machine) -> dict[str, Any]:
         copies: list[list[Tensor]] = [list(tensors)]
         for device in devices[1:]:
             own = index_of(device) == machine.memory.device(tensors[0])  # a second copy on the same card
-            copies.append([t.detach().to(f"cuda:{index_of(device)}", non_blocking=True, copy=own) for t in tensors])
+            arrived: list[Tensor] = []
+            for chunk in _take_tensors(tensors, buffer_size):  # copies are views of a flat one: not channels_last
+                flat = _flatten_dense_tensors(chunk).detach()
+                flat = flat.to(f"cuda:{index_of(device)}", non_blocking=True, copy=own)
+                arrived += _unflatten_dense_tensors(flat, chunk)
+            copies.append(list(_reorder_tensors_as(arrived, tensors)))
         return copies
 
     def scatter(

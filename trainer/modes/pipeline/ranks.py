@@ -8,6 +8,7 @@ because not all of them can evaluate.
 from __future__ import annotations
 
 import datetime
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -59,13 +60,21 @@ class ProcessPipeline(Staged):
         return Shard(replica, world.size // ranks, inputs=stages[0] == place, targets=stages[-1] == place)
 
     def setup(self, model: nn.Module) -> None:
+        # Torch warns, on each rank, that messages of one group wait for each other: here they are meant to.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         with lost_peers():
             # Every rank makes every group, in one order.
             every, size = range(self.world.size), self.ranks
             limit = datetime.timedelta(seconds=self.recipe.timeout)  # torch would wait for 30 minutes
-            pipes: Any = [dist.new_group([n for n in every if n // size == r], limit) for r in range(self.replicas)]
             copies: Any = [dist.new_group([n for n in every if n % size == p], limit) for p in range(size)]
-            self.pipe_group, self.copies_group = pipes[self.replica], copies[self.place]
+            # NCCL does what one group is given in order: an activation would wait for a gradient that goes back.
+            ways = 1 + torch_has("gradients through a group of their own")
+            pipes: Any = [
+                [dist.new_group([n for n in every if n // size == r], limit) for r in range(self.replicas)]
+                for _ in range(ways)
+            ]
+            self.copies_group = copies[self.place]
+            self.pipe_group, self.back_group = pipes[0][self.replica], pipes[-1][self.replica]
             super().setup(model)
         self._predict()
 
@@ -121,6 +130,7 @@ class ProcessPipeline(Staged):
             )
             if not torch_has("stage inputs of any layout"):  # it would refuse channels_last images of one channel
                 setattr(part, "_validate_fwd_input", lambda *_: None)  # noqa: B010
+            part._upstream_group = self.back_group  # torch's own option makes a group without the recipe's timeout
             parts.append(self._watched(part, index))
         kind: Any = SCHEDULES[plan.schedule]
         single = issubclass(kind, schedules.PipelineScheduleSingle)

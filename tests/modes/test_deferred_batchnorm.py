@@ -1,15 +1,20 @@
 """Running statistics of micro-batches, committed once, are those of nn.BatchNorm on the whole mini-batch."""
 
 import copy
-from contextlib import nullcontext
+import math
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import batch_norm
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from trainer.data import Example, TensorSpec
+from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
-from trainer.modes.deferred_batchnorm import DeferredBatchNorm, convert_deferred_batchnorm, recomputing
+from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
 
 EVEN, UNEVEN = (4, 4, 4), (5, 4, 2, 1)
 
@@ -22,10 +27,28 @@ def norm(**options):
     return layer
 
 
-def deferred(layer):
-    """The layer as a pipeline has it; the given one stays as it is."""
-    (found,) = convert_deferred_batchnorm(nn.Sequential(copy.deepcopy(layer)))
-    return found
+class Deferred:
+    """A copy of a layer as a pipeline has it."""
+
+    def __init__(self, layer, area=16, pooled=True):
+        self.layer = copy.deepcopy(layer)
+        values = {} if layer.running_mean is None else {self.layer: area}
+        self.statistics = DeferredStatistics(nn.Sequential(self.layer), values, pooled)
+
+    def __call__(self, inputs):
+        if not self.layer.training:
+            return self.layer(inputs)
+        self.statistics.begin()
+        out = self.layer(inputs)
+        self.statistics.gather(len(inputs))
+        return out
+
+    def commit(self):
+        self.statistics.commit()
+
+
+def deferred(layer, area=16):
+    return Deferred(layer, area)
 
 
 def batch(number=0, rows=12):
@@ -53,9 +76,9 @@ def test_statistics_of_the_whole_mini_batch(sizes, options):
         for piece in batch(number).split(sizes):
             ours(piece)
         ours.commit()
-        agree(ours, theirs)
-    assert ours.num_batches_tracked == 3
-    torch.testing.assert_close(ours.eval()(batch(7)), theirs.eval()(batch(7)))
+        agree(ours.layer, theirs)
+    assert ours.layer.num_batches_tracked == 3 and ours.layer.momentum == theirs.momentum
+    torch.testing.assert_close(ours.layer.eval()(batch(7)), theirs.eval()(batch(7)))
 
 
 def test_statistics_under_autocast():
@@ -66,20 +89,20 @@ def test_statistics_under_autocast():
         for piece in batch().bfloat16().split(UNEVEN):
             assert ours(piece).dtype == torch.bfloat16
     ours.commit()
-    assert ours.running_var.dtype == torch.float32
-    agree(ours, theirs)
+    assert ours.layer.running_var.dtype == torch.float32
+    agree(ours.layer, theirs)
 
 
 @pytest.mark.parametrize("shape", [(12, 3), (12, 3, 5), (12, 3, 2, 2, 2)])
 def test_every_number_of_dimensions(shape):
     theirs = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm3d)(3)
-    ours = deferred(theirs)
+    ours = deferred(theirs, area=math.prod(shape[2:]))
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2 + 5
     theirs(images)
     for piece in images.split((8, 4)):
         ours(piece)
     ours.commit()
-    agree(ours, theirs)
+    agree(ours.layer, theirs)
 
 
 def test_without_deferring_the_variance_is_off():
@@ -92,17 +115,36 @@ def test_without_deferring_the_variance_is_off():
     assert micro.num_batches_tracked == 3
 
 
-def test_nothing_changes_before_the_commit_and_a_commit_without_images_is_none():
-    ours = deferred(norm())
-    before = statistics(ours)
+def test_a_mini_batch_that_is_given_up_leaves_no_trace():
+    ours = deferred(norm(momentum=0.3))
+    before = statistics(ours.layer)
     ours.commit()
     ours(batch())
-    assert all(torch.equal(before[name], buffer) for name, buffer in ours.named_buffers())
+    assert not torch.equal(before["running_mean"], ours.layer.running_mean), "which takes the micro-batch's meanwhile"
+    ours.statistics.forget()
     ours.commit()
-    once = statistics(ours)
-    assert not torch.equal(once["running_mean"], before["running_mean"])
+    assert all(torch.equal(before[name], buffer) for name, buffer in ours.layer.named_buffers())
+    assert ours.layer.momentum == 0.3
+    ours(batch())
     ours.commit()
-    assert all(torch.equal(once[name], buffer) for name, buffer in ours.named_buffers())
+    once = statistics(ours.layer)
+    ours.commit()
+    assert all(torch.equal(once[name], buffer) for name, buffer in ours.layer.named_buffers())
+
+
+def test_what_changes_between_mini_batches_is_heeded():
+    """A checkpoint that is loaded, rank 0's buffers, a momentum that follows a plan."""
+    theirs = norm()
+    ours = deferred(theirs)
+    for momentum in (0.1, 0.5):
+        for layer in (ours.layer, theirs):
+            layer.momentum = momentum
+            layer.running_mean.fill_(momentum)
+        theirs(batch())
+        for piece in batch().split(EVEN):
+            ours(piece)
+        ours.commit()
+        agree(ours.layer, theirs)
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
@@ -110,69 +152,179 @@ def test_nothing_changes_before_the_commit_and_a_commit_without_images_is_none()
 def test_outputs_and_gradients_are_batch_norms_for_each_micro_batch(options, training):
     theirs = norm(**options).train(training)
     ours = deferred(theirs)
-    assert ours.training == training
     found = []
-    for layer in (ours, theirs):
+    for layer, owner in ((ours, ours.layer), (theirs, theirs)):
         inputs = batch().requires_grad_()
         outputs = torch.cat([layer(piece) for piece in inputs.split(UNEVEN)])
         (outputs * batch(1)).sum().backward()
-        found.append([outputs.detach(), inputs.grad, *(p.grad for p in layer.parameters())])
+        found.append([outputs.detach(), inputs.grad, *(p.grad for p in owner.parameters())])
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
 
 
-def test_evaluation_uses_the_running_statistics_and_leaves_them():
-    theirs = norm()
-    theirs(batch(3))
-    ours = deferred(theirs).eval()
-    theirs.eval()
-    before = statistics(ours)
-    assert torch.equal(ours(batch()), theirs(batch()))
-    ours.commit()
-    assert all(torch.equal(before[name], buffer) for name, buffer in ours.named_buffers())
-
-
-def test_a_layer_that_tracks_nothing():
-    ours = deferred(norm(track_running_stats=False))
-    ours(batch())
-    ours.commit()
-    assert list(ours.named_buffers()) == []
-
-
 def test_activations_computed_twice_count_once():
     theirs = norm()
-    ours, plain = deferred(theirs), deferred(theirs)
+    ours = deferred(theirs)
     theirs(batch())
-    again = recomputing()  # one object for all micro-batches, as a checkpoint may keep it
-    for layer, context in ((ours, again), (plain, nullcontext())):
-        for piece in batch().split(UNEVEN):
-            pair, stage = (nullcontext(), context), nn.Sequential(layer, nn.Tanh())
-            out = checkpoint(stage, piece.requires_grad_(), use_reentrant=False, context_fn=lambda p=pair: p)
-            out.sum().backward()
-    assert plain._count == 2 * ours._count == 2 * 12 * 16  # so it does compute twice
+    passes = []
+    ours.layer.register_forward_pre_hook(lambda *_: passes.append(1))
+    for piece in batch().split(UNEVEN):
+        ours.statistics.begin()
+        out = checkpoint(ours.layer, piece.requires_grad_(), use_reentrant=False)
+        ours.statistics.gather(len(piece))
+        out.square().sum().backward()
+    assert len(passes) == 2 * len(UNEVEN)
     ours.commit()
-    agree(ours, theirs)
-    assert DeferredBatchNorm.gathering
+    agree(ours.layer, theirs)
 
 
-def test_names_and_objects_stay():
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(norm(), nn.ReLU()), norm(affine=False), nn.BatchNorm1d(2))
-    model[2].eval()
-    model[1][0].weight.requires_grad_(False)
-    state, parameters = model.state_dict(keep_vars=True), list(model.parameters())
-    layers = convert_deferred_batchnorm(model)
-    assert [type(layer) for layer in layers] == [DeferredBatchNorm] * 3
-    after = model.state_dict(keep_vars=True)
-    assert list(after) == list(state)
-    assert all(after[name] is tensor for name, tensor in state.items())
-    assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
-    assert [layer.training for layer in layers] == [True, False, True]
-    assert convert_deferred_batchnorm(model) == layers  # converting again changes nothing
+def test_each_micro_batch_for_itself():
+    theirs = norm()
+    ours = Deferred(theirs, pooled=False)
+    for piece in batch().split(UNEVEN):
+        theirs(piece)
+        ours(piece)
+    ours.commit()
+    agree(ours.layer, theirs)
 
 
-def test_a_picture_without_a_batch_is_refused():
-    with pytest.raises(ValueError, match=r"expected \(N, C, ...\), got \(3,\)"):
-        deferred(nn.BatchNorm1d(3))(torch.randn(3))
+def test_layers_of_one_stage_with_their_own_momenta():
+    """One of them without, and one that never trains."""
+    model = nn.Sequential(norm(), nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3, momentum=0.5), norm())
+    model[3].train = lambda mode=True: model[3]
+    model[3].training = False
+    whole = copy.deepcopy(model)
+    statistics_ = DeferredStatistics(model, dict.fromkeys(model, 16))
+    for number in range(2):
+        whole(batch(number))
+        statistics_.begin()
+        model(batch(number))
+        statistics_.gather(12)
+        statistics_.commit()
+    for one, two in zip(model, whole, strict=True):
+        agree(one, two)
+    assert [layer.momentum for layer in model] == [0.1, None, 0.5, 0.1]
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_costs_no_operators_beyond_torchs_own():
+    """What is added does not grow with the layers."""
+    added, pieces = [], batch().split(EVEN)
+    for layers in (4, 16):
+        model = nn.Sequential(*[nn.BatchNorm2d(3) for _ in range(layers)])
+        ours = DeferredStatistics(model, dict.fromkeys(model, 16))
+        with Operators() as plain:
+            for piece in pieces:
+                model(piece)
+        with Operators() as deferring:
+            for piece in pieces:
+                ours.begin()
+                model(piece)
+                ours.gather(len(piece))
+        added.append(deferring.count - plain.count)
+    assert added[0] == added[1] <= 3 + 2 * len(EVEN)
+
+
+def refused(model, shape=(3, 8, 8)):
+    with pytest.raises(RecipeError) as error:
+        deferrable(model, Example(4, TensorSpec(shape, torch.float32)), "set it to false")
+    return str(error.value)
+
+
+def layers_of(model, shape=(3, 8, 8)):
+    return deferrable(model, Example(4, TensorSpec(shape, torch.float32)), "")
+
+
+class Activated(nn.BatchNorm2d):
+    """As timm's: dropout and an activation inside, the formula written out."""
+
+    def __init__(self, features):
+        super().__init__(features)
+        self.act, self.drop = nn.SiLU(inplace=True), nn.Dropout(0.5)
+
+    def forward(self, inputs):
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        mean, variance = self.running_mean, self.running_var
+        x = batch_norm(inputs, mean, variance, self.weight, self.bias, self.training, self.momentum or 0.0, self.eps)
+        return self.act(self.drop(x))
+
+
+class OnTop(nn.BatchNorm2d):
+    def forward(self, inputs):
+        return super().forward(inputs).relu()
+
+
+class Renormalised(nn.BatchNorm2d):
+    """Reads in training what was learned so far (Ioffe, arXiv:1702.03275)."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.running_var.rsqrt().view(1, -1, 1, 1)
+
+
+class Hasty(nn.BatchNorm2d):
+    def forward(self, inputs):
+        return batch_norm(inputs, self.running_mean, self.running_var, None, None, self.training, 0.5, self.eps)
+
+
+class Counting(nn.BatchNorm2d):
+    def __init__(self, features):
+        super().__init__(features)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.seen += len(inputs)
+        return super().forward(inputs)
+
+
+def test_subclasses_that_only_add_are_left_as_they_are():
+    odd = nn.BatchNorm2d(3)
+    odd.forward = lambda inputs: nn.BatchNorm2d.forward(odd, inputs).tanh()
+    parametrized = nn.BatchNorm2d(3)
+    parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
+    layers = [Activated(3), OnTop(3), odd, parametrized, nn.BatchNorm2d(3), nn.SyncBatchNorm(3)]
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, stride=2), *layers)
+    kinds = [type(layer) for layer in model]
+    assert layers_of(model) == dict.fromkeys(layers, 9)
+    assert [type(layer) for layer in model] == kinds and all(part.training for part in model.modules())
+    assert all(layer.num_batches_tracked == 0 and layer.momentum == 0.1 for layer in layers)
+
+
+@pytest.mark.parametrize("kind", [Renormalised, Hasty, Counting])
+def test_a_subclass_that_takes_them_otherwise_is_refused_by_its_name(kind):
+    said = refused(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(OnTop(3), kind(3))))
+    assert said == (
+        f"layer 1.1 ({kind.__name__}) updates its statistics in a way of its own, so statistics of whole batches "
+        "cannot be had of its micro-batches: set it to false"
+    )
+
+
+def test_others_that_keep_statistics_are_refused():
+    layer = nn.BatchNorm2d(3)
+    assert "layer 0 (BatchNorm2d) is called 2 times in a forward pass, so" in refused(nn.Sequential(layer, layer))
+    kept, none = nn.InstanceNorm2d(3, track_running_stats=True), nn.InstanceNorm2d(3)
+    assert "layer 1 (InstanceNorm2d) updates its statistics in a way of its own" in refused(nn.Sequential(none, kept))
+    assert "layer the model itself (Counting)" in refused(Counting(3))
+    assert layers_of(nn.Sequential(none, Renormalised(3, track_running_stats=False))) == {}, "nothing to be off"
+
+
+def test_a_model_that_looks_at_values():
+    class Looking(nn.Sequential):
+        def forward(self, inputs):
+            return super().forward(inputs) if inputs.sum() == 0 else inputs
+
+    model = Looking(nn.BatchNorm2d(3))
+    assert layers_of(model) == {model[0]: 64}
+    assert model.training and model[0].num_batches_tracked == 0
 
 
 @pytest.mark.gpu
@@ -189,4 +341,4 @@ def test_statistics_on_a_gpu():
 def test_what_is_frozen_gathers_nothing():
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
     freeze(model, ["0"], "model")
-    assert convert_deferred_batchnorm(model) == [model[3]] and type(model[1]) is nn.BatchNorm2d
+    assert layers_of(model) == {model[3]: 64}

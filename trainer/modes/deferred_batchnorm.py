@@ -2,92 +2,137 @@
 
 Each micro-batch is still normalised by its own mean and variance (it has not seen the others); what is deferred are the
 running statistics that evaluation uses. The idea is torchgpipe's (Kim et al., arXiv:2004.09910, section 3.3).
+
+The layers stay as they are. While a mini-batch lasts they have momentum 1, so that their buffers take the statistics of
+each micro-batch; those are noted after each forward pass of a stage, for all of its layers at once and outside of what
+is compiled, and combined when the mini-batch is complete.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.models.blocks import keeps_statistics
+from trainer.data import Example
+from trainer.errors import RecipeError
+from trainer.models.norms import statistics_layers, unlike, values_a_row, writes_statistics_only
 
 
-class DeferredBatchNorm(_BatchNorm):
-    """Batch normalisation that gathers its statistics until `commit`. Inputs (N, C, ...)."""
+def deferrable(model: nn.Module, example: Example, remedy: str) -> dict[nn.Module, int]:
+    """The layers whose statistics can be deferred, and how many values of a channel each sees of one row.
 
-    gathering = True  # off while activations are computed a second time
-    _count = 0  # values a channel since the last commit, and their mean and summed squared deviations from it
-    _mean: Tensor
-    _squares: Tensor
+    Raises:
+        RecipeError: some layer's cannot, with the `remedy`.
+    """
+    layers = statistics_layers(model)
+    if not layers:
+        return {}
+    seen = values_a_row(model, example.zeros(torch.device("cpu"), 2).inputs, layers)
+    refused = dict.fromkeys(unlike(layers, writes_statistics_only), "updates its statistics in a way of its own")
+    refused |= {name: f"is called {len(n)} times in a forward pass" for name, n in seen.items() if len(n) > 1}
+    for name, why in refused.items():
+        raise RecipeError(
+            f"layer {name or 'the model itself'} ({type(layers[name]).__name__}) {why}, so statistics of whole batches "
+            f"cannot be had of its micro-batches: {remedy}"
+        )
+    return {layer: seen[name][0] for name, layer in layers.items() if seen[name]}
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected (N, C, ...), got {tuple(input.shape)}")
 
-    def forward(self, input: Tensor) -> Tensor:
-        affine = self.weight, self.bias
-        if not self.training or self.running_mean is None:
-            alone = self.running_mean is None
-            return batch_norm(input, self.running_mean, self.running_var, *affine, alone, 0.0, self.eps)
-        self._check_input_dim(input)
-        # With momentum 1 the "running" statistics are those of this micro-batch.
-        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
-        out = batch_norm(input, mean, variance, *affine, True, 1.0, self.eps)
-        if DeferredBatchNorm.gathering:
-            self._fold(mean, variance, input.numel() // input.shape[1])
-        return out
+class DeferredStatistics:
+    """The running statistics of a stage's layers, from the first micro-batch of a mini-batch to its `commit`."""
 
-    def _fold(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Take in a part's mean and unbiased variance (Chan, Golub, LeVeque 1983: the pairwise update)."""
-        if self._count == 0:
-            self._count, self._mean, self._squares = count, mean, variance * (count - 1)
+    def __init__(self, stage: nn.Module, values: dict[nn.Module, int], pooled: bool = True) -> None:
+        """
+        Args:
+            values: of a channel in one row, by layer, as `deferrable` tells them.
+            pooled: else each micro-batch counts as a mini-batch.
+        """
+        here = dict.fromkeys(layer for layer in stage.modules() if layer in values)
+        self.layers: list[Any] = list(here)
+        self._values, self._pooled = values, pooled
+        self._momenta: list[float | None] = []
+        self._parts: list[tuple[int, Tensor, Tensor]] = []  # rows, mean and unbiased variance of all layers in a row
+        self._before: tuple[Tensor, Tensor, list[Tensor]]  # running statistics, and of how many batches
+
+    def begin(self) -> None:
+        """A micro-batch is about to be computed, perhaps the first."""
+        if self._momenta:
             return
-        total = self._count + count
-        delta = mean - self._mean
-        self._squares = self._squares + variance * (count - 1) + delta.square() * (self._count * count / total)
-        self._mean = self._mean + delta * (count / total)
-        self._count = total
+        self.layers = [layer for layer in self.layers if layer.training]
+        counts = [layer.num_batches_tracked for layer in self._counting()]
+        self._before = (*self._flat(), [*torch.stack(counts)] if counts else [])
+        self._momenta = [layer.momentum for layer in self.layers]
+        for layer in self.layers:
+            vars(layer)["momentum"] = 1.0  # as nn.Module would set it, in a tenth of the time
+
+    def gather(self, rows: int) -> None:
+        """A micro-batch of so many rows was computed."""
+        if self.layers:
+            self._parts.append((rows, *self._flat()))
 
     def forget(self) -> None:
         """The mini-batch was given up."""
-        self._count = 0
+        if self._momenta:
+            self._write(*self._before)
 
+    @torch.no_grad()
     def commit(self) -> None:
         """The mini-batch is complete: update the running statistics with what was gathered."""
-        if self._count == 0 or self.running_mean is None or self.running_var is None:
+        if not self._parts:
             return
-        assert self.num_batches_tracked is not None
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            share = self.momentum if self.momentum is not None else self.num_batches_tracked.reciprocal()
-            self.running_mean.lerp_(self._mean, share)
-            self.running_var.lerp_(self._squares / max(1, self._count - 1), share)
-        self._count = 0
+        mean, variance, tracked = self._before
+        for part_mean, part_variance in self._combined() if self._pooled else (part[1:] for part in self._parts):
+            torch._foreach_add_(tracked, 1)
+            rate = self._rates(tracked)
+            mean, variance = torch.lerp(mean, part_mean, rate), torch.lerp(variance, part_variance, rate)
+        self._write(mean, variance, tracked)
 
+    def _combined(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Mean and unbiased variance of the micro-batches together (Chan, Golub, LeVeque 1983)."""
+        total = sum(rows for rows, _, _ in self._parts)
+        mean = variance = torch.zeros_like(self._before[0])
+        for rows, part, _ in self._parts:
+            mean = torch.add(mean, part, alpha=rows / total)
+        each = self._each([1 / self._values[layer] for layer in self.layers])  # of a channel's values, in rows
+        for rows, part, unbiased in self._parts:
+            biased = torch.addcmul(unbiased, unbiased, each, value=-1 / rows)
+            variance = torch.add(variance, biased + (part - mean).square(), alpha=rows / total)
+        return [(mean, variance / (1 - each / total))]
 
-def convert_deferred_batchnorm(module: nn.Module) -> list[DeferredBatchNorm]:
-    """Replace batch normalisation that trains within `module`; names, parameters and buffers stay the same objects."""
-    for owner in list(module.modules()):
-        for name, child in list(owner.named_children()):
-            known = type(child) is DeferredBatchNorm or keeps_statistics(child)
-            if isinstance(child, _BatchNorm) and not known:
-                setattr(owner, name, _deferred(child))
-    return [layer for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
+    def _rates(self, tracked: Sequence[Tensor]) -> Any:
+        """Of each channel, or of all: the momentum, or without one an average over all batches there were."""
+        if len(set(self._momenta)) == 1 and self._momenta[0] is not None:
+            return self._momenta[0]
+        counts = dict(zip(self._counting(), tracked, strict=True))
+        pairs = zip(self.layers, self._momenta, strict=True)
+        return self._each([counts[layer].reciprocal() if rate is None else rate for layer, rate in pairs])
 
+    def _each(self, numbers: Sequence[Any]) -> Tensor:
+        """One number of each layer, for all of its channels."""
+        ones = torch.split(torch.ones_like(self._before[0]), [len(layer.running_mean) for layer in self.layers])
+        return torch.cat([one * number for one, number in zip(ones, numbers, strict=True)])
 
-def _deferred(layer: _BatchNorm) -> DeferredBatchNorm:
-    deferred = DeferredBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-    deferred._parameters, deferred._buffers = dict(layer._parameters), dict(layer._buffers)
-    return deferred.train(layer.training)
+    def _counting(self) -> list[Any]:
+        return [layer for layer in self.layers if layer.num_batches_tracked is not None]
 
+    @torch.no_grad()
+    def _flat(self) -> tuple[Tensor, Tensor]:
+        if not self.layers:
+            return torch.empty(0), torch.empty(0)
+        means, variances = ([getattr(layer, name) for layer in self.layers] for name in ("running_mean", "running_var"))
+        return torch.cat(means), torch.cat(variances)
 
-class recomputing:
-    """Forward passes in here repeat earlier ones: their statistics have been gathered. Can be entered again."""
-
-    def __enter__(self) -> None:
-        DeferredBatchNorm.gathering = False
-
-    def __exit__(self, *_: object) -> None:
-        DeferredBatchNorm.gathering = True
+    @torch.no_grad()
+    def _write(self, mean: Tensor, variance: Tensor, tracked: list[Tensor]) -> None:
+        for name, flat in (("running_mean", mean), ("running_var", variance)) if self.layers else ():
+            buffers = [getattr(layer, name) for layer in self.layers]
+            torch._foreach_copy_(buffers, torch.split(flat, [len(buffer) for buffer in buffers]))
+        if tracked:
+            torch._foreach_copy_([layer.num_batches_tracked for layer in self._counting()], tracked)
+        for layer, momentum in zip(self.layers, self._momenta, strict=True):
+            vars(layer)["momentum"] = momentum
+        self._parts.clear()
+        self._momenta.clear()

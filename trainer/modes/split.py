@@ -19,9 +19,9 @@ class Split(Staged):
         return Pipe(workers, workers, (IN_TURN,), rows, (1,))
 
     def build(self, traced: Traced, plan: Plan) -> None:
-        self._norms.clear()
+        self._deferred.clear()
         for index, (stage, device) in enumerate(zip(traced.stages(plan.cuts), self.world.drives, strict=True)):
-            self.stages[index] = self.prepare_stage(stage, device, deferred=False)
+            self.stages[index] = self.prepare_stage(stage, device)
 
     def outputs(self, inputs: Tensor) -> Tensor:
         for stage, device in zip(self.stages.values(), self.world.drives, strict=True):

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.contexts import mode_of
 from trainer.data import Batch
+from trainer.errors import RecipeError
 from trainer.models.zoo import build
 from trainer.modes.pipeline import streams
 from trainer.processes.rank import Place
@@ -349,3 +350,46 @@ def kernels_by_stream(watched, path):
         if event.get("cat") == "kernel":
             lanes.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
     return lanes
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, inputs):
+        return super().forward(inputs).sigmoid()
+
+
+@pytest.mark.parametrize("words", ["pipeline.microbatches=2", "pipeline.microbatches=2 pipeline.recompute=true"])
+def test_a_subclass_of_batch_norm_is_what_trains(words):
+    """To the bit: two micro-batches are two passes of the model as it was given."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), Activated(4), nn.Conv2d(4, 4, 3), Activated(4), nn.Flatten(), nn.Linear(64, 10)]
+    model, batch = nn.Sequential(*layers), digits()
+    strategy = staged(model, (CPU, CPU), words)
+    strategy.train()
+    found = strategy.forward_backward(batch, 1 / ROWS)
+    losses = []
+    for part in (slice(0, 5), slice(5, ROWS)):
+        loss = cross_entropy(model(batch.inputs[part]), batch.targets[part]) * (5 / ROWS)
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(found, sum(losses))
+    ours, theirs = gradients(strategy.named_parameters().items()), gradients(model.named_parameters())
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("pipeline.microbatches=2", "set pipeline.deferred_batch_norm=false, which takes those of each micro-batch"),
+        ("mode=split pipeline.recompute=true", "set pipeline.recompute=false and pipeline.deferred_batch_norm=false"),
+    ],
+)
+def test_a_layer_whose_statistics_cannot_be_deferred_is_named(words, remedy):
+    layer = nn.BatchNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), layer, nn.Conv2d(4, 4, 3), layer, nn.Flatten(), nn.Linear(64, 10))
+    with pytest.raises(RecipeError) as error:
+        staged(model, (CPU, CPU), words)
+    assert "layer 1 (BatchNorm2d) is called 2 times in a forward pass" in str(error.value)
+    assert remedy in str(error.value)
+    staged(model, (CPU, CPU), "pipeline.microbatches=2 pipeline.deferred_batch_norm=false")
+    staged(model, (CPU, CPU), "pipeline.microbatches=1")
+    staged(model, (CPU, CPU), "mode=split")

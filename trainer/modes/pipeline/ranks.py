@@ -111,12 +111,12 @@ class ProcessPipeline(Staged):
         ]
 
     def build(self, traced: Traced, plan: Plan) -> None:
-        self._norms.clear()
+        self._deferred.clear()
         self.stages.clear()
         everything = traced.stages(plan.cuts)
         samples = self._samples(everything, self.pipe.rows // plan.microbatches)
         for index in self.own:
-            self.stages[index] = self.prepare_stage(everything[index], self.device, deferred=True)
+            self.stages[index] = self.prepare_stage(everything[index], self.device)
         parts = []
         for index, wire in self._wires(self.run_stage).items():
             part = PipelineStage(

@@ -6,7 +6,6 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from trainer.errors import is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs, undisturbed
 from trainer.models.partition import Traced, trace
 from trainer.modes.base import Context, Strategy
-from trainer.modes.deferred_batchnorm import DeferredBatchNorm, convert_deferred_batchnorm, recomputing
+from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Span
 from trainer.modes.pipeline.spans import Recorder
@@ -38,7 +37,8 @@ class Staged(Strategy):
         self.recorder = Recorder(self.world.drives)
         self.plan: Plan
         self.pipe: Pipe
-        self._norms: list[DeferredBatchNorm] = []
+        self._values: dict[nn.Module, int] = {}  # of layers whose statistics are deferred
+        self._deferred: dict[nn.Module, DeferredStatistics] = {}  # by stage
         self._bubbles: list[float] = []
         self._recent: list[list[Span]] = []
         self._busy: list[float] = []
@@ -51,6 +51,8 @@ class Staged(Strategy):
         self.model = model.to(memory_format=layout)
         traced = trace(self.model, self.recipe.model.name)
         self.pipe = self.describe_pipe(self.context.example.rows)
+        if any(map(self.defers, self.pipe.counts)):
+            self._values = deferrable(self.model, self.context.example, self._without_deferring())
         plan = tuning.recall(self.known, tuning.key_of(traced, self.recipe, self.pipe), traced, self.pipe)
         if plan is None:
             plan, self.known = tuning.find_plan(
@@ -67,6 +69,15 @@ class Staged(Strategy):
         forget_memory(self.world.drives)
         del self.model  # stages that are not this rank's need no memory
         self._parameters = list(self.named_parameters().values())
+
+    def defers(self, microbatches: int) -> bool:
+        """Whether BatchNorm's statistics are those of several passes; a pass that is computed again counts once."""
+        return self.recipe.pipeline.recompute or (self.recipe.pipeline.deferred_batch_norm and microbatches > 1)
+
+    def _without_deferring(self) -> str:
+        if self.recipe.pipeline.recompute:
+            return "set pipeline.recompute=false and pipeline.deferred_batch_norm=false, or mode=ddp"
+        return "set pipeline.deferred_batch_norm=false, which takes those of each micro-batch, or mode=ddp"
 
     # What each mode says for itself.
 
@@ -112,8 +123,8 @@ class Staged(Strategy):
                 raise
             if self.world.size > 1:
                 raise tuning.too_little(self.pipe, plan.microbatches, self._ran) from error
-        for norm in self._norms:
-            norm.forget()
+        for deferred in self._deferred.values():
+            deferred.forget()
         for parameter in self.model.parameters():
             parameter.grad = None
         self.recorder = Recorder(self.world.drives)
@@ -166,26 +177,32 @@ class Staged(Strategy):
         """Inputs of the recipe's shape on the device, to measure with."""
         return self.context.example.random(self.device, rows, self.recipe.channels_last)
 
-    def prepare_stage(self, stage: nn.Module, device: torch.device, deferred: bool) -> nn.Module:
-        """A stage as it trains: on its device, its BatchNorm deferred where micro-batches would show in it.
-
-        And where activations are computed twice: a plain BatchNorm would count them twice.
-        """
-        if (deferred and self.recipe.pipeline.deferred_batch_norm) or self.recipe.pipeline.recompute:
-            self._norms += convert_deferred_batchnorm(stage)
+    def prepare_stage(self, stage: nn.Module, device: torch.device) -> nn.Module:
+        """A stage as it trains: on its device, its BatchNorm's statistics deferred."""
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         stage = stage.to(device, memory_format=layout)  # type: ignore[call-overload]
+        if self._values and self.defers(self.plan.microbatches):
+            self._deferred[stage] = DeferredStatistics(
+                stage, self._values, pooled=self.recipe.pipeline.deferred_batch_norm
+            )
         if self.recipe.compile:
             stage.compile()
         return stage
 
-    def run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
-        """One stage's forward pass, in the recipe's precision, its activations computed twice if it says so."""
-        if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):
-            return self.in_precision(stage, inputs)
-        out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, context_fn=_statistics_once)
-        if not self.recipe.pipeline.deferred_batch_norm:
-            self.commit_statistics()
+    def run_stage(self, stage: nn.Module, inputs: Tensor, rows: int | None = None) -> Tensor:
+        """One stage's forward pass, in the recipe's precision, its activations computed twice if it says so.
+
+        Of a micro-batch of `rows` images, or as many as all have: activations may have another first dimension.
+        """
+        deferred = self._deferred.get(stage) if stage.training else None
+        if deferred is not None:
+            deferred.begin()
+        if self.recipe.pipeline.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False)
+        else:
+            out = self.in_precision(stage, inputs)
+        if deferred is not None:
+            deferred.gather(self.split_size() if rows is None else rows)
         return out
 
     def split_size(self) -> int:
@@ -194,8 +211,8 @@ class Staged(Strategy):
 
     def commit_statistics(self) -> None:
         """A mini-batch is complete."""
-        for norm in self._norms:
-            norm.commit()
+        for deferred in self._deferred.values():
+            deferred.commit()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         parts = (stage.named_parameters(remove_duplicate=False) for stage in self.stages.values())  # as tied ones have
@@ -268,7 +285,3 @@ class Staged(Strategy):
                 "trials": self.known["trials"],
             }
         }
-
-
-def _statistics_once() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), recomputing()

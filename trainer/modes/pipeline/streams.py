@@ -96,9 +96,9 @@ class StreamPipeline(Staged):
         super().setup(model)
 
     def build(self, traced: Traced, plan: Plan) -> None:
-        self._norms.clear()
+        self._deferred.clear()
         for index, (stage, lane) in enumerate(zip(traced.stages(plan.cuts), self.lanes, strict=True)):
-            self.stages[index] = self.prepare_stage(stage, lane.device, deferred=True)
+            self.stages[index] = self.prepare_stage(stage, lane.device)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         last = len(self.lanes) - 1
@@ -113,7 +113,7 @@ class StreamPipeline(Staged):
                 _, stage, m = action
                 with self.lanes[stage].working(), self.recorder.action(stage, action):
                     if action.kind == "F":
-                        out = self.run_stage(self.stages[stage], received[stage, m])
+                        out = self.run_stage(self.stages[stage], received[stage, m], len(inputs[m]))
                         if stage == last:
                             out = self.weighted_loss(out, targets[m], weight)
                             losses.append(out.detach())

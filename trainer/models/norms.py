@@ -1,0 +1,171 @@
+"""Batch normalisation and its subclasses: which of them a mode may run in another way, found out by running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.overrides import TorchFunctionMode
+
+from trainer.models.balance import undisturbed
+from trainer.models.blocks import keeps_statistics
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class BatchNormCalls(TorchFunctionMode):
+    """In this block `torch.nn.functional.batch_norm` is another function, for whatever layer calls it."""
+
+    def __init__(self, instead: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return (self._instead if function is batch_norm else function)(*args, **(kwargs or {}))
+
+
+def statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
+    """Normalisation that keeps running statistics and is not frozen, each layer once, by its first name."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _NormBase) and layer.running_mean is not None and not keeps_statistics(layer)
+    }
+
+
+def unlike(layers: Mapping[str, nn.Module], known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """The layers that are not as `known` says, of which each kind is asked once."""
+    answers: dict[Any, bool] = {}
+
+    def answer(layer: nn.Module) -> bool:
+        options = [value for key, value in vars(layer).items() if key != "num_features" and not isinstance(value, dict)]
+        kind = type(layer), repr(options), *map(type, layer.children())
+        if kind not in answers:
+            answers[kind] = known(layer)
+        return answers[kind]
+
+    return {name: layer for name, layer in layers.items() if not answer(layer)}
+
+
+def is_torchs(layer: nn.Module) -> bool:
+    """Whether torch's own code computes this layer."""
+    return type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
+
+
+def writes_statistics_only(layer: nn.Module) -> bool:
+    """Whether a layer takes a batch's statistics as `nn.BatchNorm2d` does, whatever it adds to the result.
+
+    Its outputs in training do not depend on the running statistics, and those become the batch's by its momentum:
+    torch's own layers, and subclasses with an activation or dropout inside.
+    """
+    if is_torchs(layer):
+        return True
+    if not isinstance(layer, _BatchNorm):
+        return False
+    try:
+        with undisturbed([layer], torch.device("cpu")):
+            if not layer.train().training:  # it never takes any
+                return True
+        return any(_writes_only(layer, inputs) for inputs in _samples(layer))
+    except Exception:  # the user's own code may raise anything; such a layer is not known
+        return False
+
+
+def takes_global_statistics(layer: nn.Module) -> bool:
+    """Whether one call of `torch.nn.functional.batch_norm` is all that mixes the rows of a batch in this layer."""
+    if is_torchs(layer):
+        return True
+    calls: list[bool] = []
+
+    def counted(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs["training"] if "training" in kwargs else args[4])
+        return batch_norm(inputs, *args, **kwargs)
+
+    with suppress(Exception):
+        for inputs in _samples(layer):
+            calls.clear()
+            with BatchNormCalls(counted):
+                _run(layer, inputs, 1.0, 0.0)
+            return calls == [True] and (layer.running_mean is None or writes_statistics_only(layer))
+    return False
+
+
+def _samples(layer: Any) -> Iterator[Tensor]:
+    """Inputs of as many dimensions as the layer takes."""
+    for sides in (2, 0, 1, 3):
+        shape = (6, layer.num_features, *[3] * sides)
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 2
+        with suppress(ValueError, RuntimeError, AssertionError):
+            _run(layer, inputs, 1.0, 0.0)
+            yield inputs
+
+
+def _run(layer: Any, inputs: Tensor, momentum: float, start: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs in training, and buffers afterwards, of a layer whose running statistics were `start`.
+
+    It is left as it was. Not a copy runs: a `forward` that was put into the layer may hold on to it.
+    """
+    before = layer.momentum
+    try:
+        with undisturbed([layer], inputs.device), torch.no_grad():
+            layer.train().momentum = momentum
+            for name in STATISTICS:
+                if getattr(layer, name, None) is not None:
+                    getattr(layer, name).fill_(start)
+            torch.manual_seed(0)
+            out = layer.forward(inputs.clone())
+            return out, {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    finally:
+        layer.momentum = before
+
+
+def _writes_only(layer: _BatchNorm, inputs: Tensor) -> bool:
+    axes = [axis for axis in range(inputs.dim()) if axis != 1]
+    outputs = []
+    for momentum, start in ((1.0, 5e5), (0.25, 3.0)):
+        out, after = _run(layer, inputs, momentum, start)
+        outputs.append(out)
+        expected = {"running_mean": inputs.mean(axes), "running_var": inputs.var(axes)}
+        expected = {name: torch.full_like(value, start).lerp(value, momentum) for name, value in expected.items()}
+        for name, buffer in layer.named_buffers():
+            if name == "num_batches_tracked":
+                if after[name] != start + 1:
+                    return False
+            elif not torch.allclose(after[name], expected.get(name, buffer), rtol=1e-4, atol=1e-4):
+                return False
+    return torch.equal(*outputs)
+
+
+def values_a_row(model: nn.Module, inputs: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, list[int]]:
+    """How many values of a channel each layer sees of one row of `inputs` (N, ...), for each time that it is called."""
+    seen: dict[str, list[int]] = {name: [] for name in layers}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda layer, args, out: seen[name].append(out.numel() // (layer.num_features * len(inputs)))
+
+    flags = {part: part.training for part in model.modules()}
+    hooks = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    try:
+        model.eval()
+        with torch.no_grad():
+            try:  # shapes are all that is asked for
+                functional_call(model, {name: t.to("meta") for name, t in tensors.items()}, (inputs.to("meta"),))
+            except (RuntimeError, NotImplementedError):  # it looks at values
+                for times in seen.values():
+                    times.clear()
+                model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for part, flag in flags.items():
+            part.training = flag
+    return seen

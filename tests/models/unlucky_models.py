@@ -43,3 +43,16 @@ def scattered(classes, channels, size):
 @register_model("greedy")
 def a_greedy_one(classes, channels, size):
     return chain(Greedy(), channels, size, classes)
+
+
+class Renormalised(nn.BatchNorm2d):
+    """Reads in training what it has learned so far."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.running_var.rsqrt().view(1, -1, 1, 1)
+
+
+@register_model("renormalised")
+def renormalised(classes, channels, size):
+    layers = [nn.Conv2d(channels, 4, 1), Renormalised(4), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(4 * size * size, classes))

@@ -372,6 +372,10 @@ ZBV = ["mode=pipeline", "pipeline.schedule=zbv"]
             ["mode=split", "model.name=mlp", "pipeline.stages=4"],
             "only 2 usable cuts: lower pipeline.stages to at most 3",
         ),
+        (
+            ["mode=pipeline", "nproc=2", "plugin=tests.models.unlucky_models", "model.name=renormalised"],
+            "layer 1 (Renormalised) updates its statistics in a way of its own, so",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -157,8 +157,8 @@ class ProcessPipeline(Staged):
                     if out.requires_grad:  # not `backward`, which would leave gradients
                         wanted = [p for p in wire.parameters() if p.requires_grad]
                         torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-        for norm in self._norms:
-            norm.forget()
+                for deferred in self._deferred.values():
+                    deferred.forget()
 
     def _wires(self, run: Callable[[nn.Module, Tensor], Tensor]) -> dict[int, Wire]:
         """This rank's stages, each called by `run`, as their neighbours see them."""

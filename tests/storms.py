@@ -49,7 +49,7 @@ MODES = {
 SEVERAL = [name for name, words in MODES.items() if any(word.startswith("nproc=") for word in words)]
 TIMEOUT = 5  # seconds that a stopped rank is waited for
 PHASES = ("start-up", "banner", "steps", "steps", "evaluation", "saving", "end")
-SIGNALS = ("SIGTERM", "SIGTERM to all", "SIGINT", "SIGINT twice", "SIGHUP", "SIGUSR1")
+SIGNALS = ("SIGTERM", "SIGTERM to all", "SIGINT", "SIGINT twice", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 def slack() -> float:
@@ -211,7 +211,7 @@ def check(hit: Hit, job: Job) -> None:
     elif name == "SIGINT":
         allowed = [130, *finished]
     else:
-        early = [128 + signal.Signals[name]] if hit.phase == "start-up" else []
+        early = [128 + signal.Signals[name]] if hit.phase == "start-up" else []  # Python itself was still starting
         allowed = [143, *early, *finished]
     assert code in allowed, (code, allowed, hit.output)
     assert "Traceback" not in hit.output, hit.output

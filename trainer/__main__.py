@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from trainer.processes import early
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Before all other imports, which Ctrl-C would leave with a traceback each; `run` takes it back.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # launch.sh has it blocked
+if __name__ == "__main__":
+    early.hear()  # before all other imports
 
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from tests import warm
 from tests.commands import PROJECT
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
-from trainer.processes import family
+from trainer.processes import early, family
 from trainer.recipe import load
 
 STAND_IN = """
@@ -218,7 +218,7 @@ def test_a_bug_is_a_sentence_first_and_its_traceback_once(work: Path) -> None:
     assert errors.endswith("\nZeroDivisionError: a bug\n")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 143)])
 def test_a_signal_reaches_the_ranks_and_their_word_the_user(work: Path, number: int, code: int) -> None:
     process = start("nproc=2", case="save")
     ranks = wait_until_ready(process, 2)
@@ -226,6 +226,14 @@ def test_a_signal_reaches_the_ranks_and_their_word_the_user(work: Path, number: 
     _, errors = process.communicate(timeout=40)
     assert (process.returncode, errors) == (code, "trainer: stopped after step 3, saved\n")
     assert not any(map(alive, ranks))
+
+
+@pytest.mark.parametrize("number", early.SAVE_AND_GO)
+def test_before_there_is_anything_to_save_a_signal_has_the_same_code(work: Path, number: int) -> None:
+    (work / "hears.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\nsum(range(10**5))\n")
+    words = [*command(), "mode=single", "plugin=hears"]
+    done = warm.run([word for word in words if word != "plugin=stand_in"], timeout=60, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (143, b"", b"")
 
 
 def test_ctrl_c_before_a_rank_is_python_shows_nothing(work: Path) -> None:

@@ -9,10 +9,12 @@ import time
 import pytest
 
 from tests.commands import PROJECT, environment
+from trainer.processes import early
 from trainer.processes.interrupts import Interrupts, outlive_terminal
 
 PROGRAM = """
 import signal, sys, time
+from trainer.processes import early
 from trainer.processes.interrupts import Interrupts
 with Interrupts(grace={grace}) as interrupts:
     interrupts.beat()
@@ -64,7 +66,7 @@ def end(child, timeout=20):
         child.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO])
 def test_a_signal_raises_a_flag(number):
     child = start(WAITING.format(linger=0))
     child.send_signal(number)
@@ -242,6 +244,7 @@ def test_handlers_are_put_back():
 
 LEAVING = """
 import atexit, sys, threading, time
+from trainer.processes import early
 from trainer.processes.interrupts import leave
 sys.modules["torch"] = sys
 def late():

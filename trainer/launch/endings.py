@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import PeerError, RecipeError, SetupError, TrainerError, sentence
-from trainer.processes import family, stacks
+from trainer.processes import family, interrupts, stacks
 from trainer.processes.rank import place
 from trainer.processes.started import as_typed
 
@@ -57,7 +57,8 @@ def public_code(code: int) -> int:
     """What a shell is to see, of an exit code as the system gives it."""
     if code >= 0:
         return code
-    return 128 - code if -code in (signal.SIGINT, signal.SIGTERM) else PeerError.code
+    asked = -code in (*interrupts.ALWAYS, *interrupts.IF_UNUSED)  # before it could hear the signal
+    return interrupts.exit_code(-code) if asked else PeerError.code
 
 
 def _obituary(end: Ending) -> str:

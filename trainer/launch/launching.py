@@ -25,7 +25,7 @@ from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import endings
 from trainer.launch.endings import Ending
 from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
-from trainer.processes import family, interrupts, world
+from trainer.processes import early, family, interrupts, world
 from trainer.processes.rank import check_meeting, place
 from trainer.processes.waiting import telling
 from trainer.recipe import Recipe
@@ -196,7 +196,7 @@ def _signals(run: Any, recipe: Recipe) -> list[str]:
     if "--signals-to-handle" in known:
         options.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
         for number in interrupts.IF_UNUSED:
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if early.unused(number):
                 signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if "--shutdown-timeout" in known:  # the ranks read it too
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + SAVING)))

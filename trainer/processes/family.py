@@ -17,7 +17,7 @@ from trainer.processes.rank import place
 # Set by our launcher for its ranks and for whatever else we start: whom to die with; and who speaks for the ranks.
 PARENT = "TRAINER_PARENT"
 PARENT_DIED = 7  # the exit code of a child that finds no parent
-STACKS = signal.SIGUSR2  # a rank that gets it writes its stacks to stderr, and goes on
+STACKS = signal.SIGURG  # a rank that gets it writes its stacks to stderr, and goes on; no other process minds it
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -85,16 +85,6 @@ def wake() -> list[int]:
     stopped = {rank: pid for rank, (pid, state) in living().items() if state == "T"}
     for pid in stopped.values():
         with suppress(OSError):
-            if _handles(pid, STACKS):
-                os.kill(pid, STACKS)
+            os.kill(pid, STACKS)
             os.kill(pid, signal.SIGCONT)
     return sorted(stopped)
-
-
-def _handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, that would end it otherwise."""
-    with suppress(OSError, ValueError):
-        for line in _read(pid, "status").splitlines():
-            if line.startswith(b"SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False

@@ -15,9 +15,9 @@ import threading
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from trainer.processes import carrying, family
+from trainer.processes import carrying, early, family
 
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
 SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with
 
 

@@ -21,12 +21,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainer.processes import family, stacks
+from trainer.processes import early, family, stacks
 from trainer.processes.rank import place
 
-# Ctrl-C; and what asks to save and go: schedulers, a terminal that closes, SLURM's --signal=USR1.
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
-IF_UNUSED = (signal.SIGHUP, signal.SIGUSR1)  # unless ignored (nohup), or a user's program has a handler of its own
+IF_UNUSED = early.SAVE_AND_GO  # unless ignored (nohup), or a user's program has a handler of its own
 GRACE = 60.0  # seconds, the default of the recipe's `grace`
 SHORTEST = 4.0  # seconds from a signal, or the last boundary, until the watcher leaves when a peer is gone
 LEAVING = 5.0  # seconds that are left for saving when the launcher will kill
@@ -62,7 +61,7 @@ class Interrupts:
         self._installed = threading.current_thread() is threading.main_thread()
         if not self._installed:
             return self
-        free = [number for number in IF_UNUSED if signal.getsignal(number) is signal.SIG_DFL]
+        free = [number for number in IF_UNUSED if early.unused(number)]
         self._handlers = {number: signal.signal(number, self._handle) for number in (*ALWAYS, *free)}
         if self.own_process:
             self._reader, self._writer = os.pipe()

@@ -234,6 +234,11 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 6, "out of memory: "),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 28, "the disk is full at /data/x: "),
         (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            28,
+            "the disk is full ([Errno 2] No usable temporary directory found in ['/tmp']): free some space, or choose",
+        ),
+        (
             RuntimeError("operator torchvision::nms does not exist"),
             3,
             "torch or torchvision cannot be loaded (operator",

@@ -133,8 +133,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
         advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
         return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
-    if isinstance(error, OSError) and error.errno in FULL:
-        where = f" at {error.filename}" if error.filename else ""
+    if isinstance(error, OSError) and is_disk_full(error):
+        where = f" at {error.filename}" if error.filename else "" if error.errno in FULL else f" ({text})"
         return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
     return "".join(traceback.format_exception(error)).rstrip(), 1
 
@@ -234,6 +234,11 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as broken:
         return f"its own text raises {type(broken).__name__}"
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether there was no room to write; Python's word for it where no temporary file can be written is another."""
+    return error.errno in FULL or "No usable temporary directory" in text_of(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,13 +3,16 @@
 import json
 import re
 import shutil
+import signal
+import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from tests.commands import QUIET, ok, trainer
+from tests import warm
+from tests.commands import QUIET, environment, ok, trainer
 from trainer import exporting
 from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.exporting import export, formats
@@ -77,7 +80,10 @@ def here(home, monkeypatch):
         path.unlink()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]])
+FORMATS = [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 def test_every_format_through_the_command_line(here, kind):
     done = ok("export", "images", f"format={kind}", cwd=here)
     assert done.stderr == "" and max(map(len, done.stdout.splitlines())) <= 120
@@ -166,7 +172,7 @@ def test_a_folder_of_the_runs_name_is_not_in_the_way(here):
         (here / "images").rmdir()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])
     assert "  input   int64 (batch, 6): as the data set gives them\n" in text and "2 names (even, odd)" in text
@@ -242,6 +248,51 @@ def test_what_computes_something_else_gets_no_name(here, monkeypatch):
     with pytest.raises(RecipeError, match=r"for 1 samples its outputs differ by .*, allowed is "):
         exporting.command(["images", "format=torchscript"])
     assert [path.name for path in (here / "runs" / "images").iterdir() if "model" in path.name] == []
+
+
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_disk_that_is_full_at_any_byte_is_one_line(here, kind):
+    """The kernel cuts a write short, then refuses the next."""
+    run = here / "runs" / "images"
+    before = sorted(run.rglob("*"))
+    exporting.command(["images", f"format={kind}", "output=model-whole" + exporting.SUFFIXES[kind]])
+    size = (here / f"model-whole{exporting.SUFFIXES[kind]}").stat().st_size
+    for limit in (0, 1, 100, size // 3, size * 9 // 10, size * 2):
+        command = [sys.executable, "-c", LIMITED, str(limit), "export", "images", f"format={kind}"]
+        done = warm.run(command, env=environment(), cwd=here, capture_output=True, text=True, timeout=180)
+        if limit > size:
+            assert done.returncode == 0, done.stderr
+        else:
+            assert done.returncode == 28, (limit, done.stderr[-2000:])
+            line = r"trainer: error: runs/images: the disk is full \(.*\); what was saved before is intact: free some "
+            assert re.fullmatch(line + r"space, then the same words again\n", done.stderr), done.stderr
+            assert sorted(run.rglob("*")) == before
+
+
+def test_what_killed_exports_left_behind_is_removed_by_the_next(here):
+    run = here / "runs" / "images"
+    before = sorted(run.rglob("*"))
+    mine = run / ".export-settings"  # somebody else's
+    mine.mkdir()
+    for point in ("write", "fsync"):
+        killed = trainer(
+            "export", "images", "format=torchscript", env={"TRAINER_FAULT": f"kill@export:{point}"}, cwd=here
+        )
+        assert killed.returncode == -signal.SIGKILL
+        [left] = {*run.glob(".export-*")} - {mine}
+    with export._draft(run) as draft:  # of an export that goes on
+        assert not left.exists()
+        ok("export", "images", "format=torchscript", cwd=here)
+        assert draft.is_dir() and draft.parent in run.iterdir()
+    assert sorted(run.rglob("*")) == sorted([*before, mine, run / "model.torchscript"])
+    mine.rmdir()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from trainer.caching.blocks import Prepared
 from trainer.caching.packing import Format, Packing, key_of
 from trainer.caching.stored import block_path, prepared
 from trainer.data.images import reason
-from trainer.errors import FULL, DiskFullError, PeerError, SetupError
+from trainer.errors import DiskFullError, PeerError, SetupError, is_disk_full
 from trainer.processes import fork_server
 from trainer.processes.allocation import PHOTOS, keep_freed_memory
 from trainer.saving import locks
@@ -224,7 +224,7 @@ def size_of(count: int) -> str:
 
 def _refused(home: Path, error: OSError) -> SetupError | DiskFullError:
     reason = error.strerror or str(error)
-    if error.errno in FULL:
+    if is_disk_full(error):
         return DiskFullError(
             f"{home}: the disk is full ({reason}); what is built stays: free some space and type the same again, "
             "or take data.cache_format=jpeg, data.cache_dir=FOLDER or data.cache=off"

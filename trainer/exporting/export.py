@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -11,10 +12,13 @@ import torch
 from trainer.errors import RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.exporting.formats import WRITERS, Runner, quietly
 from trainer.exporting.source import ExportSource, load
-from trainer.saving.files import put, writing
+from trainer.saving.files import put, remove, writing
+from trainer.saving.locks import alone, unheld
+from trainer.saving.tensor_files import sync
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
 TOLERANCE = 1e-4  # of the largest output
+DRAFT, LOCK = ".export-", ".lock"  # a file's folder until it was checked; its lock is held as long
 INSTEAD = {
     "onnx": "exported_program, torchscript or safetensors",
     "exported_program": "torchscript or safetensors",
@@ -33,16 +37,35 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
     """
     source = load(path, words)
     folder = target.parent
-    with (
-        writing(folder, "the same words again"),
-        tempfile.TemporaryDirectory(prefix=".export-", dir=folder, ignore_cleanup_errors=True) as draft,
-    ):
-        written = Path(draft) / target.name
+    with writing(folder, "the same words again"), _draft(folder) as draft:
+        written = draft / target.name
         agreement = _checked(source, kind, written)
-        size = sum(file.stat().st_size for file in Path(draft).iterdir())
-        for file in sorted(Path(draft).iterdir(), key=lambda file: file == written):  # the model itself last
+        files = sorted(draft.iterdir(), key=lambda file: file == written)  # the model itself last
+        size = sum(file.stat().st_size for file in files)
+        for file in files:
+            sync(file)
             put(file, folder / file.name)
     return _told(source, path, kind, target, size, agreement)
+
+
+@contextmanager
+def _draft(folder: Path) -> Iterator[Path]:
+    """A folder in `folder` that is removed after the block; those that killed exports left behind are removed now."""
+    for left in folder.glob(f"{DRAFT}????????"):
+        with suppress(OSError), open(left / LOCK, "r+") as lock:  # one without is not ours
+            if alone(lock.fileno()):
+                remove(left)
+    made = Path(tempfile.mkdtemp(prefix=".exporting-", dir=folder))
+    home = made.with_name(made.name.replace(".exporting-", DRAFT))
+    try:
+        with open(unheld(made / LOCK)) as lock:
+            alone(lock.fileno())  # before it has the name that others look for
+            made.rename(home)
+            (home / "files").mkdir()
+            yield home / "files"
+    finally:
+        remove(made)
+        remove(home)
 
 
 def _checked(source: ExportSource, kind: str, path: Path) -> str:

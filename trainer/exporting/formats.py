@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import warnings
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from trainer.exporting.source import ExportSource
 from trainer.models.zoo import initialise
-from trainer.saving.weights import read_weights, save_weights
+from trainer.saving.tensor_files import require_finite, serialised, write_synced
+from trainer.saving.weights import read_weights
 
 Runner = Callable[[Tensor], Tensor]
 FACTS = "trainer.json"  # a further file in those of torch; in ONNX, which holds texts by name, one of them
@@ -42,8 +44,10 @@ def to_onnx(source: ExportSource, path: Path) -> Runner:
 
 def to_exported_program(source: ExportSource, path: Path) -> Runner:
     """A file of torch.export; the facts are a further file in it, trainer.json."""
+    made = io.BytesIO()
     with quietly():
-        torch.export.save(_program(source), path, extra_files={FACTS: _as_json(source)})
+        torch.export.save(_program(source), made, extra_files={FACTS: _as_json(source)})
+        _write(made, path)
         found: Runner = torch.export.load(path).module()
     return found
 
@@ -52,7 +56,9 @@ def to_torchscript(source: ExportSource, path: Path) -> Runner:
     """A traced module; the facts are a further file in it, trainer.json."""
     with quietly():
         traced: Any = torch.jit.trace(source.model, source.sample(2), check_trace=False)  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, path, _extra_files={FACTS: _as_json(source)})
+        made = io.BytesIO()
+        torch.jit.save(traced, made, _extra_files={FACTS: _as_json(source)})
+        _write(made, path)
         found: Runner = torch.jit.load(path)  # type: ignore[no-untyped-call]
     return found
 
@@ -63,7 +69,9 @@ def to_safetensors(source: ExportSource, path: Path) -> Runner:
     What the weights' own file tells goes first: its `model` is the call that makes the bare one, where there is one.
     """
     recipe = json.dumps(source.recipe.replace(output=None, resume=None).to_dict())
-    save_weights(path, dict(source.tensors), {**source.texts(), **source.metadata, "recipe": recipe})
+    require_finite(path.name, source.tensors)
+    facts = {"format": "pt", **source.texts(), **source.metadata, "recipe": recipe}
+    write_synced(path, serialised(source.tensors, facts), "export")
     before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
 
     def run(inputs: Tensor) -> Tensor:
@@ -81,6 +89,11 @@ WRITERS: dict[str, Callable[[ExportSource, Path], Runner]] = {
     "torchscript": to_torchscript,
     "safetensors": to_safetensors,
 }
+
+
+def _write(made: io.BytesIO, path: Path) -> None:
+    """torch's own writer ends the process where the disk is full: it has the file in memory, and we write it."""
+    write_synced(path, [made.getbuffer()], "export")
 
 
 def _as_json(source: ExportSource) -> str:

@@ -20,7 +20,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.errors import FULL, DiskFullError, SetupError, TrainerError
+from trainer.errors import DiskFullError, SetupError, TrainerError, is_disk_full
 
 LIMIT = 64 * 2**20  # bytes of a side file that are read; ours are far smaller
 
@@ -158,7 +158,7 @@ def writing(folder: Path, again: str = "resume=auto") -> Iterator[None]:
         raise
     except OSError as error:
         reason = error.strerror or error
-        if error.errno in FULL:
+        if is_disk_full(error):
             advice = f"what was saved before is intact: free some space, then {again}"
             raise DiskFullError(f"{folder}: the disk is full ({reason}); {advice}") from error
         raise SetupError(f"{folder} cannot be written ({reason}); choose another folder with output=...") from error

@@ -107,7 +107,12 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> Written
 
 def sync_folder(folder: Path) -> None:
     """The names in the folder are on the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync(folder, os.O_DIRECTORY)
+
+
+def sync(path: Path, flags: int = 0) -> None:
+    """What a file holds is on the disk."""
+    file = os.open(path, os.O_RDONLY | flags | os.O_CLOEXEC)
     try:
         os.fsync(file)
     finally:

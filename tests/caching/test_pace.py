@@ -33,8 +33,8 @@ def test_decoding_and_transforming_are_told_apart(folder, monkeypatch):
 
         return decoded
 
-    def open_slowly(data, channels):
-        picture = opened(data, channels)
+    def open_slowly(*given):
+        picture = opened(*given)
         return replace(picture, decode=slow(picture.decode))
 
     monkeypatch.setattr(module, "open_encoded", open_slowly)

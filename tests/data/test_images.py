@@ -92,16 +92,15 @@ def test_pixels_of_sixteen_bits_and_of_a_palette_turn_too(tmp_path):
     assert close(read_image(str(tmp_path / "p.png"), 3), upright())
 
 
-@pytest.mark.parametrize("white", [1, 255, 65535])
-def test_real_pixels_are_as_bright_as_they_were(tmp_path, white):
-    values = np.tile(np.linspace(0, white, 48, dtype=np.float32), (32, 1))
+def test_real_pixels_are_as_bright_as_they_were(tmp_path):
+    values = np.tile(np.linspace(0, 1, 48, dtype=np.float32), (32, 1))
     values[0, 0] = np.nan
     Image.fromarray(values).save(tmp_path / "real.tiff")
     found = read_image(str(tmp_path / "real.tiff"), 1)[0].int()
     assert (found - torch.linspace(0, 255, 48).int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("ends", [(-0.02, 1.02), (0, 1.01), (0, 255.3), (-1, 256), (0, 66000)])
+@pytest.mark.parametrize("ends", [(-0.02, 1.02), (0, 1.01)])
 def test_real_pixels_slightly_beyond_black_or_white_are_those(tmp_path, ends):
     """As filters leave them that sharpen or enlarge."""
     Image.fromarray(np.tile(np.linspace(*ends, 48, dtype=np.float32), (32, 1))).save(tmp_path / "real.tiff")
@@ -109,8 +108,9 @@ def test_real_pixels_slightly_beyond_black_or_white_are_those(tmp_path, ends):
     assert found[0, 0] == 0 and found[0, -1] == 255 and abs(found[0, 24] - 130) <= 4
 
 
-@pytest.mark.parametrize("ends", [(-1, 1), (0, 1e6), (0, 70000)])
+@pytest.mark.parametrize("ends", [(-1, 1), (0, 255), (0, 65535), (0, 1e6), (0, 70000)])
 def test_real_pixels_of_another_range_are_refused(tmp_path, ends):
     Image.fromarray(np.tile(np.linspace(*ends, 48, dtype=np.float32), (32, 1))).save(tmp_path / "real.tiff")
-    with pytest.raises(ValueError, match=re.escape(f"numbers from {ends[0]:g} to {ends[1]:g}: save it")):
+    says = f"numbers from {ends[0]:g} to {ends[1]:g}: data.pixel_range=[{ends[0]},{ends[1]:.7g}] tells"
+    with pytest.raises(ValueError, match=re.escape(says)):
         read_image(str(tmp_path / "real.tiff"), 3)

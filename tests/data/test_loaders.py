@@ -38,7 +38,7 @@ from trainer.data.targets import Targets
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.pool import DevicePool
 from trainer.processes import fork_server
-from trainer.recipe import load
+from trainer.recipe import DataRecipe, load
 from trainer.tasks import Classification
 from trainer.training.wiring import task_of
 
@@ -91,7 +91,7 @@ def memory_sets(train=24, val=7, size=8):
 def photo_sets(train=24, val=7, size=16, **faults):
     names = tuple(map(str, range(1000)))
     sources = [
-        UserItems(Items(count, **faults), "mine", Targets(Classification, names, CLASS), None, None)
+        UserItems(Items(count, **faults), "mine", Targets(Classification, names, CLASS), None, DataRecipe())
         for count in (train, val)
     ]
     classes = tuple(map(str, range(max(train, val))))
@@ -523,7 +523,7 @@ def test_every_kind_of_image_becomes_eight_bits(tmp_path):
         saved(tmp_path, clear, "alpha.webp", lossless=True): (200, 30, 40),
         saved(tmp_path, deep, "deep.png"): (200, 200, 200),
         saved(tmp_path, deep, "deep.tiff"): (200, 200, 200),
-        saved(tmp_path, Image.fromarray(np.full((10, 12), 99.0, np.float32)), "float.tiff"): (99, 99, 99),
+        saved(tmp_path, Image.fromarray(np.full((10, 12), 0.4, np.float32)), "float.tiff"): (102, 102, 102),
         saved(tmp_path, red, "really.png.jpg", format="PNG"): (200, 30, 40),
     }
     for path, colour in cases.items():

@@ -73,7 +73,7 @@ def test_decoding_in_threads_labels_alike(own_threads, photos):
 def test_files_are_decoded_at_the_same_time(own_threads, monkeypatch):
     together = threading.Barrier(4, timeout=20)
 
-    def opened(path, channels):
+    def opened(path, *_):
         together.wait()
         return Picture.of(torch.full((3, 8, 8), int(path), dtype=torch.uint8))
 

@@ -15,6 +15,7 @@ from trainer.caching.stored import CachedFolder
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos import shorter_side
+from trainer.data.pixel_range import wanted_of
 from trainer.errors import RecipeError, TrainerError
 from trainer.processes.rank import Place
 from trainer.processes.world import World, cores
@@ -83,7 +84,8 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
 
 
 def _how(recipe: Recipe, data: Datasets, layout: str) -> Format:
-    return Format(layout, recipe.data.cache_size or shorter_side(data.image_size), data.channels)
+    size = recipe.data.cache_size or shorter_side(data.image_size)
+    return Format(layout, size, data.channels, wanted_of(recipe.data))
 
 
 def _fitting(folders: Folders, recipe: Recipe, data: Datasets) -> int:

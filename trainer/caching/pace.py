@@ -83,12 +83,13 @@ def _of(
         else:
             data = encoded(folder.address(place))
             read = time.perf_counter() - began
-            picture = open_encoded(data, channels)
+            picture = open_encoded(data, channels, folder.pixel_range)
             opened = time.perf_counter() - began - read  # some kinds are decoded by then
         began = time.perf_counter()
         draws.apply(row, replace(picture, decode=timed(picture.decode)), size)
         whole = time.perf_counter() - began
-        how = Format(recipe.data.cache_format or "raw", recipe.data.cache_size or shorter_side(size), channels)
+        kept = recipe.data.cache_size or shorter_side(size)
+        how = Format(recipe.data.cache_format or "raw", kept, channels, folder.pixel_range)
         stored = prepared(folder.address(place), how)
         began = time.perf_counter()
         xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as it comes from the cache

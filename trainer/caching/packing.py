@@ -14,6 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from trainer.data.encoded import EncodedPhotos, identity
+from trainer.data.pixel_range import Range
 
 TOGETHER = 256  # photos of a block, on average
 MOST = 4 * TOGETHER
@@ -28,16 +29,18 @@ class Format:
         layout: "raw" pixels, or "jpeg".
         size: pixels of the shorter side; a photo that has fewer stays as it is.
         channels: 1 or 3.
+        pixel_range: the recipe's data.pixel_range.
     """
 
     layout: str
     size: int
     channels: int
+    pixel_range: Range | None = None
 
-    VERSION = 1  # counts up when other pixels come of the same
+    VERSION = 2  # counts up when other pixels come of the same
 
     def __str__(self) -> str:
-        return f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}"
+        return f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}-{self.pixel_range}"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def prepared(address: bytes, how: Format) -> Prepared:
 
     Raises whatever reading it raises.
     """
-    picture = open_address(address, how.channels)
+    picture = open_address(address, how.channels, how.pixel_range)
     image = picture.whole(how.size)
     if min(image.shape[-2:]) > how.size:
         image = resized(image, [how.size])

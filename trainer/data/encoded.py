@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trainer.data.images import Bytes, open_encoded, read_file
 from trainer.data.pictures import Picture
+from trainer.data.pixel_range import Range
 from trainer.data.shards import parquet, tars
 from trainer.data.shards.shard_files import ShardFile
 from trainer.saving import files
@@ -49,9 +50,9 @@ def encoded(address: bytes) -> Bytes:
     return READ[kind](ShardFile(path, int(size), int(time)), first, second)
 
 
-def open_address(address: bytes, channels: int) -> Picture:
+def open_address(address: bytes, channels: int, pixel_range: Range | None = None) -> Picture:
     """The image at an address, as `open_image`."""
-    return open_encoded(encoded(address), channels)
+    return open_encoded(encoded(address), channels, pixel_range)
 
 
 def to_look_at(address: bytes) -> BinaryIO:
@@ -76,7 +77,13 @@ def identity(address: bytes) -> bytes:
 
 
 class EncodedPhotos(ABC):
-    """The images of one split. A million names are one block of bytes: cheap to hold and to send to workers."""
+    """The images of one split. A million names are one block of bytes: cheap to hold and to send to workers.
+
+    Attributes:
+        pixel_range: the recipe's data.pixel_range.
+    """
+
+    pixel_range: Range | None = None
 
     def __init__(self, root: Path, names: Iterable[str], labels: npt.NDArray[Any]) -> None:
         """`names` are paths below `root`, and `labels` (names, ...) what they show."""
@@ -108,7 +115,7 @@ class EncodedPhotos(ABC):
         return found.hexdigest()
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        return open_address(self.address(index), channels), torch.as_tensor(self.labels[index])
+        return open_address(self.address(index), channels, self.pixel_range), torch.as_tensor(self.labels[index])
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
         picture, label = self.open(index, channels)

@@ -19,6 +19,7 @@ from trainer.data.encoded import EncodedPhotos, to_look_at
 from trainer.data.images import formats, reason
 from trainer.data.layout import check_several, classes_of, layout_of
 from trainer.data.photos import NEIGHBOURS, TINY, held_out
+from trainer.data.pixel_range import Looked, wanted_of
 from trainer.data.scanning import LeftOut, few
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.splits import Before, hold_out, table
@@ -144,7 +145,11 @@ def photos(
     made: bool,
 ) -> Datasets:
     """A data set of photos; tiny ones are decoded at once. `made` says that nobody had divided them."""
-    channels, size, looked = image_shape(recipe, header_shapes(train))
+    train.pixel_range = val.pixel_range = wanted_of(recipe.data)
+    values = Looked(train.pixel_range)
+    channels, size, looked = image_shape(recipe, header_shapes(train, values))
+    values.check()
+    notes = {**looked, **values.notes(), **counted(train, val, names, recipe.data.balance), **notes}
     bytes_needed = (len(train) + len(val)) * size * size * channels
     tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
     mean, std = statistics(*IMAGENET, channels)
@@ -159,7 +164,7 @@ def photos(
         std=std,
         synthetic=False,
         split=split,
-        notes={**looked, **cropping(recipe.augment, size), **counted(train, val, names, recipe.data.balance), **notes},
+        notes={**cropping(recipe.augment, size), **notes},
         split_table=partial(split_table, train, val, names) if made and train is not val else None,
     )
 
@@ -171,14 +176,17 @@ def cropping(augment: AugmentRecipe, size: int) -> dict[str, str]:
     return {"crop": f"parts of images of {size} pixels show little: augment.crop=pad shifts them instead"}
 
 
-def header_shapes(folder: EncodedPhotos) -> list[Shape]:
-    """(channels, height, width) of some of the images, as their headers tell; none is decoded."""
+def header_shapes(folder: EncodedPhotos, looked: Looked | None = None) -> list[Shape]:
+    """(channels, height, width) of some of the images, as their headers tell; none is decoded but what is `looked` at:
+    pixels that are no bytes."""
     shapes = []
     for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
         with suppress(Exception), warnings.catch_warnings():  # what cannot be read is found in training
             warnings.simplefilter("ignore")
             with to_look_at(folder.address(index)) as file, Image.open(file, formats=formats()) as image:
                 shapes.append(shape_of(image))
+                if looked is not None:
+                    looked.add(image, folder.where(int(index)))
     return shapes
 
 

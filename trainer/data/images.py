@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
 
 from trainer.data.pictures import Picture
+from trainer.data.pixel_range import WHOLE, Range, as_bytes, kind_of, values_of
 from trainer.errors import text_of
 from trainer.saving import files
 
@@ -33,11 +34,14 @@ FORMATS = (
 )
 PLUGINS = {"pillow_heif": "register_heif_opener", "pillow_jxl": None}  # packages, and what makes them known to Pillow
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins
 LARGEST = 2**30  # bytes of an image file, and of the values that it may become
 
 
-def open_image(path: str, channels: int) -> Picture:
+def open_image(path: str, channels: int, pixel_range: Range | None = None) -> Picture:
     """A file's image, upright: turned as its EXIF orientation says.
+
+    `pixel_range` is the recipe's data.pixel_range.
 
     JPEG goes through torchvision, which is twice as fast; what it does not take, every other kind, and what becomes
     smaller at once, through Pillow.
@@ -45,7 +49,7 @@ def open_image(path: str, channels: int) -> Picture:
     Raises:
         OSError, ValueError, RuntimeError: it cannot be read; so does decoding.
     """
-    return open_encoded(read_file(path), channels)
+    return open_encoded(read_file(path), channels, pixel_range)
 
 
 def read_file(path: str | bytes) -> Bytes:
@@ -60,7 +64,7 @@ def read_file(path: str | bytes) -> Bytes:
         return np.fromfile(file, np.uint8)
 
 
-def open_encoded(data: Bytes, channels: int) -> Picture:
+def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -> Picture:
     """An image by the bytes of its file, as `open_image`."""
     if not data.size:
         raise ValueError("it is empty")
@@ -73,7 +77,7 @@ def open_encoded(data: Bytes, channels: int) -> Picture:
             return Picture(*size, partial(_jpeg, data, channels, orientation))
     if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
         raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
-    return Picture.of(_by_pillow(data, channels))
+    return Picture.of(_by_pillow(data, channels, pixel_range))
 
 
 def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
@@ -120,9 +124,17 @@ def _turned(image: Tensor, orientation: int) -> Tensor:
     return image.flip(flipped) if flipped else image
 
 
-def _by_pillow(data: Bytes, channels: int) -> Tensor:
-    with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
-        return from_pillow(upright(opened), channels)
+def _by_pillow(data: Bytes, channels: int, pixel_range: Range | None) -> Tensor:
+    try:
+        with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
+            pixels = from_pillow(opened, channels, pixel_range)
+            return _turned(pixels, _orientation(opened))
+    except UnidentifiedImageError:
+        if data[:4].tobytes() in TIFF:
+            raise ValueError(
+                "a TIFF that is damaged, or of a kind that is not read here, as 64 bits: save it as PNG"
+            ) from None
+        raise
 
 
 @contextlib.contextmanager
@@ -145,16 +157,6 @@ def formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF orientation says; as it lies where it has none, or one that makes no sense."""
-    image.load()
-    try:
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1)
-        return ImageOps.exif_transpose(image) if turned in range(2, 9) else image
-    except Exception:  # EXIF is whatever a program wrote there
-        return image
-
-
 def jpeg_header(data: Bytes) -> tuple[int, int, int]:
     """Height and width as a JPEG's frame header tells them, before any pixel is allocated; (0, 0) without one.
 
@@ -171,48 +173,46 @@ def jpeg_header(data: Bytes) -> tuple[int, int, int]:
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[place + 2]) + int(data[place + 3])
         if not orientation and kind == 0xE1 and data[place + 4 : place + 8].tobytes() == b"Exif":
-            orientation = _orientation(data[place + 4 : place + step].tobytes())
+            orientation = _exif_orientation(data[place + 4 : place + step].tobytes())
         place += step
     return 0, 0, 1
 
 
-def _orientation(exif: bytes) -> int:
-    """1 to 8; 1 where it makes no sense."""
+def _exif_orientation(exif: bytes) -> int:
     found = Image.Exif()
     with contextlib.suppress(Exception):  # EXIF is whatever a program wrote there
         found.load(exif)
-        orientation = found.get(ExifTags.Base.Orientation, 1)
-        return orientation if orientation in range(2, 9) else 1
+        return _in_range(found)
     return 1
 
 
-def from_pillow(image: Image.Image, channels: int) -> Tensor:
-    """A Pillow image of any mode as (channels, height, width) uint8; 16 bits become 8, transparency is dropped."""
-    if image.mode.startswith("I"):  # 16 bits, in a 32-bit container where the mode is plain "I"
-        values = np.asarray(image)
-        deep = image.mode != "I" or values.max(initial=0) > 255
-        image = Image.fromarray(np.clip(values >> 8 if deep else values, 0, 255).astype(np.uint8))
-    elif image.mode == "F":
-        image = Image.fromarray(_bytes_of_floats(np.asarray(image)))
+def _orientation(image: Image.Image) -> int:
+    """Of an image that is loaded: 1 to 8; 1 where it makes no sense."""
+    with contextlib.suppress(Exception):
+        return _in_range(image.getexif())
+    return 1
+
+
+def _in_range(exif: Image.Exif) -> int:
+    orientation = exif.get(ExifTags.Base.Orientation, 1)
+    return orientation if orientation in range(2, 9) else 1
+
+
+def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
+    """A Pillow image of any mode, as it lies, as (channels, height, width) uint8; transparency is dropped.
+
+    Raises:
+        ValueError: its pixels are no bytes, and nothing tells which of their values are black and white.
+    """
+    kind = kind_of(image)
+    if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
+        raise ValueError("of 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits")
+    if kind is not None and not kind.colour:
+        image = Image.fromarray(as_bytes(values_of(image, kind), kind.natural, pixel_range))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
     return torch.from_numpy(pixels.reshape(image.height, image.width, channels)).permute(2, 0, 1)
-
-
-def _bytes_of_floats(values: np.ndarray[Any, Any]) -> Bytes:
-    """Real pixels as bytes: they are written from 0 to 1, to 255 or to 65535.
-
-    Raises:
-        ValueError: they are of another range, of which nobody can tell what is black and what is white.
-    """
-    known = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    low, high = float(known.min(initial=0)), float(known.max(initial=0))
-    white = next((end for end in (1, 255, 65535) if high <= end * 1.05), None)
-    if white is None or low < -high / 20:  # a filter may leave a little above white or below black
-        raise ValueError(f"its pixels are numbers from {low:g} to {high:g}: save it with 0 to 255, as PNG")
-    found: Bytes = np.clip(np.rint(known * (255 / white)), 0, 255).astype(np.uint8)
-    return found
 
 
 def with_channels(images: Tensor, channels: int) -> Tensor:
@@ -233,10 +233,10 @@ def reason(error: BaseException) -> str:
     return text[:200] or type(error).__name__
 
 
-def from_item(image: Any, channels: int) -> Tensor:
+def from_item(image: Any, channels: int, pixel_range: Range | None = None) -> Tensor:
     """The image of a user's data set item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` gives it."""
     if isinstance(image, Image.Image):
-        return from_pillow(image, channels)
+        return from_pillow(image, channels, pixel_range)
     if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3):
         found = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
         raise TypeError(f"an item must be (uint8 tensor of 1 or 3 x H x W or Pillow image, label), found {found}")

@@ -17,6 +17,7 @@ from trainer.data.folders import IMAGENET, Shape, image_shape, shape_of, statist
 from trainer.data.images import from_item
 from trainer.data.items import as_input, names_of, pair, tensors_of
 from trainer.data.memory import in_memory
+from trainer.data.pixel_range import wanted_of
 from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
 from trainer.data.targets import Targets, target_of
 from trainer.errors import RecipeError
@@ -154,7 +155,7 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
     if len(target.shape) > 1 and spec is None:
         recipe = _of_one_size(recipe, shapes, target)
     train, val = (
-        UserItems(part, f"{data.name}, {role}", Targets(kind, names, target), spec, recipe.data.image_size)
+        UserItems(part, f"{data.name}, {role}", Targets(kind, names, target), spec, recipe.data)
         for part, role in zip(parts, ROLES, strict=True)
     )
     if spec is not None:
@@ -187,11 +188,12 @@ def _of_one_size(recipe: Recipe, shapes: Sequence[Shape], target: TensorSpec) ->
 class UserItems:
     """A user's map-style data set as a source of photos, or of other inputs, which are as `spec` says.
 
-    Images under whose pixels targets lie must have `size` pixels along each side.
+    Images under whose pixels targets lie must have `data.image_size` pixels along each side.
     """
 
-    def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, size: int | None) -> None:
-        self.items, self.name, self.targets, self.spec, self.size = items, name, targets, spec, size
+    def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, data: DataRecipe) -> None:
+        self.items, self.name, self.targets, self.spec = items, name, targets, spec
+        self.size, self.pixel_range = data.image_size, wanted_of(data)
         self.by_value = False  # its classes travel too: no other process can import them
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,7 +217,7 @@ class UserItems:
         found, target = pair(self.items[index])
         found, target = as_input(found), self.targets.one(target)
         if self.spec is None:
-            return self.targets.beside(from_item(found, channels), self.size), target
+            return self.targets.beside(from_item(found, channels, self.pixel_range), self.size), target
         inputs = plain(found)
         if (own := TensorSpec(tuple(inputs.shape), inputs.dtype)) != self.spec:
             raise ValueError(f"its input is {own}, and that of others {self.spec}")

@@ -93,6 +93,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         "channels": channels,
         "image_size": size,
         **({"shorter_side": shorter, "resize": RESIZED.format(shorter, size, size)} if mean else {}),
+        **({"pixel_range": recipe.data.pixel_range} if recipe.data.pixel_range else {}),
         "inputs": (kind, inputs.shape),
         "input": PREPARED if mean else "as the data set gives them",
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trainer.data.pixel_range import wanted_of
 from trainer.devices.assignment import prediction_devices
 from trainer.errors import (
     FolderInUseError,
@@ -88,6 +89,8 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
         return
     if inputs.ignored and me.is_main:
         print(f"ignored: {as_typed(inputs.ignored)}", flush=True)
+    if inputs.doubt:
+        print(f"pixels: {as_typed(inputs.doubt)}", flush=True)
     written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings, trained.seen)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
@@ -107,6 +110,7 @@ def _settings(trained: Trained, inputs: Inputs, me: Place) -> PredictionSettings
         "number": inputs.total,
         "image_size": how.image_size,
         "normalisation": [list(how.mean), list(how.std)],
+        "pixel_range": recipe.data.pixel_range,
         "ranks": me.size,
         "format": recipe.predict.format,
         "batch_size": recipe.predict.batch_size,
@@ -187,7 +191,7 @@ def _inputs(trained: Trained, me: Place) -> Inputs:
     assert recipe.data.root is not None
     # A folder may be named like the one class of its images; several classes and values stand in tables.
     classes = trained.classes if trained.task.reads == "class" else ()
-    return sources.image_files(recipe.data.root, classes, me.rank, me.size)
+    return sources.image_files(recipe.data.root, classes, me.rank, me.size, wanted_of(recipe.data))
 
 
 def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> None:

@@ -18,6 +18,7 @@ from trainer.data.encoded import EncodedPhotos
 from trainer.data.images import open_image, reason, with_channels
 from trainer.data.photos import held_out, shorter_side_of
 from trainer.data.pictures import Picture
+from trainer.data.pixel_range import wanted_of
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
 from trainer.processes.allocation import keep_freed_memory
@@ -141,7 +142,7 @@ class Labeller:
     def _picture(self, item: Any) -> Picture:
         channels = self.preparation.channels
         if isinstance(item, str):
-            return open_image(item, channels)
+            return open_image(item, channels, wanted_of(self.recipe.data))
         if isinstance(item, int) and isinstance(self.source, PictureSource):
             return self.source.open(item, channels)[0]
         if isinstance(item, int):

@@ -51,6 +51,7 @@ PredictionSettings = TypedDict(  # what an earlier command in the folder must ha
         "number": int | None,
         "image_size": int,
         "normalisation": list[list[float]],
+        "pixel_range": list[float] | None,
         "ranks": int,
         "format": str,
         "batch_size": int | None,

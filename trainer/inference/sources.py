@@ -7,17 +7,23 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 
 from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
+from trainer.data.folders import LOOKED_AT
+from trainer.data.images import formats, without_warnings
+from trainer.data.pixel_range import Looked, Range
 from trainer.data.sampling import own_span
 from trainer.data.scanning import NEEDS, LeftOut, images_below, is_image
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.recipe.text import shown
+from trainer.saving import files
 from trainer.saving.files import portable
 
 FIRST = 20  # lines of a list, of which one at least is there
@@ -42,6 +48,7 @@ class Inputs:
         total: of all ranks.
         source: what payloads that are indices point into.
         ignored: what lies among them and is not read, in words.
+        doubt: what is not sure of their pixels, in words.
     """
 
     name: str
@@ -50,9 +57,12 @@ class Inputs:
     source: PhotoSource | None = None
     total: int | None = None
     ignored: str = ""
+    doubt: str = ""
 
 
-def image_files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1) -> Inputs:
+def image_files(
+    root: str, classes: Sequence[str], rank: int = 0, size: int = 1, pixel_range: Range | None = None
+) -> Inputs:
     """The images of a folder (recursively, in alphabetical order), of a list of paths, or of stdin where `root` is -.
 
     An image that lies in a folder named like a class has that label. Of several ranks each takes a contiguous part.
@@ -98,7 +108,8 @@ def image_files(root: str, classes: Sequence[str], rank: int = 0, size: int = 1)
         )
     start, stop = own_span(len(paths), rank, size)
     items = _labelled(paths[start:stop], classes)
-    return Inputs(root, stop - start, items, total=len(paths), ignored=left.told())
+    doubt = "" if rank else doubt_of(paths, pixel_range)
+    return Inputs(root, stop - start, items, total=len(paths), ignored=left.told(), doubt=doubt)
 
 
 def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
@@ -127,6 +138,20 @@ def _classes(labels: Any) -> list[int] | None:
     labels = torch.as_tensor(labels)
     one: list[int] = labels.tolist()
     return one if labels.dim() == 1 and not labels.is_floating_point() else None
+
+
+def doubt_of(paths: Sequence[str], pixel_range: Range | None) -> str:
+    """What is not sure of the pixels of image files, by some of them; empty for photos."""
+    looked = Looked(pixel_range)
+    for path in paths[:: 1 + len(paths) // LOOKED_AT]:
+        # What cannot be read has a row that says so.
+        with suppress(Exception), without_warnings(), files.opened(path) as file:
+            looked.add(Image.open(file, formats=formats()), path)
+    try:
+        looked.check()
+    except SetupError as error:
+        return str(error)
+    return ""
 
 
 def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:

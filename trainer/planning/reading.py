@@ -6,6 +6,7 @@ from trainer.caching.building import estimate
 from trainer.caching.pace import pace
 from trainer.caching.packing import Format
 from trainer.data.photos import shorter_side
+from trainer.data.pixel_range import wanted_of
 from trainer.data.worker_counts import allowed
 from trainer.planning.dataset_facts import DatasetFacts
 from trainer.planning.run_plan import ReadingFigures
@@ -29,7 +30,8 @@ def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | 
     processes = min(cores(), readers * max(1, wish if isinstance(wish, int) else allowed(readers, 0)))
     paths = [images.photos.address(index) for index in range(len(images.photos))]
     size = recipe.data.cache_size or shorter_side(images.size)
-    raw, jpeg = (estimate(paths, Format(layout, size, images.channels)) for layout in ("raw", "jpeg"))
+    black_white = wanted_of(recipe.data)
+    raw, jpeg = (estimate(paths, Format(kind, size, images.channels, black_white)) for kind in ("raw", "jpeg"))
     share = 1 + (images.val or 0) / len(paths)  # what is held out is kept, too
     speed = processes / (found.cached if recipe.data.cache != "off" else found.whole)
     return {

@@ -81,6 +81,15 @@ def _spreads(value: Any) -> Any:
     return values
 
 
+def _black_and_white(value: Any) -> Any:
+    values = value if isinstance(value, list) else []
+    if len(values) != 2 or not all(type(one) in (int, float) and abs(one) < 2**63 for one in values):
+        raise ValueError("must be the values that are black and white, as in [0, 4095]")
+    if not values[0] < values[1]:
+        raise ValueError("must begin with the smaller value, as in [0, 4095]")
+    return [float(one) for one in values]
+
+
 def _root(value: Any) -> Any:
     """A list of shards is what a shell writes with braces."""
     listed = isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
@@ -90,6 +99,7 @@ def _root(value: Any) -> Any:
 Positive = Annotated[int, Field(ge=1)]
 Shares = Annotated[list[float], BeforeValidator(_shares)]
 Spreads = Annotated[list[float], BeforeValidator(_spreads)]
+PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
 Root = Annotated[str | None, BeforeValidator(_root)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -18,6 +18,7 @@ from trainer.recipe.kinds import (
     Freeze,
     Logger,
     MicroBatches,
+    PixelRange,
     Positive,
     Probability,
     Root,
@@ -77,6 +78,9 @@ class DataRecipe(_Section):
     channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")
     mean: Shares | None = key(None, "of pixels, from 0 to 1 a channel; null: the data set's or the model's")
     std: Spreads | None = key(None, "of pixels, their standard deviation; null: as mean")
+    pixel_range: PixelRange | None = key(
+        None, "black and white of pixels of over 8 bits, as [0, 4095]; null: [0, 65535], of real numbers [0, 1]"
+    )
     balance: bool = key(False, "draw all classes equally often, whatever their numbers of images")
     workers: Workers | Literal["auto"] | None = key(
         None, "processes that read photos, a rank; auto: as many as it turns out to need; null: one a core"

@@ -58,7 +58,7 @@ class DeviceMemoryError(TrainerError, MemoryError):
 
 
 class PeerError(TrainerError, RuntimeError):
-    """Another rank or a loader worker died or stopped answering (exit 7)."""
+    """Another rank, a loader worker or a GPU died or stopped answering (exit 7)."""
 
     code = 7
 

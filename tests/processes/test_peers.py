@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import PROJECT, QUIET, trainer
+from tests.simulated.simcuda import simulated
 from trainer.errors import PeerError, SetupError, explain
-from trainer.processes import peers
+from trainer.processes import interrupts, peers, stacks
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.training.meeting import Meeting
@@ -197,4 +199,23 @@ def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
 @pytest.mark.parametrize(("size", "device"), [(1, "cuda:0"), (1, "cpu"), (2, "cpu")])
 def test_no_heartbeat_where_nothing_waits_for_a_device_of_others(monkeypatch, size, device):
     monkeypatch.setattr(dist, "all_reduce", lambda *_: pytest.fail("costs a message"))
-    World(Place(0, size, 0, size), torch.device(device), 1, ()).heartbeat()
+    with simulated(1):
+        World(Place(0, size, 0, size), torch.device(device), 1, ()).heartbeat()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_device_that_has_hung_is_told(monkeypatch, size, tmp_path):
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(interrupts, "stuck", threading.Event())
+    monkeypatch.setattr(stacks, "_folders", [tmp_path])
+    drives = (torch.device("cuda", 0), torch.device("cuda", 1))
+    with simulated(2) as machine:
+        world = World(Place(0, size, 0, size), drives[0], 1, (), drives, timeout=0.1)
+        world.heartbeat()
+        assert not interrupts.stuck.is_set()
+        torch.ones(3, device="cuda:1")
+        machine.order.hung.add(1)
+        with pytest.raises(PeerError, match="cuda:1 has hung") as raised:
+            world.heartbeat()
+    assert "timeout=0.1 seconds" in str(raised.value) and ("another rank" in str(raised.value)) == (size > 1)
+    assert interrupts.stuck.is_set() and "stacks-rank0.txt" in str(raised.value)

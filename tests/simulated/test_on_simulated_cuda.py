@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.commands import QUIET, result, trainer
 from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import ranks, runs, simulated, waits
@@ -230,3 +231,22 @@ def test_ranks_on_cuda_are_ranks_on_the_cpu():
         waits = {tuple(place) for place in found["waits"]} - ranks.ALLOWED
         # Torch's layer looks at values, which ranks have rows.
         assert {kind for kind, _ in waits} == ({"item"} if "torch's" in case else set()), case
+
+
+@pytest.mark.parametrize(
+    ("words", "hung", "timeout"),
+    [
+        (["mode=single"], "0:3", 1),
+        (["mode=pipeline", "pipeline.schedule=streams", "pipeline.microbatches=2"], "0:3", 1),
+        pytest.param(["mode=ddp", "nproc=2"], "1:3", 15, marks=pytest.mark.full("waits for ranks")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_device_that_never_ends_its_work_ends_the_run(words, hung, timeout, tmp_path):
+    """Nobody is left waiting for it, and no signal is needed."""
+    words = [*words, "recipe=digits", "plugin=tests.simulated.simcuda.plugin", "model.name=mlp", "max_steps=9"]
+    env = {"TRAINER_TEST_HUNG": hung}
+    done = trainer(*words, f"timeout={timeout}", f"output={tmp_path / 'run'}", *QUIET, env=env)
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert f"cuda:{hung[0]} has hung" in done.stderr and "Traceback" not in done.stderr
+    assert result(tmp_path / "run")["status"] == "failed"

@@ -16,6 +16,7 @@ from tests.simulated.simcuda import simulated, sources
 from tests.simulated.simcuda.runs import MEASURING
 from trainer.data import Batch
 from trainer.data.copies import Copies
+from trainer.devices.health import unfinished
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.models.zoo import build
@@ -181,7 +182,18 @@ def copied(machine):
     expect(torch.stack(results).tolist() == [[step + 1.0] * 4 for step in range(4)])
 
 
+def hung(machine):
+    """A card that does not end what it was given, and one that has ended."""
+    torch.ones(3, device=CARD)
+    machine.order.hung.add(1)
+    other = torch.ones(3, device="cuda:1").device
+    expect(unfinished([CARD, other], 0.01) == other)
+    machine.order.hung.clear()
+    expect(unfinished([CARD, other], 10.0) is None)
+
+
 USES = {
+    "devices/health.py": [hung],
     "models/balance.py": [costs],
     "data/copies.py": [copied],
     "telemetry/clocks.py": [timed, communicated, probed],

@@ -6,10 +6,11 @@ A run asks it of the cards that it trains on, as it starts, and `python -m train
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.devices.cards import CUDA_12, REINSTALL
 from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
@@ -88,6 +89,24 @@ def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -
         f"has compute capability {capability[0]}.{capability[1]}, and torch {version} has code for {has}: install "
         f"{CUDA_12 if old else 'a newer torch, ' + REINSTALL + ' --upgrade'}"
     )
+
+
+def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:
+    """The first device that has not done within so many seconds what its current stream was given, if any.
+
+    Asked again and again: a wait for a device that has hung never ends, and no signal is heard in it.
+    """
+    import torch
+
+    begun = time.monotonic()
+    for device in devices:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        while not event.query():
+            if time.monotonic() - begun > seconds:
+                return device
+            time.sleep(1e-4)
+    return None
 
 
 # --- from card to card ------------------------------------------------------------------------------------------------

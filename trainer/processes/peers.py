@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from trainer.devices import health
 from trainer.errors import PeerError, SetupError, TrainerError, is_out_of_memory
-from trainer.processes import stacks
+from trainer.processes import interrupts, stacks
 
 if TYPE_CHECKING:
     import torch
@@ -120,3 +122,19 @@ def check_sums(device: torch.device, rank: int, size: int) -> None:
             f"rank {rank}: a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1 (and NCCL_SHM_DISABLE=1 if that "
             "is not enough), or switch the IOMMU or PCIe ACS off and update the driver"
         )
+
+
+def check_devices(devices: Iterable[torch.device], rank: int, size: int, seconds: float) -> None:
+    """Wait until a rank's devices have ended what they were given.
+
+    Raises:
+        PeerError: one has not, within so many seconds.
+    """
+    hung = health.unfinished(dict.fromkeys(devices), seconds)
+    if hung is None:
+        return
+    interrupts.stuck.set()  # Python's own end would wait for it
+    line = f"rank {rank}: {hung} has hung, or waits for another rank's" if size > 1 else f"{hung} has hung"
+    line += f": what it was given has not ended within timeout={seconds:g} seconds; nvidia-smi and dmesg (Xid) tell "
+    line += "whether the card has failed"
+    raise PeerError(line + stacks.dump(line))

@@ -15,7 +15,7 @@ from trainer.devices import cards, health
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import SetupError, TrainerError
 from trainer.processes.family import PARENT
-from trainer.processes.peers import check_sums
+from trainer.processes.peers import check_devices, check_sums
 from trainer.processes.peers import lost_peers as lost_peers
 from trainer.processes.rank import Place, check_meeting, place
 from trainer.processes.waiting import telling
@@ -86,6 +86,7 @@ class World:
     devices: tuple[str, ...]  # every rank's, in rank order, once connected
     drives: tuple[torch.device, ...] = ()  # all that this process drives
     shared: bool = False  # ranks of this machine share a GPU
+    timeout: float = 600.0  # seconds for which a rank or a device may be silent, once connected
 
     def __post_init__(self) -> None:
         self.drives = self.drives or (self.device,)
@@ -109,6 +110,7 @@ class World:
             PeerError: the others did not come within `timeout` seconds.
             SetupError: some ranks have a GPU and others none, this machine cannot talk to them, or sums come out wrong.
         """
+        self.timeout = timeout
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -260,11 +262,19 @@ class World:
         return boxes
 
     def heartbeat(self) -> None:
-        """Find out on the CPU whether all ranks are alive, before a wait for a device that may wait for a dead one."""
-        if self.size > 1 and self.device.type == "cuda":
+        """Before a wait for devices, which may be for ever: whether all ranks are alive, asked on the CPU, and whether
+        this one's devices end what they were given.
+
+        Raises:
+            PeerError: a rank is gone, or a rank or a device is silent for the `timeout` that `connect` was given.
+        """
+        if self.device.type != "cuda":
+            return
+        if self.size > 1:
             import torch
 
             self.sum_(torch.zeros(1))
+        check_devices(self.drives, self.rank, self.size, self.timeout)
 
     def barrier(self) -> None:
         if self.size > 1:

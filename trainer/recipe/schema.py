@@ -244,7 +244,7 @@ class Recipe(_Section):
     local_sgd: LocalSGDRecipe = LocalSGDRecipe()
     devices: Devices = key("auto", "auto, or a list as in [cuda:2, cuda:3] or [cpu]")
     threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks")
-    timeout: float = key(600.0, "seconds to wait for a silent rank or loader worker", gt=0, allow_inf_nan=False)
+    timeout: float = key(600.0, "seconds to wait for a silent rank, loader worker or GPU", gt=0, allow_inf_nan=False)
     grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0, allow_inf_nan=False)
     stop: StopRecipe = StopRecipe()
     save: SaveRecipe = SaveRecipe()

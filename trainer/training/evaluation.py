@@ -36,6 +36,7 @@ class Sums:
         # A rank without outputs does not know what there is to add up.
         layouts = world.gather({name: part.shape for name, part in self.parts.items()})
         layout: dict[str, torch.Size] = world.share(next(filter(None, layouts), {}))
+        world.heartbeat()
         mine = [self.parts[name].cpu() if name in self.parts else torch.zeros(shape) for name, shape in layout.items()]
         flat = torch.cat([*(part.double().flatten() for part in mine), torch.tensor([float(self.count)]).double()])
         *_, count = found = world.sum_(flat)

@@ -9,7 +9,8 @@ What is simulated, by file:
 
 - `machine`: devices, and the errors found.
 - `order`: streams, events, and what happens before what (`StreamSynchronizations` of torch's own CUDA sanitizer). An
-  event is complete only once the host has waited for it. A copy to pinned memory arrives at the host's next wait for it
+  event is complete only once the host has waited for it, or has asked twice. A device may hang: who waits for it then
+  sleeps for ever in C. A copy to pinned memory arrives at the host's next wait for it
   and not before; until then the memory holds rubbish.
 - `memory`: which storage lies where; a RACE, where two streams touch memory in no order and one of them writes; the
   caching allocator's pools, a stream each, and with them REUSE: memory that is given away while another stream may
@@ -20,6 +21,8 @@ What is simulated, by file:
 - `waits`: waits of the host by the line that caused them, and clocks that are read while a device is busy.
 - `stubs`: `torch.cuda`, `torch.accelerator`, autocast (thread-local, with its dtype), `nn.DataParallel`'s copies and
   threads, process groups (gloo stands in for NCCL), grouping by device in optimizers.
+- `batch_norm`: the kernels of `nn.SyncBatchNorm`, which exist for GPUs alone.
+- `plugin`: a whole command on simulated cards.
 - `sources`: lines of the project found in its syntax trees, to take them out (mutants) or to see which branch runs.
 
 What is not: speed, numerics of CUDA kernels (TF32, cuDNN, atomics), memory limits, graphs, compiled code, NCCL itself,

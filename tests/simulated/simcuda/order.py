@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
@@ -23,6 +24,7 @@ class Order:
         self._number = 0
         self._last: dict[int, int] = {}  # of each stream, the number of its last kernel
         self._on_their_way: list[tuple[int, int, Callable[[], Any]]] = []  # copies to the host
+        self.hung: set[int] = set()  # devices that never end what they do
 
     def next(self, stream: Stream) -> int:
         """The number of what the stream does next."""
@@ -51,9 +53,17 @@ class Order:
 
     def host_waits(self, streams: list[Stream]) -> None:
         """The host waits until the streams have done what they were given."""
+        self.for_ever({stream.device_index for stream in streams})
         for stream in streams:
             self.syncs.all_streams_wait_for_stream(stream.id)
         self.arrived()
+
+    def for_ever(self, devices: set[int | None]) -> None:
+        """What the host does that waits for a hung device: it sleeps in C, where no handler of a signal runs."""
+        if devices & self.hung:
+            mutex = ctypes.create_string_buffer(64)  # which this thread takes twice
+            for _ in range(2):
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
     def arrived(self) -> None:
         late = []
@@ -124,12 +134,15 @@ class Event:
     def __init__(self, machine: Any, enable_timing: bool = False) -> None:
         self.machine, self.timing, self.id = machine, enable_timing, next(_ids)
         self.place: tuple[int, int] | None = None  # stream and number
+        self.device: int | None = None  # that of the stream
+        self.asked = False  # whether it is complete, since it was recorded
         machine.order.syncs.create_event(self.id)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.machine.current_stream()
         with self.machine.order.lock:
-            self.place = (stream.id, self.machine.order.next(stream))
+            self.place, self.device = (stream.id, self.machine.order.next(stream)), stream.device_index
+            self.asked = False
             self.machine.order.syncs.record_state(self.id, stream.id)
         self.at = time.perf_counter()
 
@@ -139,17 +152,31 @@ class Event:
     def synchronize(self) -> None:
         self.machine.waits.note("synchronize")
         with self.machine.order.lock:
+            self.machine.order.for_ever({self.device})
             self.machine.order.syncs.all_streams_wait_for_event(self.id)
             self.machine.order.arrived()
 
     def query(self) -> bool:
-        """Whether the host has surely waited for it; a real one may be complete earlier."""
+        """Whether the device has done it: not yet when it is asked first, and from then on, if it ever does."""
+        order = self.machine.order
+        if self.place is None or order.seen_by_host(*self.place):
+            return True
+        if not self.asked or self.device in order.hung:
+            self.asked = True
+            return False
+        with order.lock:
+            order.syncs.all_streams_wait_for_event(self.id)
+            order.arrived()
+        return True
+
+    def complete(self) -> bool:
+        """Whether the host knows that it is; it never asks for a time before."""
         return self.place is None or self.machine.order.seen_by_host(*self.place)
 
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):
             if not event.timing or event.place is None:
                 raise RuntimeError("elapsed_time of an event without enable_timing, or never recorded")
-            if not event.query():
+            if not event.complete():
                 raise RuntimeError("elapsed_time of an event that is not complete (cudaErrorNotReady)")
         return 1e3 * (end.at - self.at)

@@ -52,10 +52,17 @@ def _result() -> str:
     return table()
 
 
+def _proof() -> str:
+    from trainer.prove.proof import table
+
+    return table()
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "modes": readme_table,
     "options": _options,
     "result": _result,
+    "proof": _proof,
     "commands": commands,
 }
 

@@ -98,8 +98,8 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (
             ["recips"],
             "'recips' is not a command; did you mean recipes? there are: "
-            "train, compare, plan, predict, evaluate, export, runs, cache, doctor, recipes, guide, completion, "
-            "version, help",
+            "train, compare, plan, predict, evaluate, export, runs, cache, doctor, prove, recipes, guide, "
+            "completion, version, help",
         ),
         (["resnet50"], "'resnet50' is recipe=resnet50: type python -m trainer recipe=resnet50"),
         (["--foo", "2"], "foo is not a key; "),
@@ -356,6 +356,7 @@ def test_several_ranks_are_started_with_the_same_words(
         ("runs",),
         ("export", "x", "format=onnx"),
         ("doctor",),
+        ("prove",),
     ],
 )
 def test_in_a_deleted_folder_every_command_says_so(

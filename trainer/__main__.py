@@ -121,6 +121,11 @@ def run(words: Sequence[str]) -> int:
         from trainer import doctor
 
         return doctor.command(rest)
+    if command == "prove":
+        from trainer import prove
+
+        interrupts.raise_at_ctrl_c()
+        return prove.command(rest)
     if command == "recipes":
         _show(recipe_pages.answer(rest, program()))
         return 0

@@ -14,6 +14,8 @@ from trainer.exporting import SUFFIXES
 from trainer.launch.topology import Launch, choose_launch
 from trainer.planning import OWN as PLAN
 from trainer.planning import amounts
+from trainer.prove import OWN as PROVE
+from trainer.prove import find_devices
 from trainer.recipe import Recipe, checks, load
 from trainer.recipe.words import split_words
 from trainer.runs import SYNONYMS
@@ -169,6 +171,9 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         assert not rest or rest[0] in ("show", "compare", "delete", *SYNONYMS, "FOLDER"), rest
     elif command == "doctor":
         assert not rest
+    elif command == "prove":
+        own, rest = split_words(rest, PROVE)
+        assert not rest and float(own.get("minutes", 10)) > 0 and find_devices(own.get("devices"))
     # What is left is quick: it is run.
 
 

@@ -31,7 +31,7 @@ from trainer.words.commands import COMMANDS
 from trainer.words.keys import OWN, keys
 
 RUNS = ("first", "second")  # that pages speak of, below runs
-WORDS = ("key", "section.key", "format", "yes", "extends", "plugin")  # of commands, and what stands for any
+WORDS = ("key", "section.key", "format", "yes", "extends", "plugin", "minutes")  # of commands, and what stands for any
 FILES = ("model.onnx", "model.safetensors", "model.torchscript")  # whose names look like keys
 QUICK = ("recipes", "guide", "completion", "version", "help")  # commands that are run at once
 
@@ -58,6 +58,14 @@ NOT_RUN = {
         "./launch.sh test --versions",
         "./launch.sh test tests/modes",
         "python -m tests.storms --kills=400 --signals=600 --stops=200 --seed=7",
+    ),
+    "takes the minutes that it is given": (
+        "./launch.sh prove",
+        "./launch.sh prove minutes=60",
+        "./launch.sh prove 'devices=[cpu,cpu]' minutes=5 output=runs/cpus",
+        "python -m trainer prove",
+        "python -m trainer prove minutes=60",
+        "python -m trainer prove 'devices=[cpu,cpu]' minutes=5 output=runs/cpus",
     ),
     "is a figure's, whose row tells how long it takes": (
         "./launch.sh recipe=cifar10 data.name=imagefolder data.root=FOLDER",

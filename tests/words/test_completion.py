@@ -126,6 +126,7 @@ TABLE: list[tuple[str, set[str]]] = [
     ("trainer help ev", {"evaluate"}),
     ("trainer runs --", {"--help", "--json"}),
     ("trainer doctor ", set()),
+    ("trainer prove ", {"minutes=", "devices=", "output="}),
     ("trainer recipe=digits eva", set()),
     ("trainer evaluate rec", set()),
     ("trainer recipe=digits model.name=resnet20", {"resnet20"}),

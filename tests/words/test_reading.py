@@ -527,7 +527,7 @@ def test_what_nobody_understands_is_passed_on_or_one_line(typed: str) -> None:
         assert (command, words) == ("train", shlex.split(typed))
 
 
-@pytest.mark.parametrize("command", ["runs", "recipes", "doctor", "help"])
+@pytest.mark.parametrize("command", ["runs", "recipes", "doctor", "prove", "help"])
 def test_commands_that_read_their_words_themselves(command: str) -> None:
     assert read([command]) == (command, [])
     assert read([command, "help"]) == ("help", [command])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 COMMANDS = (
-    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "recipes", "guide",
-    "completion", "version", "help",
+    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "prove", "recipes",
+    "guide", "completion", "version", "help",
 )  # fmt: skip
 
 # What people type first, and what to type: words of ours, or a sentence that stands for itself.
@@ -20,6 +20,7 @@ _TYPED = {
     "export RUN format=safetensors": "safetensors",
     "runs": "logs history results experiments",
     "doctor": "info env collect_env check diagnose checks system status nvidia-smi gpus devices",
+    "prove": "proof verify selftest self-test burnin burn-in health acceptance certify",
     "guide": "docs doc documentation manual tutorial faq howto readme topics",
     "recipe=RUN output=RUN resume=auto": "resume continue restart",
     "help": "usage man commands ?",

@@ -171,6 +171,7 @@ _trainer_found() {
             if [ $bare = 0 ]; then _trainer_named "$word"; fi
             _trainer_match "$word" format= output= plugin=
             ;;
+        prove) _trainer_match "$word" minutes= devices= output= ;;
         cache)
             case $task in
                 "") _trainer_match "$word" build verify delete data.cache_dir= ;;

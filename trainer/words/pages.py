@@ -180,6 +180,20 @@ PAGES = {
         "What this machine offers to training, and what is wrong with it, ready to paste. It repairs nothing.",
         examples=("python -m trainer doctor",),
     ),
+    "prove": Page(
+        "prove [minutes=10] [devices=[...]] [output=FOLDER]",
+        "Does this machine train right, and how fast? Ends with one line, a page to paste and a picture.",
+        {
+            "minutes=10": "how long it may take; what does not fit is left out, and named beforehand",
+            "devices=[cpu,cpu]": "what is proven (default: every GPU; without one, two processes on the CPU)",
+            "output=FOLDER": "where the report goes (default: runs/proof); the same words continue what was stopped",
+        },
+        (
+            "python -m trainer prove",
+            "python -m trainer prove minutes=60",
+            "python -m trainer prove 'devices=[cpu,cpu]' minutes=5 output=runs/cpus",
+        ),
+    ),
     "recipes": Page(
         "recipes [NAME] [key=value ...]",
         "List the recipes that come with the package, or print one with every key explained.",

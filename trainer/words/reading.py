@@ -60,7 +60,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
             raise _to_type(["export what"], "export", ["RUN", "format=onnx"])
         if command == "recipes":  # has keys among its words
             rest = [word.text if word.fine else word.typed for word in spelled(rest)]
-        if command in ("export", "cache"):
+        if command in ("export", "cache", "prove"):
             rest = [word.text for word in spelled(rest)]
         return command, rest
     if not rest:

@@ -5,15 +5,23 @@ import os
 import random
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import pytest
 from PIL import Image
 
-from tests.commands import QUIET, free_port, ok, steps, trainer
+from tests.commands import QUIET, environment, free_port, ok, steps, trainer
+from tests.warm import Popen
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
+from trainer.saving import locks
 from trainer.saving.run_folder import STEP_COLUMNS, RunFolder, StepsFile, as_before, write_atomically
 from trainer.training.trained import evaluate_run
 
@@ -303,3 +311,77 @@ def test_replacing_leaves_the_old_text_when_it_fails(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         write_atomically(target, "new")
     assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+@contextmanager
+def at_work(folder):
+    """A run that saves every ten steps and has saved once."""
+    words = ["recipe=digits", "mode=single", "model.name=mlp", "devices=[cpu]", "epochs=4000", "save.every_steps=10"]
+    words += [*QUIET, "logging.tensorboard=false", "resume=auto", f"output={folder}"]
+    run = Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=DEVNULL, stderr=PIPE, text=True)
+    try:
+        wait_for_more(folder)
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+
+
+def wait_for_more(folder):
+    """Until another checkpoint has been written."""
+    last, deadline = newest_in(folder), time.monotonic() + 120
+    while newest_in(folder) == last:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def newest_in(folder):
+    return max((path.name for path in folder.glob("checkpoints/step-????????")), default="")
+
+
+def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
+    with at_work(tmp_path / "run") as run:
+        (tmp_path / "run" / ".lock").unlink()
+        wait_for_more(tmp_path / "run")
+        wait_for_more(tmp_path / "run")
+        assert locks.is_held(tmp_path / "run")
+        run.terminate()
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 143, errors
+
+
+def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
+    folder = tmp_path / "run"
+    with at_work(folder) as first:
+        first.send_signal(signal.SIGSTOP)
+        (folder / ".lock").unlink()
+        with at_work(folder) as second:
+            second.send_signal(signal.SIGSTOP)
+            before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+            first.send_signal(signal.SIGCONT)
+            _, errors = first.communicate(timeout=60)
+            assert (first.returncode, errors.count("\n")) == (8, 1), errors
+            assert f"{folder} is another run's by now (somebody removed its .lock): this one ends" in errors
+            assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "moved and made anew"])
+def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
+    folder = tmp_path / "run"
+    with at_work(folder) as run:
+        run.send_signal(signal.SIGSTOP)
+        shutil.rmtree(folder) if how == "removed" else folder.rename(tmp_path / "elsewhere")
+        if how == "moved and made anew":
+            folder.mkdir()
+        run.send_signal(signal.SIGCONT)
+        _, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors.count("\n")) == (3, 1), errors
+    assert f"{folder} was removed, renamed or emptied while its run was at work" in errors
+    assert [*folder.rglob("*")] == []
+
+
+def test_a_group_shares_a_folder_as_the_umask_says(tmp_path):
+    words = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=2", *QUIET, f"output={tmp_path / 'run'}"]
+    subprocess.run([sys.executable, "-m", "trainer", *words], env=environment(), umask=0o002, check=True, timeout=120)
+    made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert [path for path in made if not path.stat().st_mode & 0o020] == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.telemetry import clocks
-from trainer.telemetry.clocks import StepTimer
+from trainer.telemetry.clocks import Ledger, StepTimer
 
 
 class Clock:
@@ -110,3 +110,16 @@ def test_one_window_of_one_step_has_no_spread():
     timer.step(0.0)
     timer.stop()
     assert timer.summary(8)["throughput"]["std"] > 0 and timer.summary(8)["step_time_s"]["std"] > 0
+
+
+def test_a_part_that_fails_waits_for_no_device(monkeypatch):
+    """It may have work that needs a peer which is gone."""
+    waits = []
+    monkeypatch.setattr(clocks, "synchronise", waits.append)
+    ledger = Ledger([torch.device("cpu")])
+    with pytest.raises(ZeroDivisionError), ledger.span("saving"):
+        raise ZeroDivisionError
+    assert len(waits) == 1 and ledger.seconds == {}
+    with ledger.span("saving"):
+        pass
+    assert len(waits) == 3 and [*ledger.seconds] == ["saving"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from tests.saving.states import make
 from tests.worlds import on_ranks
 from trainer import load_recipe
-from trainer.errors import SetupError
+from trainer.errors import PeerError, SetupError
+from trainer.processes.interrupts import Interrupts
 from trainer.saving.checkpoint import commit
 from trainer.telemetry.tracking import NullTracker
-from trainer.training.resuming import newest
+from trainer.training.resuming import newest, save
 
 
 def on_two(folder, *words, restarts=0):
@@ -40,3 +42,25 @@ def test_a_first_rank_without_what_another_saved_starts_nothing_over(words, rest
 
 def test_a_new_job_does_not_ask_for_the_checkpoints_of_another(tmp_path):
     assert on_two(tmp_path) == [None, None]
+
+
+def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the_device():
+    """And the watcher, which waits while a run saves, waits no longer."""
+    called = []
+
+    def lost():
+        called.append("heartbeat")
+        raise PeerError("lost another rank")
+
+    interrupts = Interrupts(own_process=False)
+    run = SimpleNamespace(
+        speed_only=False,
+        interrupts=interrupts,
+        average=None,
+        strategy=SimpleNamespace(settle=lambda averages: called.append("settle")),
+        world=SimpleNamespace(heartbeat=lost),
+        weights=lambda: called.append("weights"),
+    )
+    with pytest.raises(PeerError):
+        save(run)
+    assert called == ["settle", "heartbeat"] and not interrupts._suspended

@@ -111,10 +111,15 @@ class Interrupts:
             f"  a step takes {pace:.0f} s, and {self.grace:g} s after a signal the run leaves without saving: {advice}"
         )
 
-    def suspend(self, suspended: bool) -> None:
-        """While saving, the watcher waits."""
-        self._suspended = suspended
-        self.beat()
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within this block the watcher waits."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+            self.beat()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.received is signal.SIGINT or (not self._beat and not self.own_process):

@@ -34,17 +34,27 @@ def hold(folder: Path, others: str, name: str = ".lock") -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A link would have another file overwritten.
-        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
     for look in range(LOOKS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
+            if _is_at(lock, folder / name):
+                return lock
+            break  # it was removed meanwhile, and another file may be the lock by now
         except OSError:
             time.sleep(MOMENT * (look + 1 < LOOKS))
     os.close(lock)
     raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=")
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def is_held(folder: Path, name: str = ".lock") -> bool:
@@ -101,18 +111,14 @@ def claimed(path: Path) -> Iterator[BufferedRandom | None]:
     Raises:
         OSError: it cannot be written.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with open(descriptor, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield None
             return
-        try:
-            mine = os.path.samestat(os.fstat(descriptor), os.stat(path))
-        except FileNotFoundError:
-            mine = False
-        if not mine:  # it was finished, or removed, between our opening and our locking it
+        if not _is_at(descriptor, path):  # it was finished, or removed, between our opening and our locking it
             yield None
             return
         file.truncate(0)
@@ -140,7 +146,7 @@ def unheld(path: Path) -> int:
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             with suppress(OSError):

@@ -77,12 +77,41 @@ class RunFolder:
             )
         if resuming:
             self._check_recipe(recipe)
+        self._sign()
+        return resuming
+
+    def _sign(self) -> str:
         try:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, job_id().encode(), 0)
         except OSError as error:
             raise SetupError(f"{self.path} cannot be written ({error.strerror}); choose another output=") from None
-        return resuming
+        return job_id()
+
+    def check(self) -> None:
+        """Before anything is saved: the folder is still this run's. A lock that was merely removed is made again.
+
+        Raises:
+            FolderInUseError: another run has it.
+            SetupError: it was removed, renamed or emptied.
+        """
+        try:
+            owner = read(self.path / LOCK, 1000).decode(errors="replace")
+        except FileNotFoundError:
+            if not os.path.lexists(self.path / "recipe.yaml"):
+                raise SetupError(
+                    f"{self.path} was removed, renamed or emptied while its run was at work, which ends here and saves "
+                    "nothing more: what it had saved can be continued wherever that is now, with resume=auto"
+                ) from None
+            gone, self._lock = self._lock, locks.hold(self.path, "run", LOCK)
+            os.close(gone)
+            owner = os.pread(self._lock, 1000, 0).decode(errors="replace") or self._sign()
+        except OSError as error:
+            raise SetupError(f"{self.path / LOCK} cannot be read ({why(error)}); choose another output=") from None
+        if owner != job_id():
+            raise FolderInUseError(
+                f"{self.path} is another run's by now (somebody removed its {LOCK}): this one ends and saves no more"
+            )
 
     def _saved(self) -> bool:
         """Whether the run here left what cannot be had again: a checkpoint, weights, a final result."""
@@ -144,6 +173,7 @@ class RunFolder:
             write_atomically(self.path / "recipe.yaml", again.to_yaml())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
+        self.check()
         write_atomically(self.path / "result.json", json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
 
     def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from trainer.errors import DiskFullError, Interrupted, Preempted, SetupError, in_one_line
+from trainer.errors import Interrupted, Preempted, TrainerError, in_one_line
 from trainer.modes.pipeline import timeline
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
@@ -46,7 +46,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             # Leave word of how the run ended; nothing collective, nothing saved.
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
-                with suppress(SetupError, DiskFullError):  # where the folder is what failed, the first error tells
+                with suppress(TrainerError):  # where the folder is what failed, the first error tells
                     line, code = in_one_line(error)
                     this.tracker.result(reporting.result(this, status, line, code))
                     presenting.ended_early(this, status, line)

@@ -67,11 +67,16 @@ def bound_to(recipe: Recipe, world: World) -> dict[str, Any]:
 
 def save(run: Run) -> None:
     """Commit a checkpoint of this very step."""
-    if run.speed_only:
-        return
-    run.interrupts.suspend(True)
+    if not run.speed_only:
+        with run.interrupts.saving():
+            _save(run)
+        run.timer.start()
+
+
+def _save(run: Run) -> None:
     averages = run.average.tensors() if run.average is not None else {}
     run.strategy.settle(averages)
+    run.world.heartbeat()
     tensors = {
         "model": run.strategy.gather(run.weights()),
         "optimizer": run.strategy.gather(optimizer_state(run.optimizer, run.parameters)),
@@ -89,10 +94,9 @@ def save(run: Run) -> None:
             "run_id": job_id(),
         }
         state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
+        run.tracker.folder.check()
         run.tracker.flush()  # first: what a checkpoint continues has all its rows, wherever the process is killed
         checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep)
-    run.interrupts.suspend(False)
-    run.timer.start()
 
 
 def restore(run: Run, state: checkpoint.State) -> None:
@@ -191,7 +195,12 @@ def _share_losses(run: Run, state: checkpoint.State) -> None:
 
 def write_weights(run: Run, name: str) -> None:
     """last.safetensors or best.safetensors: the weights that were evaluated, under torchvision's names."""
-    run.interrupts.suspend(True)
+    with run.interrupts.saving():
+        _write_weights(run, name)
+
+
+def _write_weights(run: Run, name: str) -> None:
+    run.world.heartbeat()
     weights = run.strategy.gather(run.average.tensors() if run.average is not None else run.weights())
     if isinstance(run.tracker, Tracker):
         data = run.datasets
@@ -211,5 +220,5 @@ def write_weights(run: Run, name: str) -> None:
             "classes": json.dumps(data.classes),
             "recipe": json.dumps(run.recipe.replace(output=None, resume=None).to_dict()),
         }
+        run.tracker.folder.check()
         save_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)
-    run.interrupts.suspend(False)

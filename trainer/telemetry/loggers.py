@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow beside TensorBoard: the same values, the recipe, the final figures.
 
-Each has a thread of its own, so that no step waits for a server; one that fails is left with a line, and the run goes
-on. The libraries are optional and imported in that thread.
+Each has a thread of its own, so that no step waits for a server; `feeding` keeps the values of one that is away. The
+libraries are optional and imported in that thread.
 """
 
 from __future__ import annotations
@@ -9,48 +9,28 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
-from trainer.errors import text_of
-from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import usable_json
 from trainer.saving.run_folder import write_atomically
+from trainer.telemetry.feeding import LoggedStep, LoggerThread, Sink
 
 PATIENCE, HURRY = 30.0, 10.0  # seconds that a run's end waits for what is still to be sent; that of a stopped one
 ANSWER = 10.0  # seconds in which a server must take a connection
 WANDB = "https://api.wandb.ai"  # where W&B is, unless WANDB_BASE_URL says so
 PROJECT = "trainer"  # where logging.wandb=true goes
-MANY = 100  # parameters or metrics of one request to MLflow
+MANY, METRICS = 100, 1000  # parameters, and metrics, of one request to MLflow
 LONGEST = 500  # characters of a parameter's value in MLflow
 FINAL = ("best_epoch", "train_loss", "epochs", "steps", "seconds", "data_wait_fraction", "mfu")
-
-
-class Sink(Protocol):
-    """Where values go; every method may block, and may raise anything."""
-
-    def open(self) -> str:
-        """Begin a run there, or go on with the one that an earlier part of this run began.
-
-        Returns:
-            What people are to know of where the values go; empty where they go where they were asked to.
-        """
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Values of a step, by tag."""
-
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """The run has ended like this; empty where it ended before its first epoch did."""
 
 
 class WandbSink:
@@ -77,8 +57,9 @@ class WandbSink:
         later = f"wandb sync {self.folder}/wandb/offline-run-*"
         return here and f"{here}; values stay in the run folder: {later} sends them"
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
+    def scalars(self, points: Sequence[LoggedStep]) -> None:
+        for point in points:
+            self._run.log(dict(point.values), step=point.step)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         self._run.summary.update({**final_figures(result), "status": result.get("status", "failed")})
@@ -114,16 +95,16 @@ class MlflowSink:
             self._client.log_batch(self._id, params=params[start : start + MANY])
         return ""
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def scalars(self, points: Sequence[LoggedStep]) -> None:
         from mlflow.entities import Metric
 
-        now = int(1000 * time.time())
-        metrics = [Metric(tag, value, now, step) for tag, value in values.items()]
-        for start in range(0, len(metrics), MANY):
-            self._client.log_batch(self._id, metrics=metrics[start : start + MANY])
+        metrics = [Metric(tag, one.values[tag], int(1000 * one.when), one.step) for one in points for tag in one.values]
+        for start in range(0, len(metrics), METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + METRICS])
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        self.scalars({f"final/{key}": value for key, value in final_figures(result).items()}, result.get("steps", 0))
+        figures = {f"final/{key}": value for key, value in final_figures(result).items()}
+        self.scalars([LoggedStep(figures, result.get("steps", 0), time.time())])
         status = {"completed": "FINISHED", "preempted": "KILLED"}.get(result.get("status", ""), "FAILED")
         self._client.set_terminated(self._id, status=status)
 
@@ -152,12 +133,11 @@ class Loggers:
 
     def close(self) -> None:
         """Wait until all is sent, though not for ever."""
-        for feed in self._feeds:
-            feed.end(self._result)
         patience = HURRY if self._result.get("status") == "preempted" else PATIENCE
-        until = time.monotonic() + patience
         for feed in self._feeds:
-            feed.wait(until, patience)
+            feed.end(self._result, time.monotonic() + patience)
+        for feed in self._feeds:
+            feed.wait(patience)
         self._tell()
         self._feeds = []
 
@@ -165,54 +145,6 @@ class Loggers:
         for feed in self._feeds:
             for line in feed.news():
                 self._say(line)
-
-
-class LoggerThread:
-    """The thread that gives a sink its values in order. The first failure is its last."""
-
-    def __init__(self, name: str, sink: Sink) -> None:
-        self._name, self._sink = name, sink
-        self._values: SimpleQueue[tuple[Mapping[str, float], int] | None] = SimpleQueue()
-        self._news: SimpleQueue[str] = SimpleQueue()
-        self._result: Mapping[str, Any] = {}
-        self._failed = False
-        self._thread = threading.Thread(target=self._work, name=f"logging.{name}", daemon=True)
-        self._thread.start()
-
-    def put(self, values: Mapping[str, float], step: int) -> None:
-        if not self._failed:
-            self._values.put((dict(values), step))
-
-    def end(self, result: Mapping[str, Any]) -> None:
-        """After what is left the end of the run is to be sent."""
-        self._result = result
-        self._values.put(None)
-
-    def wait(self, until: float, patience: float) -> None:
-        """Wait for that, and give up at a time of the monotonic clock, which is after `patience` seconds."""
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            self._fail(f"it has not taken all values within {patience:g} s")
-
-    def news(self) -> Iterator[str]:
-        """What people are to know, once."""
-        while not self._news.empty():
-            yield self._news.get()
-
-    def _fail(self, reason: str) -> None:
-        self._failed = True
-        interrupts.stuck.set()  # its library would wait for it at the end of this process
-        self._news.put(f"warning: logging.{self._name} is left out from here on, and the run goes on ({reason})")
-
-    def _work(self) -> None:
-        try:
-            if note := self._sink.open():
-                self._news.put(f"logging.{self._name}: {note}")
-            while (item := self._values.get()) is not None:
-                self._sink.scalars(*item)
-            self._sink.finish(self._result)
-        except BaseException as error:  # whatever a library and its server may raise, SystemExit too
-            self._fail(f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}")
 
 
 def known_id(folder: Path, name: str, where: str, make: Callable[[], str]) -> str:

@@ -93,7 +93,7 @@ def test_a_way_to_train_has_the_losses_of_single(way, whole, tmp_path):
 def test_an_option_trains(option, tmp_path):
     words = OPTIONS[option]
     net = [] if any(word.startswith("model.name") for word in words) else NET
-    ok(*BASE, *net, *words, f"output={tmp_path / 'run'}", timeout=300)
+    ok(*BASE, *net, *words, f"output={tmp_path / 'run'}", timeout=600)
     found = losses(tmp_path / "run")
     assert result(tmp_path / "run")["status"] == "completed"
     assert len(found) == 2 if "swin" in option else sum(found[-5:]) < sum(found[:5])

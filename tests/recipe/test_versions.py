@@ -7,8 +7,9 @@ import tomllib
 
 import pytest
 
-from tests.commands import PROJECT, trainer
-from trainer.recipe import versions
+from tests.commands import PROJECT, QUIET, losses, ok, trainer
+from trainer.comparison.entries import entries
+from trainer.recipe import load, versions
 from trainer.recipe.checks import SPLIT_BACKWARD, TWO_PARTS
 from trainer.recipe.versions import SINCE, release, torch_has
 
@@ -72,3 +73,33 @@ def test_what_crashes_is_refused_at_once(schedule, command, older):
         f"crashes in its backward pass; {instead}\n"
     )
     assert not re.search("|".join(SPLIT_BACKWARD), instead)
+
+
+def test_a_plan_says_what_it_leaves_out(monkeypatch):
+    from trainer import plan
+    from trainer.planning import schedules
+
+    kinds = {name: kind for name, kind in schedules.SCHEDULES.items() if name not in SPLIT_BACKWARD}
+    monkeypatch.setattr(schedules, "SCHEDULES", kinds)
+    monkeypatch.setattr(versions, "installed", lambda name: "2.13.0")
+    found = plan(load("digits", "mode=pipeline", "model.name=cnn_gn"), nproc=2)
+    assert not {row["schedule"] for row in found["pipeline"]["bubbles"]} & {*SPLIT_BACKWARD}
+    assert f"{', '.join(SPLIT_BACKWARD)} are left out: the installed torch cannot run them" in found["assumptions"]
+
+
+def test_a_comparison_leaves_a_refused_schedule_out(monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda name: "2.13.0")
+    entry, other = entries("digits", modes=["pipeline pipeline.schedule=zbv", "pipeline"], nproc="2")
+    assert entry.problem[1] == 2 and "zbv needs torch 2.14 or newer" in entry.problem[0] and other.problem is None
+
+
+@pytest.mark.parametrize("mode", ["ddp", "pipeline"])
+def test_what_is_done_instead_trains_the_same(mode, tmp_path):
+    """Below 2.12 the first stage's check and below 2.13 buffers are told otherwise: newer versions take both."""
+    (tmp_path / "older" / "torch-2.11.0.dist-info").mkdir(parents=True)
+    (tmp_path / "older" / "torch-2.11.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.11.0\n")
+    words = ["recipe=digits", f"mode={mode}", "nproc=2", "model.name=cnn", "max_steps=3", *QUIET]
+    words += ["pipeline.microbatches=4"] if mode == "pipeline" else []
+    for name, env in (("now", {}), ("older", {"PYTHONPATH": f"{tmp_path / 'older'}:{PROJECT}"})):
+        ok(*words, f"output={tmp_path / name}", env=env)
+    assert losses(tmp_path / "older") == losses(tmp_path / "now")

@@ -95,16 +95,15 @@ class _Group(NamedTuple):
     group_name: str
 
 
-class _P2POp(NamedTuple):
-    op: Any
-    tensor: torch.Tensor
-    peer: int
-    group: Any = None
-    tag: int = 0
+class _P2POp:
+    """The peer by its rank, or by its place in the group."""
 
-    @property
-    def group_peer(self) -> int:
-        return self.group.ranks.index(self.peer)
+    def __init__(
+        self, op: Any, tensor: Any, peer: int | None = None, group: Any = None, tag: int = 0, group_peer: Any = None
+    ) -> None:
+        self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
+        self.peer = group.ranks[group_peer] if peer is None else peer
+        self.group_peer = group.ranks.index(self.peer)
 
 
 class _Done:

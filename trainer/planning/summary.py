@@ -31,7 +31,7 @@ from trainer.planning.run_plan import (
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
 from trainer.recipe import Recipe, words_of
-from trainer.recipe.checks import OWN_PHOTOS, wider_batch
+from trainer.recipe.checks import OWN_PHOTOS, refused_schedules, wider_batch
 from trainer.training.optimization import learning_rate, total_steps
 
 
@@ -249,6 +249,8 @@ def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
         notes.append("stages are balanced by FLOPs; training measures blocks on its devices and may cut elsewhere")
     if layout.staged and len(layout.microbatches) > 1:
         notes.append("pipeline.microbatches=auto tries several numbers when training starts")
+    if recipe.traits.micro_batches and (refused := refused_schedules()):
+        notes.append(f"{', '.join(refused)} are left out: the installed torch cannot run them")
     if recipe.compile:
         notes.append("compiled operators may keep less than these activations")
     if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:

@@ -19,7 +19,7 @@ class Since(NamedTuple):
 
 SINCE = {
     "forward_sync_buffers": Since((2, 13), "DistributedDataParallel knows it as broadcast_buffers"),
-    "stage inputs of any layout": Since((2, 13), "the check that compares the first stage's strides is left out"),
+    "stage inputs of any layout": Since((2, 12), "the check that compares the first stage's strides is left out"),
     "gradients through a group of their own": Since((2, 14), "a pipeline's messages of both ways share one"),
     "backward passes in two parts": Since((2, 14), "use pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"),
 }

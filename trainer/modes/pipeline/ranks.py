@@ -130,7 +130,9 @@ class ProcessPipeline(Staged):
             )
             if not torch_has("stage inputs of any layout"):  # it would refuse channels_last images of one channel
                 setattr(part, "_validate_fwd_input", lambda *_: None)  # noqa: B010
-            part._upstream_group = self.back_group  # torch's own option makes a group without the recipe's timeout
+            # torch's own option makes groups without the recipe's timeout: 2.14 looks at the first, 2.15 at the second
+            part._upstream_group = self.back_group
+            setattr(part, "_get_p2p_group", self._group_between)  # noqa: B010
             parts.append(self._watched(part, index))
         kind: Any = SCHEDULES[plan.schedule]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
@@ -163,6 +165,10 @@ class ProcessPipeline(Staged):
     def _wires(self, run: Callable[[nn.Module, Tensor], Tensor]) -> dict[int, Wire]:
         """This rank's stages, each called by `run`, as their neighbours see them."""
         return {index: Wire(stage, run, index == 0, index == self.last) for index, stage in self.stages.items()}
+
+    def _group_between(self, source: int, target: int) -> Any:
+        """For a message from stage to stage: of activations, or of gradients that go back."""
+        return self.pipe_group if source < target else self.back_group
 
     def _samples(self, everything: Sequence[nn.Module], rows: int) -> list[Tensor]:
         """What goes into each stage and out of the last, as it travels: shapes and types are found by one pass."""

@@ -5,14 +5,11 @@ from functools import cache
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from tests.commands import losses, ok, steps, trainer
 from tests.training.test_resume_modes import kill
 from tests.training.test_training import SAME
-from trainer.models.blocks import frozen_norms
 from trainer.models.zoo import build
-from trainer.modes.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from trainer.recipe import load
 from trainer.training.trainable import normalises_batches
 
@@ -162,16 +159,6 @@ def test_what_is_frozen_stays_to_the_last_bit(way, trained, tmp_path, full):
         assert after.keys() == before.keys() and before["1.num_batches_tracked"] == 8
         same = {key for key in after if torch.equal(after[key], before[key])}
         assert same == {key for key in after if key.startswith(("0.", "1."))}, "all of it, and nothing else"
-
-
-def test_batch_norm_that_is_synchronised_stays_frozen():
-    recipe = load(None, "model.name=cnn", "model.freeze=1")
-    model = build(recipe.model, 10, 1, 8)
-    before = dict(model.named_parameters())
-    synchronised = convert_sync_batchnorm(model, torch.device("cpu"))
-    assert all(p is before[name] for name, p in synchronised.named_parameters())
-    assert [type(norm) for norm in frozen_norms(synchronised)] == [nn.BatchNorm2d], "which has nothing to tell others"
-    assert sum(isinstance(layer, SyncBatchNorm) for layer in synchronised.modules()) == 2
 
 
 @pytest.mark.parametrize(("wanted", "looks"), [("null", True), ("1", True), ("-1", False)])

@@ -17,11 +17,13 @@ from tests.worlds import on_ranks
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models import zoo
+from trainer.models.blocks import freeze
+from trainer.models.norms import check_alone
 from trainer.models.partition import trace
 from trainer.modes import STRATEGIES, sync_batchnorm
 from trainer.modes.ddp import read_in_training
 from trainer.modes.pipeline.wire import Wire
-from trainer.modes.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import MODES, ModelRecipe, load
@@ -39,56 +41,169 @@ def group():
     dist.destroy_process_group()
 
 
-def batch_norms(monkeypatch, reduce, mean, std, affine):
-    """Outputs, gradients and statistics of two ranks with half of a batch each, and of `nn.BatchNorm2d` on all of it.
+@pytest.fixture
+def ranks(monkeypatch):
+    """Two ranks as threads: what a layer exchanges, by name and rank."""
+    own, exchanged = threading.local(), []
 
-    The latter in float64; the halves have unlike means, and the statistics are those of the last batch alone.
-    """
-    torch.manual_seed(0)
-    data = torch.randn(8, 3, 4, 4) * std + mean
-    data[4:] += std
-    weights, own = torch.randn(8, 3, 4, 4), threading.local()
+    def add(values):
+        exchanged.append(values.shape)
+        own.world.sum_(values)
+
     monkeypatch.setattr(sync_batchnorm.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(sync_batchnorm.dist, "all_reduce", lambda values: reduce(own.world, values))
+    monkeypatch.setattr(sync_batchnorm.dist, "get_rank", lambda: own.world.rank)
+    monkeypatch.setattr(sync_batchnorm.dist, "all_reduce", add)
 
-    def normalised(layer, rows, dtype):
-        inputs = data[rows].to(dtype).requires_grad_()
-        for _ in range(2):
-            out = layer(inputs)
-        (out * weights[rows].to(dtype)).sum().backward()
-        return {"out": out, "gradient": inputs.grad, "mean": layer.running_mean, "variance": layer.running_var}
+    def together(work):
+        def rank(world):
+            own.world = world
+            return work(world.rank)
 
-    def rank(world):
-        own.world = world
-        layer = SyncBatchNorm(3, affine=affine, momentum=1.0)
-        found = normalised(layer, slice(4 * world.rank, 4 * world.rank + 4), torch.float32)
-        assert layer.num_batches_tracked == 2
-        return found | {"eval": layer.eval()(data)}
+        return on_ranks(2, rank), exchanged
 
-    whole = nn.BatchNorm2d(3, affine=affine, momentum=1.0, dtype=torch.float64)
-    expected = normalised(whole, slice(None), torch.float64) | {"eval": whole.eval()(data.double())}
-    first, second = on_ranks(2, rank)
+    return together
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, inputs):
+        return super().forward(inputs).sigmoid()
+
+
+def normalised(layer, inputs, weights):
+    """Outputs, gradients and statistics after two passes."""
+    for _ in range(2):
+        inputs = inputs.detach().requires_grad_()
+        out = layer(inputs)
+    (out.float() * weights).sum().backward()
+    return {
+        "out": out.detach(),
+        "gradient": inputs.grad,
+        **{name: p.grad for name, p in layer.named_parameters()},
+        **dict(layer.named_buffers()),
+    }
+
+
+def layer_over_ranks(ranks, whole, data, weights):
+    """What `normalised` finds of two ranks with half of the rows each, and on one rank with all."""
+    layers = [copy.deepcopy(whole) for _ in range(2)]
+    for layer in layers:
+        assert synchronise_batch_norm(layer) == [layer] and type(layer) is type(whole)
+
+    def rank(number):
+        rows = slice(number * len(data) // 2, (number + 1) * len(data) // 2)
+        return normalised(layers[number], data[rows], weights[rows])
+
+    (first, second), exchanged = ranks(rank)
+    assert sorted(map(len, exchanged)) == [2, 2, 3, 3, 3, 3], "one a pass and one backward, on two ranks"
     ours = {name: torch.cat([first[name], second[name]]) for name in ("out", "gradient")}
-    return {**first, **ours}, {name: value.float() for name, value in expected.items()}
+    ours |= {name: first[name] + second[name] for name, _ in whole.named_parameters()}
+    for name in dict(whole.named_buffers()):
+        assert torch.equal(first[name], second[name]), name
+        ours[name] = first[name]
+    return ours, normalised(
+        whole.double() if data.dtype != torch.float32 else whole, data.to(whole_type(data)), weights
+    )
 
 
-@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1000.0, 1e-2)])
-@pytest.mark.parametrize("affine", [True, False])
-def test_sync_batch_norm_over_two_ranks_is_batch_norm_of_the_whole_batch(monkeypatch, mean, std, affine):
-    ours, theirs = batch_norms(monkeypatch, lambda world, values: world.sum_(values), mean, std, affine)
-    # In float32 a mean of 1000 is known to 3e-5, which is 0.3 % of that deviation.
-    loose = {} if mean == 0 else {"rtol": 1e-2, "atol": 1e-2}
+def whole_type(data):
+    return torch.float32 if data.dtype == torch.float32 else torch.float64
+
+
+KINDS = {
+    "plain": (lambda: nn.BatchNorm2d(3), (8, 3, 4, 4)),
+    "without weights": (lambda: nn.BatchNorm2d(3, affine=False), (8, 3, 4, 4)),
+    "without momentum": (lambda: nn.BatchNorm2d(3, momentum=None, eps=0.1), (8, 3, 4, 4)),
+    "tracking nothing": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (8, 3, 4, 4)),
+    "a subclass": (lambda: Activated(3), (8, 3, 4, 4)),
+    "one row a rank": (lambda: nn.BatchNorm1d(3), (2, 3)),
+    "one dimension": (lambda: nn.BatchNorm1d(3), (8, 3, 5)),
+    "three dimensions": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sync_batch_norm_over_two_ranks_is_batch_norm_of_the_whole_batch(ranks, kind, layout):
+    make, shape = KINDS[kind]
+    torch.manual_seed(0)
+    whole, data = make(), torch.randn(shape) * 2 + 3
+    data[len(data) // 2 :] += 2
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter)
+    if layout is torch.channels_last and len(shape) == 4:
+        data = data.contiguous(memory_format=layout)
+    ours, theirs = layer_over_ranks(ranks, whole, data, torch.randn(shape))
+    assert ours["out"].stride() == theirs["out"].stride()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 if kind == "one row a rank" else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sync_batch_norm_in_half_precision(ranks, dtype):
+    """Statistics are in single precision; what is rounded is rounded as the inputs are."""
+    torch.manual_seed(0)
+    whole, data = nn.BatchNorm2d(3), (torch.randn(8, 3, 4, 4) * 2 + 3).to(dtype)
+    ours, theirs = layer_over_ranks(ranks, whole, data, torch.randn(8, 3, 4, 4))
+    assert ours["out"].dtype == ours["gradient"].dtype == dtype and ours["running_var"].dtype == torch.float32
+    step = torch.finfo(dtype).eps
     for name, expected in theirs.items():
-        tolerance = {"rtol": 1e-3, "atol": 0.0} if name == "variance" else loose or {"rtol": 1e-4, "atol": 1e-5}
-        if name == "gradient":
-            tolerance["atol"] = 1e-2 * expected.abs().max().item() if loose else 1e-5
-        torch.testing.assert_close(ours[name], expected, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if name.startswith("running") else {"rtol": 8 * step, "atol": 8 * step}
+        torch.testing.assert_close(
+            ours[name].double(), expected.double(), **tolerance, msg=lambda text, n=name: n + text
+        )
 
 
-def test_without_the_other_rank_sync_batch_norm_is_something_else(monkeypatch):
-    ours, theirs = batch_norms(monkeypatch, lambda world, values: values.mul_(2), 0.0, 1.0, True)
-    for name, expected in theirs.items():
-        assert not torch.allclose(ours[name], expected, rtol=1e-2, atol=1e-2), name
+def test_sync_batch_norm_keeps_a_small_variance_beside_a_large_mean(ranks):
+    """In float32 a mean of 1000 is known to 3e-5, which is 0.3 % of that deviation."""
+    torch.manual_seed(0)
+    data = torch.randn(8, 3, 4, 4) * 1e-2 + 1000
+    ours, _ = layer_over_ranks(ranks, nn.BatchNorm2d(3, momentum=1.0), data, torch.randn(8, 3, 4, 4))
+    torch.testing.assert_close(ours["running_var"], data.double().var([0, 2, 3]).float(), rtol=1e-3, atol=0.0)
+
+
+def test_evaluation_and_what_is_frozen_exchange_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    freeze(model, ["0", "1"], "model")
+    inputs = torch.randn(2, 3, 4, 4)
+    expected = model.eval()(inputs)
+    assert synchronise_batch_norm(model) == [model[3]]
+    assert torch.equal(model(inputs), expected)
+
+
+class Written(nn.BatchNorm2d):
+    """Normalises by a formula of its own."""
+
+    def forward(self, inputs):
+        return inputs - inputs.mean([0, 2, 3], keepdim=True)
+
+
+def test_a_layer_that_would_see_one_ranks_rows_alone_is_refused_by_its_name():
+    with pytest.raises(RecipeError) as error:
+        synchronise_batch_norm(nn.Sequential(nn.Identity(), nn.Sequential(Activated(3), Written(3))))
+    assert str(error.value) == (
+        "sync_bn=true: layer 1.1 (Written) normalises in a way of its own and would see this rank's rows alone: leave "
+        "sync_bn out, or make it nn.BatchNorm2d"
+    )
+
+
+def test_names_objects_and_hooks_stay_with_sync_batch_norm():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
+    before, seen = model.state_dict(keep_vars=True), []
+    model[1][0].register_forward_hook(lambda *_: seen.append(1))
+    assert synchronise_batch_norm(model) == [model[1][0], model[1][1]]
+    assert all(model.state_dict(keep_vars=True)[name] is tensor for name, tensor in before.items())
+    model.eval()(torch.zeros(1, 1, 2, 2))
+    assert seen == [1]
+
+
+def test_layers_that_exchange_statistics_by_themselves_are_refused():
+    class Own(nn.SyncBatchNorm):
+        pass
+
+    with pytest.raises(
+        RecipeError, match=r"layer 0.1 \(Own\) exchanges .* make it nn.BatchNorm2d, and type sync_bn=true"
+    ):
+        check_alone(nn.Sequential(nn.Sequential(nn.Identity(), Own(3))))
+    check_alone(nn.Sequential(nn.BatchNorm2d(3)))
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -108,26 +223,9 @@ def test_what_a_rank_sends_is_contiguous_wherever_the_cut(name, channels_last):
         assert first or gradient.is_contiguous(), traced.cuts[index - 1]
 
 
-def test_converting_keeps_names():
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
-    before = list(model.state_dict())
-    convert_sync_batchnorm(model, CPU)
-    assert list(model.state_dict()) == before
-    assert [type(layer) for layer in model[1]] == [SyncBatchNorm, SyncBatchNorm]
-
-
-def test_on_a_gpu_synchronised_layers_are_torchs():
-    """Which take no part in what the CPU's do here."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
-    before = model.state_dict()
-    found = convert_sync_batchnorm(model, torch.device("cuda"))
-    assert [type(layer) for layer in found[1]] == [nn.SyncBatchNorm, nn.SyncBatchNorm]
-    assert list(found.state_dict()) == list(before)
-
-
 @pytest.mark.full("compiles in two ranks")
-def test_a_gpus_synchronised_layers_can_be_compiled(tmp_path):
-    """The compiler breaks its graph at them: their collectives stay as they are."""
+def test_synchronised_layers_can_be_compiled(tmp_path):
+    """Into the one graph of the model, their collectives among the rest."""
     rank = [sys.executable, "-m", "tests.modes.synchronised", "{}", str(tmp_path / "store")]
     ranks = [[word.format(number) for word in rank] for number in (0, 1)]
     second = subprocess.Popen(ranks[1], env=environment(), stderr=subprocess.DEVNULL)
@@ -138,7 +236,7 @@ def test_a_gpus_synchronised_layers_can_be_compiled(tmp_path):
         second.wait()
     assert first.returncode == 0, first.stderr
     eager, compiled, graphs = json.loads(first.stdout.splitlines()[-1])
-    assert compiled == pytest.approx(eager, rel=1e-4) and graphs > 2 and len({*eager}) == 4
+    assert compiled == pytest.approx(eager, rel=1e-4) and graphs <= 2 and len({*eager}) == 4
 
 
 def test_every_mode_of_the_schema_has_a_strategy():

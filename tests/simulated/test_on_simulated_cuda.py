@@ -22,7 +22,6 @@ from trainer.inference.labelling import Forward, Labeller, Preparation
 from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes import Strategy
-from trainer.modes.sync_batchnorm import convert_sync_batchnorm
 from trainer.planning import plan
 from trainer.pool.checks import check_devices
 from trainer.processes.rank import Place
@@ -171,7 +170,6 @@ def everywhere(folder):
         ):
             with pytest.raises(TrainerError, match="not here"):
                 refused()
-        convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), CARD)
         world = World(Place(), CARD, 1, ("cuda:0",))
         data = open_datasets(load(None, *runs.BASE.split()))
         speed_recipe(load(None, *runs.BASE.split()), build(ModelRecipe(name="mlp"), 10, 1, 8), data, world, print)

@@ -13,6 +13,7 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
+from trainer.errors import RecipeError
 from trainer.models.balance import undisturbed
 from trainer.models.blocks import keeps_statistics
 
@@ -39,6 +40,29 @@ def statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
         for name, layer in model.named_modules()
         if isinstance(layer, _NormBase) and layer.running_mean is not None and not keeps_statistics(layer)
     }
+
+
+def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Batch normalisation that looks at the batch in training, each layer once, by its first name."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and not keeps_statistics(layer)
+    }
+
+
+def check_alone(model: nn.Module) -> None:
+    """Refuse layers that exchange statistics with other ranks, whether or not those are at the same layer.
+
+    Raises:
+        RecipeError: naming one.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise RecipeError(
+                f"layer {name or 'the model itself'} ({type(layer).__name__}) exchanges its statistics by itself, with "
+                "ranks that may be elsewhere: make it nn.BatchNorm2d, and type sync_bn=true, which is for mode=ddp"
+            )
 
 
 def unlike(layers: Mapping[str, nn.Module], known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

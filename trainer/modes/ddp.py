@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from trainer.data import Batch, Shard
 from trainer.errors import RecipeError
 from trainer.models.balance import undisturbed
+from trainer.models.norms import unlike, writes_statistics_only
 from trainer.modes.base import Communication, Strategy
-from trainer.modes.sync_batchnorm import convert_sync_batchnorm
+from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import Recipe
 from trainer.recipe.versions import torch_has
@@ -32,11 +33,8 @@ def read_in_training(model: nn.Module) -> bool:
 
     Batch norm only writes its own then: rank 0's are the same with and without a broadcast, and `settle` spreads them.
     """
-    return any(
-        not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats
-        for module in model.modules()
-        for _ in module.buffers(recurse=False)
-    )
+    holders = {name: module for name, module in model.named_modules() if any(True for _ in module.buffers(False))}
+    return bool(unlike(holders, writes_statistics_only))
 
 
 class DistributedDataParallel(Strategy):
@@ -51,11 +49,12 @@ class DistributedDataParallel(Strategy):
         if self.world.size == 1:
             super().setup(model)
             return
+        broadcast = read_in_training(model)
         if self.recipe.sync_bn:
-            model = convert_sync_batchnorm(model, self.device)
+            synchronise_batch_norm(model)
         super().setup(model)
         in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
-        synced: dict[str, Any] = {in_forward: read_in_training(self.module)}
+        synced: dict[str, Any] = {in_forward: broadcast}
         with lost_peers():
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.module,

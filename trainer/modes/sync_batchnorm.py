@@ -1,85 +1,133 @@
-"""Batch normalisation over all ranks, on any device: `nn.SyncBatchNorm` refuses the CPU."""
+"""Batch normalisation over all ranks, on any device.
+
+The layers stay as they are, subclasses with an activation inside as well: what they ask of
+`torch.nn.functional.batch_norm` is answered with the mean and variance of all ranks' rows (Ioffe and Szegedy,
+arXiv:1502.03167). Not `nn.SyncBatchNorm`, which refuses the CPU and waits for the device three times a layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import batch_norm
 
-from trainer.models.blocks import keeps_statistics
-
-
-def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace batch normalisation that trains by one that sees the global batch, with the same parameters, buffers."""
-    for name, child in list(model.named_children()):
-        if isinstance(child, _BatchNorm) and keeps_statistics(child):
-            continue
-        if isinstance(child, _BatchNorm) and device.type == "cuda":
-            setattr(model, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))  # type: ignore[no-untyped-call]
-        elif isinstance(child, _BatchNorm):
-            synchronised = SyncBatchNorm(
-                child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
-            )
-            # The same objects: what is frozen stays so.
-            synchronised._parameters, synchronised._buffers = dict(child._parameters), dict(child._buffers)
-            setattr(model, name, synchronised.train(child.training))
-        else:
-            convert_sync_batchnorm(child, device)
-    return model
+from trainer.errors import RecipeError
+from trainer.models.norms import BatchNormCalls, takes_global_statistics, training_norms, unlike
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce whose gradient is the all-reduced gradient: every rank's result depends on every rank's input."""
+def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
+    """Let batch normalisation that trains see the global batch. Every rank must hold the same number of rows.
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
+    Returns:
+        The layers that do so from here on.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
+    Raises:
+        RecipeError: naming a subclass that normalises in a way of its own.
+    """
+    layers = training_norms(model)
+    for name, layer in unlike(layers, takes_global_statistics).items():
+        raise RecipeError(
+            f"sync_bn=true: layer {name or 'the model itself'} ({type(layer).__name__}) normalises in a way of its own "
+            "and would see this rank's rows alone: leave sync_bn out, or make it nn.BatchNorm2d"
+        )
+    for layer in layers.values():
+        layer.forward = _over_ranks(layer.forward)  # type: ignore[method-assign]
+    return [*layers.values()]
 
 
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(values)
-    return total
+def _over_ranks(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer's own `forward`, which may do more than normalise."""
+
+    def over_ranks(*args: Any, **kwargs: Any) -> Tensor:
+        with BatchNormCalls(global_batch_norm):
+            return forward(*args, **kwargs)
+
+    return over_ranks
 
 
-class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose mean and variance are those of all ranks' rows (Ioffe and Szegedy, arXiv:1502.03167).
+def global_batch_norm(
+    inputs: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` of all ranks' rows. Inputs (N, C, ...)."""
+    if not training:
+        return batch_norm(inputs, running_mean, running_var, weight, bias, False, momentum, eps)
+    count = inputs.numel() // inputs.shape[1] * dist.get_world_size()
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {inputs.shape}")
+    out: Tensor
+    out, mean, variance = _GlobalBatchNorm.apply(inputs, weight, bias, eps, count)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+    return out
 
-    Every rank must hold the same number of rows. Inputs (N, C, ...).
+
+def _statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of a rank's rows, at least in single precision."""
+    precision = torch.promote_types(inputs.dtype, torch.float32)
+    if torch.compiler.is_compiling():  # which makes one loop of it
+        axes = [axis for axis in range(inputs.dim()) if axis != 1]
+        variance, mean = torch.var_mean(inputs.to(precision), axes, correction=0)
+        return mean, variance
+    # The running statistics, which are not wanted here, make torch compute in their precision.
+    unused = torch.zeros(2, inputs.shape[1], dtype=precision, device=inputs.device)
+    mean, variance = torch.batch_norm_update_stats(inputs, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+class _GlobalBatchNorm(torch.autograd.Function):
+    """Two collectives a layer: statistics meet forward, and the sums of gradients backward.
+
+    A rank's mean and variance are computed before they meet the others', so that a small variance keeps its digits
+    beside a large mean. Nothing waits for the device.
     """
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected (N, C, ...), got {tuple(input.shape)}")
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        own = torch.stack(_statistics(inputs))
+        # A row a rank, of which each fills its own: with equal rows that is what `all_gather` does, in every version.
+        every = own.new_zeros(dist.get_world_size(), *own.shape)
+        every[dist.get_rank()] = own
+        dist.all_reduce(every)
+        means, variances = every.unbind(1)
+        mean = means.mean(0)
+        variance = variances.mean(0) + (means - mean).square().mean(0)
+        ctx.save_for_backward(inputs, weight, mean, variance)
+        ctx.eps, ctx.count, ctx.biased = eps, count, bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return batch_norm(inputs, mean, variance, weight, bias, False, 0.0, eps), mean, variance
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        self._check_input_dim(input)
-        count = input.numel() // input.shape[1] * dist.get_world_size()
-        axes = [axis for axis in range(input.dim()) if axis != 1]
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        # The second sum is of deviations: a mean of squares less a squared mean loses a small variance's digits.
-        mean = _sum_over_ranks(input.float().sum(axes)) / count
-        deviation = input.float() - mean.view(shape)
-        variance = _sum_over_ranks(deviation.square().sum(axes)) / count
-        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-                self.running_mean.lerp_(mean, share)
-                self.running_var.lerp_(variance * (count / max(1, count - 1)), share)
-        out = deviation * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is not None and self.bias is not None:
-            out = out * self.weight.view(shape) + self.bias.view(shape)
-        return out.to(input.dtype)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        inputs, weight, mean, variance = ctx.saved_tensors
+        if gradient.stride() != inputs.stride():
+            gradient = torch.empty_like(inputs).copy_(gradient)
+        scale, ones = torch.rsqrt(variance + ctx.eps), torch.ones_like(mean)
+        # Of these rows: the sums of the gradient times the normalised inputs, and of the gradient.
+        _, *sums = torch.ops.aten.native_batch_norm_backward(
+            gradient, inputs, ones, mean, variance, mean, scale, False, ctx.eps, [False, True, True]
+        )
+        own = torch.stack(sums)
+        share = own / ctx.count
+        dist.all_reduce(share)
+        # The gradient's mean and its part along the normalised inputs change no output: they are taken out.
+        inner = gradient - batch_norm(inputs, mean, variance, share[0], share[1], False, 0.0, ctx.eps)
+        scale = scale if weight is None else scale * weight
+        inner *= scale.view(-1, *[1] * (inputs.dim() - 2))
+        return inner, own[0] if weight is not None else None, own[1] if ctx.biased else None, None, None

@@ -21,6 +21,7 @@ from trainer.devices.precision import set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.models.given import Given
 from trainer.models.inputs import with_own_input
+from trainer.models.norms import check_alone
 from trainer.models.zoo import build, initialise, known_classes, registered_model
 from trainer.modes import Context, Strategy
 from trainer.processes import stacks
@@ -241,6 +242,8 @@ class Wired(NamedTuple):
 def wire(context: Context, model: nn.Module) -> Wired:
     """Give a model to the context's mode, and an optimizer to what this rank has of it."""
     recipe, device = context.recipe, context.world.device
+    if context.world.size > 1:
+        check_alone(model)
     scaler = loss_scaler(recipe, device)
     strategy = modes.create(replace(context, scale=scaler.scale if scaler is not None else None))
     roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part

@@ -1,11 +1,16 @@
 """Bytes on each device of a mode, on disk, and what to change where they are too many."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from safetensors import safe_open
 
 from tests.planning.plans import recipe_of, shadow_of, size
 from trainer import load_recipe, plan
-from trainer.planning.layout import every_mode, lay_out
+from trainer.devices.cards import Cards
+from trainer.planning import memory
+from trainer.planning.layout import Layout, every_mode, lay_out
 from trainer.planning.memory import footprint
 
 
@@ -98,3 +103,20 @@ def test_what_cuda_and_nccl_take_cannot_be_used_by_a_run():
     assert usable("ddp", 2, "4GiB", "devices=[cpu]") == 0.9 * 4 * gib
     assert usable("hogwild", 2, "4GiB") == 0.9 * 4 * gib
     assert usable("single", None, "512MiB") == 0
+
+
+def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
+    sizes = {0: 80 * 2**30, 1: 16 * 2**30, 2: 80 * 2**30}
+    monkeypatch.setattr(memory.cards, "look", lambda: Cards(len(sizes)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: {1: "Tesla T4"}.get(index, "NVIDIA A100"))
+    recipe = load_recipe(None, "mode=ddp")
+
+    def own(*devices):
+        return memory.own_memory(Layout(recipe, len(devices), devices), len(devices))
+
+    assert own("cuda:0", "cuda:1", "cuda:2") == (16 * 2**30, "Tesla T4, the smallest of the cards here")
+    assert own("cuda:0", "cuda:2") == own("cuda:0#0", "cuda:0#1") == (80 * 2**30, "NVIDIA A100, which is here")
+    assert own("cuda:4", "cuda:5")[0] == 16 * 2**30, "cards that are elsewhere are as those here"
+    monkeypatch.setattr(memory.cards, "look", Cards)
+    assert own("cuda:0") is None

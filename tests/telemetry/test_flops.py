@@ -21,6 +21,9 @@ def test_flops_of_resnet50():
         ("NVIDIA A100-SXM4-80GB", "fp32", (8, 0), 19.5),
         ("NVIDIA L40", "bf16", (8, 9), 181),  # not L4's
         ("Tesla T4", "tf32", (7, 5), 8.1),  # it has none, and computes in fp32
+        ("NVIDIA GeForce RTX 4090", "bf16", (8, 9), 165.2),  # adding up in fp32
+        ("NVIDIA H100 NVL", "bf16", (9, 0), 835.5),
+        ("NVIDIA B200", "bf16", (10, 0), 2250),
         ("Tesla V100-SXM2-16GB", "bf16", (7, 0), None),
         ("NVIDIA T400", "fp16", (7, 5), None),
         ("NVIDIA RTX A1000", "fp16", (8, 6), None),

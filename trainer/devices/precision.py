@@ -33,6 +33,11 @@ def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether a card computes in bf16 itself: NVIDIA's before Ampere emulate it, slowly."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def computed_in(precision: str, device: torch.device) -> str:
     """The precision that a device really computes in: TF32 is fp32 where there is none."""
     return "fp32" if precision == "tf32" and not has_tf32(device) else precision

@@ -136,9 +136,14 @@ def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
     CPU devices share the machine's memory.
     """
     if layout.kind == "cuda":
-        if not cards.look().count:
+        here = range(cards.look().count)
+        named = {int(name.partition("#")[0].partition(":")[2]) for name in layout.devices} & {*here}
+        sizes = {index: torch.cuda.get_device_properties(index).total_memory for index in named or here}
+        if not sizes:
             return None
-        return torch.cuda.get_device_properties(0).total_memory, f"{torch.cuda.get_device_name(0)}, which is here"
+        least = min(sizes, key=lambda index: sizes[index])
+        which = "which is here" if len({*sizes.values()}) == 1 else "the smallest of the cards here"
+        return sizes[least], f"{torch.cuda.get_device_name(least)}, {which}"
     text = "free on this machine" + (f", a share of {count}" if count > 1 else "")
     return free_memory(torch.device("cpu")) // count, text
 

@@ -11,12 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.devices.precision import computed_in
 
-# Dense peaks in TFLOP/s from NVIDIA's data sheets, by torch's name of the card: a chip has others in other shapes,
-# and a part of one (MIG) none. fp32 is without tensor cores; what a card computes by other means only has no peak.
+# Dense peaks in TFLOP/s from NVIDIA's data sheets, of GeForce and RTX from its white papers on Ampere (GA102), Ada and
+# Blackwell, by torch's name of the card: a chip has others in other shapes, and a part of one (MIG) none. fp32 is
+# without tensor cores, the 16-bit ones add up in fp32; what a card computes by other means only has no peak.
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 _HOPPER, _AMPERE = (67.0, 495.0, 989.0, 989.0), (19.5, 156.0, 312.0, 312.0)
+_NVL = (60.0, 417.5, 835.5, 835.5)
 PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
+    "NVIDIA B200": (75.0, 1125.0, 2250.0, 2250.0),
+    "NVIDIA GH200 480GB": _HOPPER,
+    "NVIDIA GH200 144G HBM3e": _HOPPER,
     "NVIDIA H200": _HOPPER,
+    "NVIDIA H200 NVL": _NVL,
+    "NVIDIA H100 NVL": _NVL,
     "NVIDIA H100 80GB HBM3": _HOPPER,
     "NVIDIA H100 PCIe": (51.0, 378.0, 756.0, 756.0),
     "NVIDIA A100-SXM4-40GB": _AMPERE,
@@ -29,6 +36,11 @@ PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
     "NVIDIA A40": (37.4, 74.8, 149.7, 149.7),
     "NVIDIA A30": (10.3, 82.0, 165.0, 165.0),
     "NVIDIA A10": (31.2, 62.5, 125.0, 125.0),
+    "NVIDIA RTX 6000 Ada Generation": (91.1, 182.1, 364.2, 364.2),
+    "NVIDIA RTX A6000": (38.7, 77.4, 154.8, 154.8),
+    "NVIDIA GeForce RTX 5090": (104.8, 104.8, 209.5, 209.5),
+    "NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, 165.2),
+    "NVIDIA GeForce RTX 3090": (35.6, 35.6, 71.2, 71.2),
     "Tesla V100-SXM2-16GB": (15.7, None, 125.0, None),
     "Tesla V100-SXM2-32GB": (15.7, None, 125.0, None),
     "Tesla V100-PCIE-16GB": (14.0, None, 112.0, None),

@@ -114,7 +114,7 @@ def summary(run: Run) -> dict[str, float]:
 def _mfu(run: Run, samples_per_sec: float) -> float | None:
     if run.peak_flops is None:
         return None
-    return model_flops_utilisation(samples_per_sec, run.flops_per_sample, run.peak_flops * run.world.count())
+    return model_flops_utilisation(samples_per_sec, run.flops_per_sample, run.peak_flops)
 
 
 def epoch_line(run: Run, epoch: int) -> str:

@@ -64,7 +64,7 @@ class Run:
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
     begun: float  # time.perf_counter() at the process's start of work
     flops_per_sample: int = 0  # forward; 0 where the device's peak is not known
-    peak_flops: float | None = None
+    peak_flops: float | None = None  # of all devices together
     position: Position = field(default_factory=lambda: Position(0, 0, 0))
     history: History = field(default_factory=History)
     unlogged: list[Tensor] = field(default_factory=list)  # losses of the steps since the last logged one, on the device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, contact_s
 from trainer.data.feeds import labels_at_hand
 from trainer.data.images import reason
 from trainer.data.splits import SPLIT_FILE, continued
-from trainer.devices.precision import set_precision
+from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.models.given import Given
 from trainer.models.inputs import with_own_input
@@ -74,7 +74,8 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     known = world.share(tracker.known())
     size = sum(parameter.numel() for parameter in model.parameters())
     batch_norm = normalises_batches(model, recipe)
-    peak, flops = utilisation_base(model, data, world, recipe.precision)
+    cards = cards_of(world, recipe.precision)
+    peak, flops = utilisation_base(model, data, cards)
     context = Context(
         recipe=recipe,
         world=world,
@@ -84,7 +85,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         known=known,
         say=tracker.say,
     )
-    told = (starting_notes(recipe, data, model) if state is None else {}) | notes(model, recipe)
+    told = (starting_notes(recipe, data, model) if state is None else {}) | notes(model, recipe) | emulated(cards)
     strategy, optimizer, updater = wire(context, model)
     tracker.remember({**known, **strategy.known})
     run = Run(
@@ -257,12 +258,38 @@ def local_readers(world: World, shard: Shard) -> int:
     return max(1, world.place.local_size * shard.count // world.size)
 
 
-def utilisation_base(model: nn.Module, data: Datasets, world: World, precision: str) -> tuple[float | None, int]:
-    """The device's peak FLOP/s in this precision and one image's forward FLOPs, where both can be known."""
-    peak = peak_flops(world.device, precision)
-    if peak is None:
+class Card(NamedTuple):
+    """What a card makes of the recipe's precision."""
+
+    peak: float | None  # FLOP/s
+    emulates: bool
+
+
+def cards_of(world: World, precision: str) -> dict[str, Card]:
+    """Each card of the run by its name, on every rank; workers that share one count once. Empty on the CPU."""
+    if world.device.type != "cuda":
+        return {}
+    mine = {
+        name.partition("#")[0]: Card(peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
+        for name, device in world.driven().items()
+    }
+    found: dict[str, Card] = world.share({name: card for part in world.gather(mine) for name, card in part.items()})
+    return found
+
+
+def emulated(cards: Mapping[str, Card]) -> dict[str, str]:
+    """The banner's line of cards without bf16."""
+    names = [name for name, card in cards.items() if card.emulates]
+    advice = "emulated, which is slow: these cards have no bf16; use precision=fp16 or fp32"
+    return {"bf16": f"{', '.join(names[:8])}: {advice}"} if names else {}
+
+
+def utilisation_base(model: nn.Module, data: Datasets, cards: Mapping[str, Card]) -> tuple[float | None, int]:
+    """The cards' peak FLOP/s together and one image's forward FLOPs, where both can be known."""
+    peaks = [card.peak for card in cards.values() if card.peak is not None]
+    if not peaks or len(peaks) < len(cards):
         return None, 0
     try:
-        return peak, forward_flops(model, data.example(1).shape)
+        return sum(peaks), forward_flops(model, data.example(1).shape)
     except (NotImplementedError, RuntimeError):  # an operator, or a look at values, that shapes alone do not have
         return None, 0

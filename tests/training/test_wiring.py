@@ -1,0 +1,47 @@
+"""What a run asks of its cards before it is put together."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.processes.rank import Place
+from trainer.processes.world import World
+from trainer.training import reporting, wiring
+
+NAMES = {0: "NVIDIA A100-SXM4-80GB", 1: "Tesla T4", 2: "NVIDIA A100-SXM4-80GB"}
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """A world that drives cards of a machine with an A100, a T4 and an A100."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAMES[device.index])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index == 1 else (8, 0))
+
+    def make(*indices):
+        drives = tuple(torch.device("cuda", index) for index in indices)
+        return World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
+
+    return make
+
+
+def test_the_peak_is_that_of_every_card_together(mixed):
+    model, data = torch.nn.Linear(4, 2), SimpleNamespace(example=lambda rows: SimpleNamespace(shape=(rows, 4)))
+
+    def peak(precision, *indices):
+        return wiring.utilisation_base(model, data, wiring.cards_of(mixed(*indices), precision))[0]
+
+    assert peak("fp16", 0, 1) == pytest.approx((312 + 65) * 1e12) and peak("fp16", 1) == pytest.approx(65e12)
+    assert peak("fp16", 0, 2) == pytest.approx(624e12) and peak("bf16", 0, 1) is None
+    run = SimpleNamespace(peak_flops=peak("fp16", 0, 1), flops_per_sample=10**9)
+    assert reporting._mfu(run, 1000.0) == pytest.approx(3e12 / 377e12)
+    cpu = World(Place(), torch.device("cpu"), 1, ("cpu:0",))
+    assert wiring.utilisation_base(model, data, wiring.cards_of(cpu, "bf16")) == (None, 0)
+
+
+def test_bf16_that_a_card_emulates_is_told(mixed):
+    def note(precision, *indices):
+        return wiring.emulated(wiring.cards_of(mixed(*indices), precision))
+
+    assert note("bf16", 0, 2) == note("fp16", 0, 1) == {}
+    assert note("bf16", 0, 1)["bf16"].startswith("cuda:1: emulated, which is slow: these cards have no bf16; use ")

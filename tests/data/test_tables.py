@@ -1,5 +1,9 @@
 """Labels from a CSV: the ways people write one, what is wrong with others, and a run from the command line."""
 
+import bz2
+import gzip
+import lzma
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -269,3 +273,126 @@ def test_large_photos_of_a_table_are_learned_by_workers(mode, tmp_path):
     assert found["best_f1"] > 0.9 and found["data"]["val_samples"] == 9 and "val_top1" not in found
     told = ok("evaluate", f"checkpoint={tmp_path / 'run'}").stdout
     assert "F1 " in told and "on 9 held-out images" in told
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (["cat|animal", "dog|animal"], r"'cat\|animal' looks like .* with \| between them: write cat;animal,"),
+        (["cat|animal", "dog"], r"with \| between them"),
+        (
+            ['"cat, animal"', '"dog, animal"'],
+            "with a comma between them: write cat;animal, or a column of 0 and 1 for each",
+        ),
+        (["cat animal", "dog animal", "cat", "dog"], "with a blank between them: write cat;animal"),
+        (["haze primary", "clear primary", "haze", "clear", "haze clear"], "write haze;primary"),
+    ],
+)
+def test_another_separator_between_classes_is_no_part_of_their_names(photos, labels, says):
+    cells = (labels * 8)[:8]
+    with pytest.raises(SetupError, match=says):
+        opened(photos, table("file,labels", cells), "task.name=multilabel")
+    meant = [cell.strip('"').replace(", ", ";").replace("|", ";").replace(" ", ";") for cell in cells]
+    names = tuple(sorted({name for cell in meant for name in cell.split(";")}))
+    assert opened(photos, table("file,labels", meant), "task.name=multilabel").classes == names
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["golden retriever", "siamese cat"], ("golden retriever", "siamese cat")),
+        (['"crane, bird"', "dog"], ("crane, bird", "dog")),
+        (["a, b;c", "c"], None),
+    ],
+)
+def test_names_with_blanks_and_commas_are_names(photos, labels, names):
+    cells = [f'"{label}"' if "," in label and '"' not in label else label for label in labels]
+    found = opened(photos, table("file,labels", cells * 4), "task.name=multilabel")
+    assert found.classes == (names or ("a, b", "c"))
+    shown = ", ".join(
+        f"{name} {int(n)} + {int(m)}"
+        for name, n, m in zip(found.classes, found.train.labels.sum(0), found.val.labels.sum(0), strict=True)
+    )
+    assert found.notes["classes"] == f"{shown} (training + held out)"
+
+
+def test_several_classes_where_one_is_learned_are_told(photos):
+    with pytest.raises(SetupError, match=r"'cat;animal' looks like several classes: add task.name=multilabel"):
+        opened(photos, table("file,labels", ["cat;animal", "dog;animal"] * 4))
+    assert opened(photos, table("file,labels", ["a;b", "c"] * 4)).classes == ("a;b", "c")
+
+
+@pytest.mark.parametrize(("yes", "no"), [("True", "False"), ("TRUE", "FALSE"), ("1.0", "0.0")])
+def test_columns_of_true_and_false_are_classes(photos, yes, no):
+    """As pandas.get_dummies and R write them."""
+    found = opened(photos, table("file,cat,dog", [f"{yes},{no}", f"{yes},{yes}"] * 4), "task.name=multilabel")
+    assert found.classes == ("cat", "dog") and found.train.labels.tolist() == [[1, 0], [1, 1]] * 2
+    found = opened(photos, table("file,defect", [yes, no] * 4), "task.name=multilabel")
+    assert found.classes == ("defect",) and found.train.labels.tolist() == [[1], [0], [1], [0]]
+
+
+def test_columns_are_chosen_by_name(photos):
+    rows = [f"{9 - n},cat{n % 2},{n / 2},{name},{name}" for n, name in enumerate(NAMES)]
+    text = "\n".join(["row,Breed,weight,thumb,photo", *rows])
+    with pytest.raises(SetupError, match=r"both columns thumb and photo name images: data.image_column=thumb takes"):
+        opened(photos, text)
+    words = "data.image_column=photo"
+    says = r"beside the images' its columns are row, Breed, weight, thumb: data.label_column=row"
+    with pytest.raises(SetupError, match=says):
+        opened(photos, text, words)
+    found = opened(photos, text, words, "data.label_column=breed")
+    assert found.classes == ("cat0", "cat1") and found.train.labels.tolist() == [0, 1, 0, 1]
+    assert "column photo names" in found.notes["labels"]
+    found = opened(photos, text, words, "data.label_column=[weight,row]", "task.name=regression")
+    assert found.classes == ("weight", "row") and found.val.labels.tolist() == [[2, 5], [2.5, 4], [3, 3], [3.5, 2]]
+    with pytest.raises(SetupError, match=r"data.label_column=kind is no column of .*; its columns are row, Breed, wei"):
+        opened(photos, text, words, "data.label_column=kind")
+    with pytest.raises(SetupError, match=r"data.image_column=file is no column of"):
+        opened(photos, text, "data.image_column=file")
+    with pytest.raises(SetupError, match=r"not all numbers; data.label_column=\[row,Breed\] takes only these columns"):
+        opened(photos, text, words, "task.name=regression")
+    with pytest.raises(RecipeError, match=r"data.label_column names a column of a table of labels: add data.labels="):
+        open_datasets(load(None, "data.name=imagefolder", f"data.root={photos}", "data.label_column=breed"))
+
+
+def test_the_likeliest_column_is_the_one_to_type(photos):
+    with pytest.raises(SetupError, match=r"columns are colour, label, x: data.label_column=label takes that"):
+        opened(photos, table("file,colour,label,x", ["red,cat,1", "blue,dog,2"] * 4))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        table("file|label", CATS).replace(",", "|"),
+        "sep=;\r\n" + table("file,label", CATS).replace(",", ";").replace("\n", "\r\n"),
+        '"","file","label"\n' + "".join(f'"{n + 1}","{name}","{CATS[n]}"\n' for n, name in enumerate(NAMES)),
+        table("file,label", CATS).replace("\n", "\r\n") + "\r\n,\r\n\r\n",
+        table("file;label", CATS).replace(",", ";").replace("\n", "\r"),
+    ],
+    ids=["pipes", "Excel's first line", "R", "Excel's empty lines", "old Macintosh"],
+)
+def test_tables_as_programs_write_them(photos, text):
+    found = opened(photos, text)
+    assert found.classes == ("cat", "dog") and found.train.labels.tolist() == [0, 1, 0, 1] and len(found.val) == 4
+
+
+def test_a_compressed_table_is_called_that(photos):
+    words = ["data.name=imagefolder", f"data.root={photos}"]
+    for name, pack, program in (("gz", gzip, "gunzip"), ("bz2", bz2, "bunzip2"), ("xz", lzma, "unxz")):
+        (photos / f"labels.csv.{name}").write_bytes(pack.compress(table("file,label", CATS).encode()))
+        with pytest.raises(SetupError, match=f"it is compressed, {program} it first"):
+            open_datasets(load(None, *words, f"data.labels=labels.csv.{name}"))
+
+
+def test_images_that_no_line_names_are_counted(photos):
+    """Of the folders that lines name images of: others may be for something else."""
+    found = opened(photos, table("file,label", CATS[:5], NAMES[:5]))
+    assert found.notes["labels"] == "3 images beside these in no line, and left out"
+    assert "labels" not in opened(photos, table("file,label", CATS)).notes
+
+
+def test_a_held_out_image_counts_once_however_often_it_stands_there(photos):
+    """And under whatever spelling."""
+    again = "".join(f"{name},{cat}\n" for name, cat in zip(NAMES[4:] * 2, CATS[4:] * 2, strict=True))
+    found = opened(photos, table("file,label", CATS) + again + "val/../val/1.png,dog\nval//0.png,cat\n")
+    assert len(found.val) == 4 and found.notes["labels"].startswith("10 lines said again")

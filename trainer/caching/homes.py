@@ -131,7 +131,7 @@ def name_of(data: DataRecipe, how: Format) -> str:
     """Of the folder for a set: one for each table of labels, which may name other photos."""
     whole = os.path.realpath(Path(data.root or ".").expanduser())
     name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]  # of a pattern or a list not all
-    told = "\0".join((whole, data.labels or "", str(how)))
+    told = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
     return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(told))}"
 
 

@@ -126,6 +126,9 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
     data = recipe.data
     if data.labels is not None and data.name != "imagefolder":
         raise RecipeError(f"data.labels={data.labels} is a table of a folder's images: use data.name=imagefolder")
+    for key in ("image_column", "label_column"):
+        if getattr(data, key) is not None and data.labels is None:
+            raise RecipeError(f"data.{key} names a column of a table of labels: add data.labels=FILE.csv")
     if data.name != "shards" and data.root is not None and not Path(data.root).expanduser().is_dir():
         if data.name == "imagefolder" and data.root.endswith(SUFFIXES):
             raise SetupError(f"data.root={data.root} is no folder but shards of images: add data.name=shards")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from trainer import tasks
 from trainer.data.encoded import EncodedPhotos, to_look_at
 from trainer.data.images import formats, reason
 from trainer.data.layout import check_several, classes_of, layout_of
@@ -117,9 +118,11 @@ def split_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) 
 
 def counted(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool) -> dict[str, str]:
     """How many images each class has, for a run's banner, and what to do where some have far fewer."""
-    if train.labels.ndim > 1:
-        return {}
-    here, there = (np.bincount(part.labels, minlength=len(names)) for part in (train, val))
+    several = train.labels.ndim > 1  # rows of 0 and 1
+    here, there = (
+        part.labels.sum(0).astype(int) if several else np.bincount(part.labels, minlength=len(names))
+        for part in (train, val)
+    )
     order = np.argsort(here, kind="stable")
     fewest, most = order[0], order[-1]
     each = [f"{name} {a} + {b}" for name, a, b in zip(names, here, there, strict=True)]
@@ -127,7 +130,7 @@ def counted(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], bala
         ends = ", ".join(each[row] for row in order[:3]), ", ".join(each[row] for row in order[-3:])
         each = [f"fewest {ends[0]}; most {ends[1]}"]
     notes = {"classes": f"{', '.join(each)} (training + held out)"}
-    if here[most] >= UNBALANCED * here[fewest] and not balanced:
+    if here[most] >= UNBALANCED * here[fewest] and not balanced and not several:
         notes["balance"] = (
             f"{names[most]} has {here[most] / max(1, here[fewest]):.0f} times as many images as {names[fewest]}: "
             "data.balance=true draws all classes equally often"
@@ -149,7 +152,8 @@ def photos(
     values = Looked(train.pixel_range)
     channels, size, looked = image_shape(recipe, header_shapes(train, values))
     values.check()
-    notes = {**looked, **values.notes(), **counted(train, val, names, recipe.data.balance), **notes}
+    counts = {} if tasks.kind(recipe).reads == "values" else counted(train, val, names, recipe.data.balance)
+    notes = {**looked, **values.notes(), **counts, **notes}
     bytes_needed = (len(train) + len(val)) * size * size * channels
     tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
     mean, std = statistics(*IMAGENET, channels)

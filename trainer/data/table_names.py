@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -39,22 +39,24 @@ def plain(cell: str) -> str:
     return os.path.normpath(cell.replace("\\", "/"))
 
 
-def naming(root: Path, header: Sequence[str], rows: Sequence[Line]) -> Naming:
+def naming(root: Path, header: Sequence[str], rows: Sequence[Line], columns: Sequence[int]) -> Naming:
     """The first column as it stands where it names any images; else by what reading most rows looked at name some.
+
+    `columns` are those that may.
 
     Raises:
         SetupError: two columns name images, and neither is the first.
     """
     seen = [rows[len(rows) * n // LOOKED_AT] for n in range(LOOKED_AT)] if len(rows) > LOOKED_AT else rows
-    best, most = Naming(0, plain), 0
-    for found in _ways(root, header, seen):
+    best, most = Naming(columns[0], plain), 0
+    for found in _ways(root, header, seen, columns):
         right = sum(is_there(root, found.path(row.cells[found.column])) for row in seen)
         if right > most:
             best, most = found, right
         elif right == len(seen) and best.column and found.path is best.path:
             raise SetupError(
                 f"both columns {header[best.column]} and {header[found.column]} name images: "
-                "put the one to learn from first"
+                f"data.image_column={header[best.column]} takes the first"
             )
         if right and best.path is plain and not best.column:  # other rows of it are missing, and will be told
             break
@@ -68,10 +70,9 @@ def is_there(root: Path, path: str) -> bool:
     return os.path.isfile(os.path.join(root, path))
 
 
-def _ways(root: Path, header: Sequence[str], rows: Sequence[Line]) -> Iterator[Naming]:
+def _ways(root: Path, header: Sequence[str], rows: Sequence[Line], columns: Sequence[int]) -> Iterator[Naming]:
     """All that is tried, the likeliest first: as it stands, without leading folders that all share, as ids."""
-    columns = range(len(header))
-    told = [f"column {header[n] or n + 1} names the images" if n else "" for n in columns]
+    told = [f"column {name or n + 1} names the images" if n else "" for n, name in enumerate(header)]
     yield from (Naming(n, plain, told[n]) for n in columns)
     starts = [(n, start) for n in columns for start in _starts([plain(row.cells[n]) for row in rows])]
     for n, start in starts:
@@ -135,6 +136,18 @@ def counts_rows(cells: Sequence[str]) -> bool:
 def is_index(name: str) -> bool:
     """Whether a column is called as one that counts the rows."""
     return name.lower() in INDEX or name.lower().startswith("unnamed")
+
+
+def not_named(root: Path, files: Collection[str]) -> str:
+    """What to say of images beside those that a table names; empty where there are none.
+
+    Folders of which it names none are another matter, as competitions' test images are.
+    """
+    named, beside = set(files), 0
+    for folder in {os.path.dirname(file) for file in files}:
+        images = listed(root / folder, LeftOut(empty=False))[1]
+        beside += sum(os.path.join(folder, name) not in named for name in images)
+    return f"{beside:,} image{'s' * (beside > 1)} beside these in no line, and left out" if beside else ""
 
 
 def missing(path: Path, root: Path, rows: Sequence[Line], lost: Sequence[Line], found: Naming) -> SetupError:

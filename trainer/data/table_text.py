@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.data.shards.tars import PACKED
 from trainer.errors import SetupError
 
-SEPARATORS = "\t", ",", ";"  # between columns: the first that the first line holds; `;` may stand within a cell
+SEPARATORS = "\t", ",", ";", "|"  # between columns: the first that the first line holds; others may be in its cells
+NAMED = re.compile(r"sep=(.)\r?\n")  # the line by which Excel tells it
 UTF_16 = b"\xff\xfe", b"\xfe\xff"  # how such a file begins
 SAVE = "save it as UTF-8 (Excel: Save As, CSV UTF-8)"
 THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+")  # what a comma may stand between
@@ -40,8 +42,10 @@ def read_lines(path: Path) -> Lines:
         SetupError: it cannot be read, or is no such table; the sentence says where and what to do.
     """
     text = _text(path)
+    named = NAMED.match(text)
+    text = text[named.end() :] if named else text
     start = text.lstrip("\r\n").partition("\n")[0]
-    separator = next((mark for mark in SEPARATORS if mark in start), ",")
+    separator = named[1] if named else next((mark for mark in SEPARATORS if mark in start), ",")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     try:
         lines = [Line(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
@@ -97,6 +101,8 @@ def _text(path: Path) -> str:
         raise SetupError(f"data.labels={path} cannot be read ({error.strerror})") from None
     if data.startswith(b"PK\3\4"):
         raise SetupError(f"data.labels={path} cannot be read: it is a spreadsheet or an archive, save it as CSV")
+    if unpack := next((program for begin, program in PACKED.items() if data.startswith(begin)), None):
+        raise SetupError(f"data.labels={path} cannot be read: it is compressed, {unpack} it first")
     if data.startswith(UTF_16) or b"\0" in data[:1000]:
         raise SetupError(f"data.labels={path} cannot be read: its text is UTF-16, {SAVE}")
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,17 +14,20 @@ import numpy.typing as npt
 
 from trainer import tasks
 from trainer.data.folders import PhotoFolder, divided, photos
+from trainer.data.items import TARGETS
 from trainer.data.layout import HELD_OUT, TRAIN
 from trainer.data.sets import Datasets
 from trainer.data.splits import Before
-from trainer.data.table_names import Naming, counts_rows, is_index, is_there, missing, naming
+from trainer.data.table_names import Naming, counts_rows, is_index, is_there, missing, naming, not_named
 from trainer.data.table_text import Line, check_commas, read_lines
 from trainer.errors import SetupError
-from trainer.recipe import Recipe
+from trainer.recipe import DataRecipe, Recipe
 from trainer.tasks.base import Reads
 
 SPLIT = "split"  # the column that says which set an image is in
 SEPARATOR = ";"  # between the classes of an image
+OTHERS = {"|": "|", ",": "a comma", " ": "a blank"}  # that may stand there in other tables
+BINARY = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}  # as pandas and R write them
 DIGITS = 10  # so many classes are often called by numbers
 
 WANTED = {
@@ -53,19 +57,22 @@ class Table:
         SetupError: it cannot be read, or is no such table; the line says where.
     """
 
-    def __init__(self, path: Path, root: Path, reads: Reads) -> None:
+    def __init__(self, path: Path, root: Path, reads: Reads, data: DataRecipe) -> None:
         self.path, self.told = path, ""
         header, lines, separator = read_lines(path)
         self._decimals = separator != ","  # where programs write 1,72 they put something else between columns
-        found = naming(root, header, lines)
+        image = self._columns(header, "image_column", data.image_column)
+        self._wanted = self._columns(header, "label_column", data.label_column)
+        found = naming(root, header, lines, image or range(len(header)))
         notes = [found.told] if found.told else []
         if is_there(root, found.path(header[found.column])):
             notes.append("there is no header, line 1 names an image too")
             lines = [Line(1, header), *lines]
             header = [f"column {n + 1}" for n in range(len(header))]
-        split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n != found.column), None)
-        told = [n for n in range(len(header)) if n not in (split, found.column)]
-        may_count = found.column and len(told) > 1 and (reads == "class" or is_index(header[0]))
+        taken = (found.column, *self._wanted)
+        split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n not in taken), None)
+        told = self._wanted or [n for n in range(len(header)) if n not in (split, found.column)]
+        may_count = not self._wanted and found.column and len(told) > 1 and (reads == "class" or is_index(header[0]))
         if may_count and split != 0 and counts_rows([line.cells[0] for line in lines]):
             told.remove(0)
         if lines[0].number == 1 and reads != "class" and (reads == "values" or len(told) > 1):
@@ -83,9 +90,25 @@ class Table:
         again = len(lines) - len(rows)
         if again:
             notes.append(f"{again} line{'s' * (again > 1)} said again what is said above, and are left out")
+        if beside := not_named(root, {row.file for _, row in rows}):
+            notes.append(beside)
         self.told = "; ".join(notes)
         self.divided = split is not None or any(part in (*TRAIN, *HELD_OUT) for part, _ in rows)
         self._divide(rows)
+
+    def _columns(self, header: Sequence[str], key: str, names: str | Sequence[str] | None) -> list[int]:
+        """Where the columns are that a key of the recipe names.
+
+        Raises:
+            SetupError: one is not there.
+        """
+        known = [name.lower() for name in header]
+        found = []
+        for name in [names] if isinstance(names, str) else names or []:
+            if name.lower() not in known:
+                raise SetupError(f"data.{key}={name} is no column of {self.path}; its columns are {_listed(header)}")
+            found.append(header.index(name) if name in header else known.index(name.lower()))
+        return found
 
     def _rows(
         self, lines: Sequence[Line], found: Naming, split: int | None, told: Sequence[int], reads: Reads
@@ -130,11 +153,15 @@ class Table:
         if reads == "class" and len(self.columns) == 1:
             names = sorted({row.cells[0] for row in self.train})
             self._check_classes(names)
+            if SEPARATOR in "".join(names) and _shared(names, SEPARATOR):
+                several = next(name for name in names if SEPARATOR in name)
+                raise SetupError(f"{self.path}: '{several}' looks like several classes: add task.name=multilabel")
             return tuple(names), [
                 np.array([self._place(row, row.cells[0], names) for row in rows], np.int64) for rows in parts
             ]
         cells = [row.cells[0] for row in (*self.train, *self.val)]
-        if reads == "classes" and len(self.columns) == 1 and not {"0", "1"} >= set(cells):
+        if reads == "classes" and len(self.columns) == 1 and not {*BINARY} >= {*map(str.lower, cells)}:
+            self._check_separator(cells)
             names = sorted({name for cell in cells for name in _several(cell)})
             found = [np.zeros((len(rows), len(names)), np.float32) for rows in parts]
             for rows, targets in zip(parts, found, strict=True):
@@ -146,9 +173,26 @@ class Table:
             for n, column in enumerate(self.columns if self._decimals else ()):
                 check_commas(self.path, column, ((row.number, row.cells[n]) for rows in parts for row in rows))
             return self.columns, [self._matrix(rows) for rows in parts]
+        likely = next((name for name in self.columns if name.lower() in TARGETS), (*self.columns, "")[0])
+        choose = f": data.label_column={likely} takes that" if likely else ""
         raise SetupError(
-            f"{self.path} needs {WANTED[reads]}; beside the images' its columns are {_listed(self.columns)}"
+            f"{self.path} needs {WANTED[reads]}; beside the images' its columns are {_listed(self.columns)}{choose}"
         )
+
+    def _check_separator(self, cells: Sequence[str]) -> None:
+        """Refuse cells in which something else than `;` stands between the classes of an image."""
+        names = {cell for cell in cells if cell}
+        for mark, called in OTHERS.items():
+            first = next((cell for cell in cells if mark in cell), None)
+            if first is None or any(SEPARATOR in cell for cell in cells):
+                continue
+            parts = {part for name in names for part in name.split(mark)}
+            if mark == "|" or (mark == "," and _shared(names, mark)) or len(parts) < len(names):
+                meant = SEPARATOR.join(part.strip() for part in first.split(mark) if part.strip())
+                raise SetupError(
+                    f"{self.path}: '{first}' looks like several classes with {called} between them: write {meant}, or "
+                    "a column of 0 and 1 for each class"
+                )
 
     def _check_classes(self, names: Sequence[str]) -> None:
         """Refuse numbers to be foretold, which hardly ever are the same twice."""
@@ -173,11 +217,14 @@ class Table:
 
     def _numbers(self, row: Row) -> list[float]:
         try:
-            found = [float(cell.replace(",", ".") if self._decimals else cell) for cell in row.cells]
+            cells = [cell.replace(",", ".") if self._decimals else cell for cell in row.cells]
+            found = [BINARY[cell.lower()] if cell.lower() in BINARY else float(cell) for cell in cells]
         except ValueError:
             found = [math.nan]
         if not all(map(math.isfinite, found)):
-            raise SetupError(f"{self.path}, line {row.number}: {_listed(row.cells)} are not all numbers")
+            some = len(row.cells) > 1 and not self._wanted
+            choose = f"; data.label_column=[{','.join(self.columns[:2])}] takes only these columns" if some else ""
+            raise SetupError(f"{self.path}, line {row.number}: {_listed(row.cells)} are not all numbers{choose}")
         return found
 
 
@@ -193,7 +240,7 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
     wanted = Path(str(recipe.data.labels)).expanduser()
     path = wanted if wanted.is_absolute() or not (root / wanted).is_file() else root / wanted
     reads = tasks.kind(recipe).reads
-    table = Table(path, root, reads)
+    table = Table(path, root, reads, recipe.data)
     names, targets = table.read(reads)
     train, val = (
         PhotoFolder(root, [row.file for row in rows], labels)
@@ -211,6 +258,12 @@ def _is_number(cell: str) -> bool:
         return math.isfinite(float(cell))
     except ValueError:
         return False
+
+
+def _shared(names: Iterable[str], mark: str) -> bool:
+    """Whether parts of the names, with `mark` between them, are parts of others or stand alone."""
+    parts = Counter(part.strip() for name in names for part in {*name.split(mark)} if part.strip())
+    return max(parts.values(), default=0) > 1
 
 
 def _several(cell: str) -> list[str]:

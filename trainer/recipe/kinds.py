@@ -90,12 +90,20 @@ def _black_and_white(value: Any) -> Any:
     return [float(one) for one in values]
 
 
+def _columns(value: Any) -> Any:
+    names = [str(one) if type(one) is int else one for one in (value if isinstance(value, list) else [value])]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("must be a column's name, or a list of names, as in [age, height]")
+    return names if isinstance(value, list) else names[0]
+
+
 def _root(value: Any) -> Any:
     """A list of shards is what a shell writes with braces."""
     listed = isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
     return f"{{{','.join(value)}}}" if listed and len(value) > 1 else value[0] if listed else value
 
 
+_OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Shares = Annotated[list[float], BeforeValidator(_shares)]
 Spreads = Annotated[list[float], BeforeValidator(_spreads)]
@@ -108,11 +116,11 @@ MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeVa
 Workers = Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256)], BeforeValidator(_workers)]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
+Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Cache = Annotated[Literal["off", "ram", "disk", "auto"], BeforeValidator(_cache)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
-_OneName = Annotated[str, Field(min_length=1)]
 Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

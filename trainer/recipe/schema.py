@@ -12,6 +12,7 @@ from trainer.recipe.explaining import explain_invalid
 from trainer.recipe.kinds import (
     Amount,
     Cache,
+    Columns,
     Cuts,
     Decay,
     Devices,
@@ -73,6 +74,8 @@ class DataRecipe(_Section):
     name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, synthetic; yours: imagefolder, shards")
     root: Root = key(None, "folder of the images, or a pattern of shards; null: ~/.cache/trainer, of sets to download")
     labels: str | None = key(None, "a CSV that tells each image's labels; null: the folder that it lies in")
+    image_column: str | None = key(None, "the column of data.labels that names the images; null: the first that does")
+    label_column: Columns | None = key(None, "the one with the labels, or several as [age, height]; null: all others")
     val_fraction: float = key(0.2, "of each class, held out where photos have no val folder", gt=0, lt=1)
     image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos")
     channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")

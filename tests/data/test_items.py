@@ -205,3 +205,19 @@ def test_items_whose_class_no_module_holds_travel_by_value(monkeypatch):
     assert again.read(1, 3)[0].tolist() == [1, 1] and again.where(1) == found.where(1)
     with pytest.raises(RecipeError, match=r"the data set cannot be sent to another process .*mode=single"):
         pickle.dumps(opened(Rows([(torch.zeros(2), 0)], lock=threading.Lock()), Rows([(torch.ones(2), 1)]), 2).train)
+
+
+def test_one_stray_number_does_not_make_a_million_classes():
+    labels = torch.tensor([0, 1, 2] * 3 + [5, 1, 1_048_000])
+    says = r"4 classes are in use, and the number 1,048,000 .* makes them 1,048,001; if so, give their number"
+    with pytest.raises(RecipeError, match=says.replace("4", "[45]", 1)):
+        opened((PIXELS, labels), (PIXELS, LABELS))
+    assert len(opened((PIXELS, labels), (PIXELS, LABELS), 1_048_001).classes) == 1_048_001
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64, np.int16])
+def test_pixels_of_other_types_are_inputs_as_they_are_or_told(dtype):
+    """No image of ours is made of them by cutting bits off."""
+    pixels = np.random.default_rng(0).integers(0, 4096, (12, 1, 6, 6)).astype(dtype)
+    found = opened((pixels, LABELS), (pixels, LABELS))
+    assert found.plain is not None and found.train.inputs.numpy().tolist() == pixels.tolist()

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from trainer.data.targets import sparse
 from trainer.errors import RecipeError
 from trainer.tasks import Task
 
@@ -96,6 +97,8 @@ def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
                 f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
                 "numbers to be told: task.name=regression"
             )
+        if strange := sparse(targets.numpy()):
+            raise RecipeError(f"{of}: {strange}; if so, give their number: data=(train_set, val_set, 1000)")
         return _numbers(int(targets.max()) + 1)
     try:
         target = tensors[1][0] if tensors is not None else torch.as_tensor(pair(part[0])[1])

@@ -6,11 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trainer.data.sets import PhotoSource, TensorSpec
 from trainer.tasks import Classification, Task
+
+MANY, SPARSE = 1000, 20  # class numbers from here on are looked at; so many to one in use are too many
+
+
+def sparse(numbers: npt.NDArray[Any]) -> str:
+    """What to say of class numbers (samples,) of which hardly any is in use: one that is far too high makes a class of
+    each number below it. Empty where all is well."""
+    used, counts = np.unique(numbers[numbers >= 0], return_counts=True)
+    if not len(used) or used[-1] < MANY or len(used) * SPARSE > used[-1]:
+        return ""
+    samples = f"{counts[-1]:,} sample{'s' if counts[-1] > 1 else ''}"
+    return f"{len(used):,} classes are in use, and the number {used[-1]:,} ({samples}) makes them {used[-1] + 1:,}"
 
 
 def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:

@@ -179,6 +179,28 @@ def test_a_class_far_too_high(tmp_path):
         opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("0.cls", b"9" * 20), *with_classes([1])]))
 
 
+@pytest.mark.parametrize(
+    ("label", "says"),
+    [(b'"%b"', r"a sample's class is 9{40}, and classes are numbers from 0"), (b"%b", "a sample has no class")],
+)
+def test_a_class_number_of_thousands_of_digits(tmp_path, label, says):
+    told = b'{"label": ' + label % (b"9" * 5000) + b"}"
+    path = tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("0.json", told), *with_classes([1, 2], 1)])
+    with pytest.raises(SetupError, match=says):
+        opened(path)
+
+
+def test_one_stray_number_does_not_make_a_million_classes(tmp_path):
+    path = tarred(tmp_path / "a.tar", with_classes([*range(10)] * 3 + [1048000]))
+    says = r"11 classes are in use, and the number 1,048,000 \(1 sample\) makes them 1,048,001; mend that, or name all"
+    with pytest.raises(SetupError, match=says):
+        opened(path)
+    (tmp_path / "classes.txt").write_text("".join(f"{n}\n" for n in range(2000)))
+    tarred(path, with_classes([*range(10)] * 3 + [1999]))
+    assert len(opened(path).classes) == 2000
+    assert len(opened(tarred(tmp_path / "b" / "b.tar", with_classes([0, 3, 900] * 3))).classes) == 901  # of ImageNet
+
+
 def test_a_cut_shard_stops_or_is_counted(tmp_path):
     tarred(tmp_path / "a-0.tar", in_folders(PETS))
     cut = tarred(tmp_path / "a-1.tar", in_folders(PETS, 10))

@@ -45,6 +45,19 @@ def test_as_it_is_published(tmp_path):
     assert image.dtype == torch.uint8 and image.shape == (3, 30, 40) and label == 1
 
 
+@pytest.mark.parametrize("known", [0, 1])
+def test_paths_in_place_of_images_are_told_at_once(tmp_path, known):
+    """As the library `datasets` writes them that was not told to embed the files."""
+    cells = [{"bytes": IMAGES[0] if n < known else None, "path": f"{n}.jpg"} for n in range(25)]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    pq.write_table(pa.table({"image": pa.array(cells, kind), "label": LABELS}), tmp_path / "a.parquet")
+    if known:  # one row without an image is told where it is read
+        assert len(opened(tmp_path / "a.parquet").train)
+        return
+    with pytest.raises(SetupError, match=r"its column image\.bytes is empty, as where"):
+        opened(tmp_path / "a.parquet")
+
+
 def place(source, index):
     path, _, size, time, group, row = source.address(index).split(b"\0")
     return ShardFile(path, int(size), int(time)), int(group), int(row)

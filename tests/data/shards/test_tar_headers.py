@@ -131,6 +131,14 @@ def test_noise_behind_a_header_ends_in_a_sentence(tmp_path):
         found(path)  # ends, and raises nothing else
 
 
+def test_a_size_of_thousands_of_digits_is_damage(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as file:
+        member = tarfile.TarInfo("a.jpg")
+        member.pax_headers = {"size": "9" * 5000}
+        file.addfile(member)
+    assert found(tmp_path / "a.tar") == ([], "it is damaged in a pax header")
+
+
 def test_sparse_files_are_refused(tmp_path):
     with open(tmp_path / "hole.jpg", "wb") as file:
         file.truncate(2**20)

@@ -15,11 +15,13 @@ import numpy.typing as npt
 from trainer.data.scanning import few
 from trainer.data.shards.indexes import ShardIndex
 from trainer.data.shards.patterns import part_of_folder
+from trainer.data.targets import sparse
 from trainer.errors import SetupError
 from trainer.saving import files
 
 LISTS = ("classes.txt", "classes.json")  # beside the shards: the names of classes 0, 1, ...
 MOST = 2**20  # classes
+DIGITS = 100  # of a number: Python reads none of thousands
 
 Array = npt.NDArray[Any]
 
@@ -56,17 +58,24 @@ def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out
         used = np.unique(codes[train | held_out])
         numbers = all(re.fullmatch(r"-?\d+", texts[code]) for code in used[used >= 0].tolist())
     if numbers:
-        values = [int(text) if re.fullmatch(r"\d+", text) else -1 for text in texts]
-        if max(values, default=0) >= MOST:
-            raise SetupError(f"{root}: a sample's class is {max(values)}, and classes are numbers from 0")
+        values = [_number(root, text) for text in texts]
         labels = _of(values, codes)
-        return Classes(_names(root, indexes, int(labels[train | held_out].max(initial=-1)) + 1), labels)
+        return Classes(_names(root, indexes, labels[train | held_out]), labels)
     names = sorted({texts[code] for code in np.unique(codes[train]).tolist() if code >= 0} - {""})
     place = {name: number for number, name in enumerate(names)}
     odd = sorted({texts[code] for code in np.unique(codes[held_out]).tolist() if code >= 0} - {*names, ""})
     if odd and names:
         raise SetupError(f"{root}: no training image has the class '{odd[0]}' of a held-out one")
     return Classes([files.portable(name) for name in names], _of([place.get(text, -1) for text in texts], codes))
+
+
+def _number(root: Path, text: str) -> int:
+    """The number of a class; -1 of what is none."""
+    if not re.fullmatch(r"\d+", text):
+        return -1
+    if len(text) > DIGITS or int(text) >= MOST:
+        raise SetupError(f"{root}: a sample's class is {text[:40]}, and classes are numbers from 0")
+    return int(text)
 
 
 def _together(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:
@@ -82,8 +91,9 @@ def _of(values: Sequence[int], codes: Array) -> Array:
     return np.array([*values, -1], np.int64)[codes]
 
 
-def _names(root: Path, indexes: Sequence[ShardIndex], count: int) -> list[str]:
+def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[str]:
     """The names of classes that are numbers: as the shards tell, a list beside them, or the numbers."""
+    count = int(numbers.max(initial=-1)) + 1
     told = {tuple(index.found.told) for index in indexes if index.found.told}
     if len(told) > 1:
         one, other = sorted(told)[:2]
@@ -93,6 +103,8 @@ def _names(root: Path, indexes: Sequence[ShardIndex], count: int) -> list[str]:
     if not names:
         path = next((root / name for name in LISTS if (root / name).is_file()), None)
         if path is None:
+            if strange := sparse(numbers):
+                raise SetupError(f"{root}: {strange}; mend that, or name all classes in classes.txt, one a line")
             return [str(number) for number in range(count)]
         where, names = str(path), listed(path)
     if len(names) < count:

@@ -24,6 +24,7 @@ from trainer.errors import SetupError
 
 KIND = b"parquet"
 KEPT = 2**28  # bytes of row groups that a process keeps
+SMALLEST = 32  # bytes of an image
 GROUP = 2**30  # bytes of images in a row group, at most
 
 
@@ -83,6 +84,11 @@ def look(shard: ShardFile) -> ShardIndex:
         raise
     except Exception as error:  # of a damaged file pyarrow raises anything at all
         return ShardIndex.of((), (), (), (), Contents([], broken=f"it cannot be read as Parquet ({reason(error)})"))
+    if sum(_bytes(group, image) for group in groups) < SMALLEST * len(column) and _is_empty(table, image):
+        raise SetupError(
+            f"{shard}: its column {image} is empty, as where it holds paths in place of images: write the bytes of the "
+            "images there, or name their folder: data.name=imagefolder data.root=FOLDER"
+        )
     largest = max((_bytes(group, image) for group in groups), default=0)
     if largest > GROUP:
         raise SetupError(
@@ -100,6 +106,18 @@ def look(shard: ShardFile) -> ShardIndex:
     note = f"{most:,} rows of {largest / 2**20:.1f} MiB" if most > 1 else ""
     found = Contents(texts, class_names(schema, label), note=note)
     return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), found)
+
+
+def _is_empty(table: Any, image: str) -> bool:
+    groups = (_images(table, n, image) for n in range(table.num_row_groups))
+    return all(column.null_count == len(column) for column in groups)
+
+
+def _images(table: Any, group: int, image: str) -> Any:
+    """The bytes of the images of a row group, an array of pyarrow's."""
+    column = table.read_row_group(group, [image], use_threads=False).column(0).combine_chunks()
+    column = column.chunk(0) if hasattr(column, "chunk") else column
+    return column.flatten()[0] if image.endswith(".bytes") else column
 
 
 def _bytes(group: Any, image: str) -> int:
@@ -170,10 +188,7 @@ class RowGroups:
         with self._lock:
             if key not in self._kept:
                 file = opened(shard)
-                path = image_column(file.schema_arrow)
-                column = file.read_row_group(group, [path], use_threads=False).column(0).combine_chunks()
-                column = column.chunk(0) if hasattr(column, "chunk") else column
-                self._kept[key] = column.flatten()[0] if str(path).endswith(".bytes") else column
+                self._kept[key] = _images(file, group, str(image_column(file.schema_arrow)))
             self._kept.move_to_end(key)
             while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > KEPT:
                 self._kept.popitem(last=False)

@@ -95,7 +95,7 @@ def braced(text: str) -> list[str]:
         SetupError: they mean too many.
     """
     for match in re.finditer(r"\{([^{}]*)\}", text):  # the innermost ones
-        numbers = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+        numbers = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", match[1])
         if numbers or "," in match[1]:
             break
     else:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 BLOCK = 512
 WINDOW = 2**14  # bytes that are read at once: a header and the small files around it
 ZEROS = 2**20
+DIGITS = 20  # of a size, at most
 LONGEST = 2**20  # bytes of a name or of what pax tells of a file
 PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 BARE = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
@@ -94,7 +95,10 @@ def members(window: Window) -> Iterator[Member]:
             name = more.get("GNU.sparse.name", more.get("path", name))
             if any(key.startswith("GNU.sparse.") for key in more):
                 kind = tarfile.GNUTYPE_SPARSE
-            size = int(told) if (told := more.get("size", "")).isdecimal() else size
+            if (told := more.get("size", "")).isdecimal():
+                if len(told) > DIGITS:
+                    raise BrokenError("it is damaged in a pax header")
+                size = int(told)
         if kind == tarfile.GNUTYPE_SPARSE:
             raise BrokenError(f"{name} in it is stored with holes: make the tar anew without --sparse")
         if kind in BARE:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import QUIET, free_port, trainer
-from trainer.processes.waiting import telling
+from trainer.processes.waiting import telling, within
 
 
 def test_a_word_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +19,14 @@ def test_a_word_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
     with telling(lambda: "", after=0.01):
         time.sleep(0.5)
     assert capsys.readouterr().err == "trainer: node 0 waits\n"
+
+
+def test_what_hangs_is_left_behind() -> None:
+    assert within(60, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        within(60, lambda: 1 // 0)
+    with pytest.raises(TimeoutError):
+        within(0.2, lambda: time.sleep(20))
 
 
 @pytest.mark.parametrize(

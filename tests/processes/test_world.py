@@ -1,11 +1,15 @@
 """Devices and threads as pure tables."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
+from tests.commands import QUIET, trainer
 from trainer.errors import PeerError, SetupError
 from trainer.processes import world
+from trainer.processes.peers import no_way
 from trainer.processes.rank import Place
 from trainer.recipe import load
 
@@ -79,3 +83,59 @@ def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
     assert [one.sharing() for one in agree(("cpu", False), ("cpu", False))] == [2, 2]
     with pytest.raises(SetupError, match=r"rank 1 trains on a GPU and rank 0 has none.*devices=\[cpu\]"):
         agree(("cpu", False), ("cuda:0", False))
+
+
+def test_gloo_tells_of_a_lost_peer_before_nccl_aborts(monkeypatch):
+    """Where groups are made, on stand-ins: there is no NCCL without cards."""
+    import torch
+    import torch.distributed as dist
+
+    patience = {}
+
+    class Group:
+        def __init__(self, timeout):
+            patience["gloo"] = timeout
+
+        def _get_backend(self, device):
+            return SimpleNamespace(set_timeout=lambda timeout: patience.update({device.type: timeout}))
+
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: Group(timeout))
+    cards = world.World(Place(0, 2, 0, 2, 0, True), torch.device("cuda", 0), 1, (), nccl=True)
+    cards.new_group([0, 1], 600)
+    assert patience == {"gloo": timedelta(seconds=600), "cuda": timedelta(seconds=720)}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **given: Group(given["timeout"]))
+    monkeypatch.setattr(dist, "all_gather_object", lambda names, name: None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group(None)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(world, "check_sums", lambda *_: None)
+    cards._join(dist.HashStore(), timedelta(seconds=5))
+    assert patience == {"gloo": timedelta(seconds=5), "cuda": timedelta(seconds=125)}
+
+
+SLEEPS = """
+import time
+import torch.distributed as dist
+from trainer.processes import waiting, world
+world.FIRST_EXCHANGE = 8.0
+real = dist.{name}
+def sleeps(*given, **named):
+    time.sleep(1000)
+dist.{name} = sleeps
+"""
+
+
+@pytest.mark.parametrize("name", ["init_process_group", "all_gather_object"])
+def test_a_way_between_ranks_that_leads_nowhere_is_told_and_ends(name, tmp_path):
+    (tmp_path / "sleeps.py").write_text(SLEEPS.format(name=name))
+    words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "nproc=2", "plugin=sleeps", *QUIET]
+    done = trainer(*words, f"output={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    said = done.stderr.splitlines()
+    assert said[0] == "trainer: all ranks are there, and wait for the first answer from each other"
+    assert "nothing came through between them within 8 s: set GLOO_SOCKET_IFNAME to the network interface" in said[1]
+    assert len(said) == 2
+
+
+def test_cards_that_do_not_reach_each_other():
+    line = str(no_way(True, 60))
+    assert "set NCCL_P2P_DISABLE=1" in line and "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in line

@@ -22,6 +22,12 @@ from trainer.processes.rank import place
 from trainer.processes.started import as_typed
 
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
+DEATHS = {  # what may be behind a signal that nobody sent on purpose
+    "SIGKILL": " (the system may be short of memory)",
+    "SIGABRT": " (NCCL does so where another rank is lost or silent; so does a library that finds a fault of its own)",
+    "SIGSEGV": " (a fault in torch or another library)",
+    "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",
+}
 SLOWER = 5.0  # seconds that the first rank may begin later than another
 
 
@@ -40,14 +46,16 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 
     A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
     counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
-    One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause.
+    One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause. Nor is one
+    that NCCL aborted, which waited for another.
     """
     endings = list(endings)
     follows = {130: 1, PeerError.code: 2, 143: 3}
     late = min(end.time for end in endings) + KILLED_LATE
 
     def precedence(end: Ending) -> tuple[int, bool, float, int]:
-        return follows.get(public_code(end.code), 0), end.code >= 0 or end.time > late, end.time, end.rank
+        no_cause = end.code >= 0 or end.code == -signal.SIGABRT or end.time > late
+        return follows.get(public_code(end.code), 0), no_cause, end.time, end.rank
 
     first = min(endings, key=precedence)
     return Ending(first.rank, public_code(first.code), first.line or _obituary(first), first.time)
@@ -68,9 +76,7 @@ def _obituary(end: Ending) -> str:
         name = signal.Signals(-end.code).name
     except ValueError:
         name = f"signal {-end.code}"
-    return f"rank {end.rank} was killed by {name}" + (
-        " (the system may be short of memory)" if name == "SIGKILL" else ""
-    )
+    return f"rank {end.rank} was killed by {name}{DEATHS.get(name, '')}"
 
 
 def reports(logs: Path) -> dict[int, Ending]:

@@ -78,10 +78,24 @@ def wrong_setting(error: BaseException) -> str | None:
     return None
 
 
-def _interface(variable: str) -> str:
+def no_way(cuda: bool, seconds: float) -> SetupError:
+    """The ranks have met at their store, and hear nothing of each other."""
+    names = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" if cuda else "GLOO_SOCKET_IFNAME"
+    return SetupError(
+        f"the ranks met, but nothing came through between them within {seconds:g} s: set "
+        f"{'NCCL_P2P_DISABLE=1 (cards that cannot reach each other); on several machines ' * cuda}{names} to the "
+        f"network interface that joins the machines, of {_interfaces()}"
+    )
+
+
+def _interfaces() -> str:
     import socket
 
-    here = ", ".join(name for _, name in socket.if_nameindex())
+    return ", ".join(name for _, name in socket.if_nameindex())
+
+
+def _interface(variable: str) -> str:
+    here = _interfaces()
     chosen = os.environ.get(variable)
     if chosen is None:
         return f"no network interface can be used ({here}): set {variable} to the one that leads to the other nodes"

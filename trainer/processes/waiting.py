@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 PATIENCE = 5.0  # seconds of silence
+SLICE = 0.1  # seconds
+Found = TypeVar("Found")
 
 
 @contextmanager
@@ -26,3 +30,31 @@ def telling(what: Callable[[], str], after: float = PATIENCE) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def within(seconds: float, work: Callable[[], Found]) -> Found:
+    """What `work` returns, in a thread of its own: where it hangs in a library, this thread still leaves.
+
+    Raises:
+        TimeoutError: it has not returned after so many seconds; those in which this process was stopped do not count.
+    """
+    found: list[Found] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    for _ in range(math.ceil(seconds / SLICE)):
+        thread.join(SLICE)
+        if not thread.is_alive():
+            break
+    if raised:
+        raise raised[0]
+    if not found:
+        raise TimeoutError
+    return found[0]

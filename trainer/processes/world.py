@@ -15,16 +15,20 @@ from trainer.devices import cards, health
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import SetupError, TrainerError
 from trainer.processes.family import PARENT
-from trainer.processes.peers import check_devices, check_sums
+from trainer.processes.peers import check_devices, check_sums, no_way
 from trainer.processes.peers import lost_peers as lost_peers
 from trainer.processes.rank import Place, check_meeting, place
-from trainer.processes.waiting import telling
+from trainer.processes.waiting import telling, within
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch._C._distributed_c10d import Store
+
+FIRST_EXCHANGE = 60.0  # seconds, once all ranks are there
+NCCL_LATER = datetime.timedelta(seconds=120)
+MET = "all ranks are there, and wait for the first answer from each other"
 
 
 def cores() -> int:
@@ -86,6 +90,7 @@ class World:
     devices: tuple[str, ...]  # every rank's, in rank order, once connected
     drives: tuple[torch.device, ...] = ()  # all that this process drives
     shared: bool = False  # ranks of this machine share a GPU
+    nccl: bool = False  # what is on cards goes by NCCL
     timeout: float = 600.0  # seconds for which a rank or a device may be silent, once connected
 
     def __post_init__(self) -> None:
@@ -126,19 +131,49 @@ class World:
             cuda = self.device.type == "cuda" and not self.shared  # NCCL wants a device for each rank
             if cuda and not dist.is_nccl_available():
                 raise SetupError(cards.NO_NCCL)
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                timeout=limit,
-                device_id=self.device if cuda else None,
-                store=store,
-                rank=self.rank,
-                world_size=self.size,
-            )
-            names: list[Any] = [None] * self.size
-            dist.all_gather_object(names, self.name)
-            if cuda:
-                check_sums(self.device, self.rank, self.size)
-        self.devices = tuple(names)
+            self.nccl = cuda
+            with telling(lambda: MET * self.is_main):
+                try:
+                    self.devices = within(FIRST_EXCHANGE, lambda: self._join(store, limit))
+                except TimeoutError:
+                    raise no_way(cuda, FIRST_EXCHANGE) from None
+
+    def _join(self, store: Store, limit: datetime.timedelta) -> tuple[str, ...]:
+        """Make the group, and exchange something in it: every rank's device, and a sum where there are cards."""
+        import torch
+        import torch.distributed as dist
+
+        if self.nccl:
+            torch.cuda.set_device(self.device)  # a thread's own
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.nccl else "gloo",
+            timeout=limit,
+            device_id=self.device if self.nccl else None,
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+        )
+        self._let_gloo_tell(dist.group.WORLD, limit)
+        names: list[Any] = [None] * self.size
+        dist.all_gather_object(names, self.name)
+        if self.nccl:
+            check_sums(self.device, self.rank, self.size)
+        return tuple(names)
+
+    def new_group(self, ranks: Sequence[int], timeout: float) -> Any:
+        """A group of some ranks. Collective, over all."""
+        import torch.distributed as dist
+
+        limit = datetime.timedelta(seconds=timeout)  # torch would wait for 30 minutes
+        group = dist.new_group(ranks, limit)
+        if self.rank in ranks:
+            self._let_gloo_tell(group, limit)
+        return group
+
+    def _let_gloo_tell(self, group: Any, limit: datetime.timedelta) -> None:
+        """NCCL's watchdog aborts the process after the group's timeout: later than gloo raises what can be told."""
+        if self.nccl:
+            group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
 
     def _missing(self) -> str:
         """What this rank waits for, where no torchrun has started the others."""

@@ -7,7 +7,6 @@ because not all of them can evaluate.
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,13 +64,12 @@ class ProcessPipeline(Staged):
         with lost_peers():
             # Every rank makes every group, in one order.
             every, size = range(self.world.size), self.ranks
-            limit = datetime.timedelta(seconds=self.recipe.timeout)  # torch would wait for 30 minutes
-            copies: Any = [dist.new_group([n for n in every if n % size == p], limit) for p in range(size)]
+            limit, group = self.recipe.timeout, self.world.new_group
+            copies: Any = [group([n for n in every if n % size == p], limit) for p in range(size)]
             # NCCL does what one group is given in order: an activation would wait for a gradient that goes back.
             ways = 1 + torch_has("gradients through a group of their own")
             pipes: Any = [
-                [dist.new_group([n for n in every if n // size == r], limit) for r in range(self.replicas)]
-                for _ in range(ways)
+                [group([n for n in every if n // size == r], limit) for r in range(self.replicas)] for _ in range(ways)
             ]
             self.copies_group = copies[self.place]
             self.pipe_group, self.back_group = pipes[0][self.replica], pipes[-1][self.replica]

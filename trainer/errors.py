@@ -244,5 +244,24 @@ def is_disk_full(error: OSError) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the machine ran out of memory. Torch has a class for one and only messages for others."""
     signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return memory or (isinstance(error, RuntimeError | OSError) and any(sign in text_of(error) for sign in signs))
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = text_of(error) if isinstance(error, RuntimeError | OSError) else ""
+    return any(sign in text for sign in signs) or (any(sign in text for sign in PERHAPS_MEMORY) and _card_is_full())
+
+
+# What cuBLAS and cuDNN say where there is no memory for their workspaces, and where they are broken.
+PERHAPS_MEMORY = ("unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
+LITTLE = 512 * 2**20  # bytes free of a card that is full: such a workspace takes less
+
+
+def _card_is_full() -> bool:
+    """Whether a card that this process computes on has little memory left."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        if cuda is None or not cuda.is_initialized():
+            return False
+        used = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
+        return any(cuda.mem_get_info(index)[0] < LITTLE for index in used)
+    except RuntimeError:  # a card that does not answer any more
+        return False

@@ -12,6 +12,7 @@ from trainer.devices.cards import Cards
 from trainer.planning import memory
 from trainer.planning.layout import Layout, every_mode, lay_out
 from trainer.planning.memory import footprint
+from trainer.recipe.versions import torch_has
 
 
 @pytest.mark.parametrize("words", [["optimizer.name=adam", "optimizer.lr=0.01", "ema=0.9"], ["optimizer.momentum=0.9"]])
@@ -99,6 +100,10 @@ def test_what_cuda_and_nccl_take_cannot_be_used_by_a_run():
     assert usable("ddp", 2, "80GiB") == 0.9 * 80 * gib  # a tenth is more
     assert usable("ddp", 2, "4GiB") == 4 * gib - context - buffers
     assert usable("single", None, "4GiB") == 4 * gib - context
+    ways = 1 + torch_has("gradients through a group of their own")
+    assert usable("pipeline", 2, "4GiB") == 4 * gib - context - (1 + ways) * buffers
+    stages = ["pipeline.stages=2", "pipeline.microbatches=2"]
+    assert usable("pipeline", 4, "4GiB", *stages) == 4 * gib - context - (2 + ways) * buffers
     assert usable("local_sgd", 3, "8GiB", "devices=[cuda:0]") == 8 * gib - 3 * context
     assert usable("ddp", 2, "4GiB", "devices=[cpu]") == 0.9 * 4 * gib
     assert usable("hogwild", 2, "4GiB") == 0.9 * 4 * gib

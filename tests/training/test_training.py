@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from tests import warm
 from tests.commands import QUIET, environment, losses, ok, result, steps, torchrun, trainer
 from trainer import train
+from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes
 
 SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *QUIET]
@@ -370,10 +372,31 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
 
 
 def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, here):
-    monkeypatch.setattr("trainer.training.meeting.SECONDS", 0.0)
+    """Of the steps: a start that took longer than that, as of a model that is compiled, leaves nothing unmeasured."""
     words = ["mode=single", "data.image_size=32", "batch_size=4", "model.name=cnn", *QUIET]
+    began = SimpleNamespace(perf_counter=lambda: time.perf_counter() - 1000)
+    monkeypatch.setattr("trainer.training.wiring.time", began)
+    found = train(load("resnet50", *words, f"output={tmp_path / 'slow start'}"))
+    assert found["steps"] == 20
+    monkeypatch.setattr("trainer.training.meeting.SECONDS", 0.0)
     found = train(load("resnet50", *words, f"output={tmp_path / 'run'}"))
-    assert found["steps"] == 2 and found["throughput"]["samples_per_sec"] > 0
+    assert found["steps"] == 3 and found["throughput"]["samples_per_sec"] > 0
+
+
+def test_a_first_step_in_which_all_is_made_ready_is_no_reason_for_more_grace(tmp_path, monkeypatch, capsys, here):
+    plain, calls, slow_step = Strategy.forward_backward, [], 0
+
+    def slow(self, batch, weight, sync=True):
+        calls.append(1)
+        time.sleep(0.6 if len(calls) == slow_step else 0)
+        return plain(self, batch, weight, sync)
+
+    monkeypatch.setattr(Strategy, "forward_backward", slow)
+    for said, slow_step in enumerate((1, 2)):  # noqa: B007
+        calls.clear()
+        words = ["mode=single", "model.name=mlp", "max_steps=3", "grace=0.5", *QUIET]
+        train(load("digits", *words, f"output={tmp_path / str(said)}"))
+        assert capsys.readouterr().out.count("type grace=2") == said
 
 
 def test_folders_that_are_taken(reference):

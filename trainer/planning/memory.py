@@ -20,10 +20,11 @@ from trainer.planning.layout import Layout, lay_out
 from trainer.planning.run_plan import Advice, DeviceFigures, DiskFigures
 from trainer.planning.schedules import Cut
 from trainer.planning.shadow import Shadow
+from trainer.recipe.versions import torch_has
 from trainer.telemetry.device_memory import free_memory
 
 USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
-# Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; NCCL's channels and buffers.
+# Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; a communicator of NCCL.
 CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
 STAGES_TRIED = (2, 4, 8)
 AVERAGING = 20  # bytes for each element that local SGD averages: itself, as float64, and its share
@@ -157,17 +158,26 @@ def fullest(devices: Sequence[Device]) -> int:
     return max(peaks.values())
 
 
-def usable(devices: Sequence[Device], memory: int) -> float:
+def communicators(layout: Layout) -> int:
+    """Groups of NCCL that a rank is in: a pipeline has more than that of all ranks."""
+    if layout.processes == 1:
+        return 1  # copies between a process's own cards, which torch does by NCCL too
+    pipes = 1 + torch_has("gradients through a group of their own")
+    return 1 + (pipes + (layout.shards > 1)) * layout.staged
+
+
+def usable(devices: Sequence[Device], memory: int, layout: Layout) -> float:
     """Bytes of a device's memory that a run can use: a tenth is spared, and on GPUs what CUDA and NCCL take."""
     used = Counter(device.device.partition("#")[0] for device in devices)
     if not any(name.startswith("cuda") for name in used):
         return USABLE * memory
-    return max(0.0, min(USABLE * memory, memory - CONTEXT * max(used.values()) - BUFFERS * (len(used) > 1)))
+    buffers = BUFFERS * communicators(layout) * (len(used) > 1)
+    return max(0.0, min(USABLE * memory, memory - CONTEXT * max(used.values()) - buffers))
 
 
-def fits(devices: Sequence[Device], memory: int) -> bool:
+def fits(devices: Sequence[Device], memory: int, layout: Layout) -> bool:
     """Whether every device has room."""
-    return fullest(devices) <= usable(devices, memory)
+    return fullest(devices) <= usable(devices, memory, layout)
 
 
 def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
@@ -205,7 +215,9 @@ def _tried(
         return None
     words = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in changes.items()]
     words += [f"nproc={processes}"] if processes else []
-    return {"words": " ".join(words), "peak": fullest(devices), "note": note} if fits(devices, memory) else None
+    return (
+        {"words": " ".join(words), "peak": fullest(devices), "note": note} if fits(devices, memory, changed) else None
+    )
 
 
 def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
@@ -218,7 +230,7 @@ def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
             possible.append(lay_out(recipe.replace(accumulate=pieces), layout.processes, layout.kind == "cuda"))
         except RecipeError:  # no equal pieces, or none that divide into the micro-batches or pairs that are wanted
             continue
-    first = bisect_left(possible, True, key=lambda one: fits(footprint(shadow, one), memory))
+    first = bisect_left(possible, True, key=lambda one: fits(footprint(shadow, one), memory, one))
     return possible[first].recipe.accumulate if first < len(possible) else None
 
 

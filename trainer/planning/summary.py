@@ -147,12 +147,12 @@ def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -
     """Bytes on each device, whether they fit, and what to change."""
     devices = memory.footprint(shadow, layout, cut)
     own = (room, "as stated") if room is not None else memory.own_memory(layout, len(devices))
-    fits = None if own is None else memory.fits(devices, own[0])
+    fits = None if own is None else memory.fits(devices, own[0], layout)
     return {
         "memory_per_device": [device.to_dict() for device in devices],
         "memory_limit": None
         if own is None
-        else {"bytes": own[0], "usable": memory.usable(devices, own[0]), "source": own[1]},
+        else {"bytes": own[0], "usable": memory.usable(devices, own[0], layout), "source": own[1]},
         "peak": memory.fullest(devices),
         "fits": fits,
         "advice": memory.advice(shadow, layout, own[0]) if own is not None and fits is False else [],
@@ -296,7 +296,7 @@ def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | N
         "devices": len(layout.devices),
         "peak": memory.fullest(devices),
         "activations": max(device.activations for device in devices),
-        "fits": None if own is None else memory.fits(devices, own),
+        "fits": None if own is None else memory.fits(devices, own, layout),
         "traffic": _a_step(_communication(shadow, layout, cut, None)),
         "bubble": None if cut is None else _waiting(layout, cut),
     }

@@ -194,7 +194,7 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
         run.interrupts.beat()
         run.tracker.evaluating(done, total)
         if meeting.next <= done < total:
-            agreed = meeting.exchange(done, (time.perf_counter() - begun) / done)
+            agreed = meeting.exchange(done, (time.perf_counter() - begun) / done, first=done == 1)
             if agreed.stop is not None:
                 raise agreed.stop()
 

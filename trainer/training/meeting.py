@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
@@ -63,28 +62,30 @@ class Meeting:
             before = self._window
             self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
         with run.ledger.span("logging"):
-            agreed = self.exchange(step, seconds / max(1, steps), loss, bad)
+            agreed = self.exchange(step, seconds / max(1, steps), loss, bad, first=run.timer.seen <= max(1, steps))
         if log:
             self._window = (0, 0.0, 0.0)
         return agreed
 
-    def exchange(self, done: int, pace: float, loss: float = 0.0, bad: bool = False) -> Agreed:
+    def exchange(self, done: int, pace: float, loss: float = 0.0, bad: bool = False, first: bool = False) -> Agreed:
         """Tell all ranks what this one knows, and set when to meet next.
 
         Args:
             done: steps, or batches of an evaluation.
             pace: seconds of one, lately.
+            first: whether that was the first of all, in which much is made ready.
         """
         run, window = self.run, self._window
         received = run.interrupts.received
-        late = run.speed_only and run.world.is_main and done >= 2 and time.perf_counter() - run.begun > SECONDS
+        measured = [*run.timer.early, *run.timer.steps][1:]  # without the first two steps, in which all is made ready
+        late = run.speed_only and run.world.is_main and sum(measured) > SECONDS
         flags = (bad, received is not None and received.name == "SIGINT", received is not None, late)
         mine = torch.tensor([loss, pace, *flags], dtype=torch.float64)
         loss, pace, wrong, interrupted, stopped, over = run.world.sum_(mine).tolist()
         pace /= run.world.size
         self.next = done + max(1, min(1000, int(1 / max(pace, 1e-6))))
         run.interrupts.beat()
-        if slow := run.interrupts.too_slow(pace):
+        if not first and (slow := run.interrupts.too_slow(pace)):
             run.tracker.say(slow)
         stop = Interrupted if interrupted else Preempted if stopped else None
         return Agreed(loss, not wrong and math.isfinite(loss), stop, over > 0, window)

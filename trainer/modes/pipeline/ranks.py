@@ -65,7 +65,9 @@ class ProcessPipeline(Staged):
             # Every rank makes every group, in one order.
             every, size = range(self.world.size), self.ranks
             limit, group = self.recipe.timeout, self.world.new_group
-            copies: Any = [group([n for n in every if n % size == p], limit) for p in range(size)]
+            copies: Any = [None] * size  # of one replica there are none
+            if self.replicas > 1:
+                copies = [group([n for n in every if n % size == p], limit) for p in range(size)]
             # NCCL does what one group is given in order: an activation would wait for a gradient that goes back.
             ways = 1 + torch_has("gradients through a group of their own")
             pipes: Any = [

@@ -9,13 +9,15 @@ from PIL import Image
 from tests.commands import QUIET, result, trainer
 from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
-from tests.simulated.simcuda import ranks, runs, simulated, waits
+from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
 from trainer.comparison.entries import Entry
 from trainer.comparison.predictions import _stands_in
 from trainer.data import Batch, open_datasets
 from trainer.devices.assignment import prediction_devices, present
+from trainer.devices.precision import has_bf16
 from trainer.doctor import software
+from trainer.doctor.devices import look_at_cards
 from trainer.doctor.findings import Findings
 from trainer.errors import TrainerError
 from trainer.inference.labelling import Forward, Labeller, Preparation
@@ -23,11 +25,14 @@ from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes import Strategy
 from trainer.planning import plan
+from trainer.planning.layout import Layout
+from trainer.planning.memory import own_memory
 from trainer.pool.checks import check_devices
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
 from trainer.tasks import Classification
+from trainer.telemetry.flops import peak_flops
 from trainer.telemetry.verdict import Setting, StepParts, judge
 from trainer.training.speed_test import speed_recipe
 
@@ -249,3 +254,47 @@ def test_a_device_that_never_ends_its_work_ends_the_run(words, hung, timeout, tm
     assert done.returncode == 7, done.stdout + done.stderr
     assert f"cuda:{hung[0]} has hung" in done.stderr and "Traceback" not in done.stderr
     assert result(tmp_path / "run")["status"] == "failed"
+
+
+# Cards that are unlike each other, and reach each other through the host alone.
+
+UNLIKE = (Card(), Card("Tesla T4", 15 << 30, (7, 5), peers=False))
+
+
+def check_unlike():
+    """Each card is told as it is, and where all must have room the smallest counts."""
+    report = Findings()
+    look_at_cards(report)
+    text = report.text()
+    for line in ("HBM3, 80.0 of 80.0 GiB free, compute capability 9.0", "T4, 15.0 of 15.0 GiB free", "capability 7.5"):
+        assert line in text, text
+    assert text.count("none (through the host)") == 2 and text.count("computes rightly") == 2
+    assert own_memory(Layout(load(None, "mode=ddp"), 2, ("cuda:0", "cuda:1")), 2)[0] == 15 << 30
+    assert has_bf16(CARD) and not has_bf16(torch.device("cuda", 1))
+    assert peak_flops(CARD, "fp16") == 989e12 and peak_flops(torch.device("cuda", 1), "fp16") == 65e12
+    assert uses.strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4").room() <= 15 << 30
+
+
+def test_unlike_cards_are_told_as_they_are():
+    with runs.alone(), simulated(UNLIKE) as machine:
+        check_unlike()
+        assert machine.errors == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["get_device_name", "get_device_properties", "get_device_capability", "mem_get_info", "can_device_access_peer"],
+)
+def test_who_asks_the_first_card_for_all_is_found(asked, monkeypatch):
+    with runs.alone(), simulated(UNLIKE):
+        answer = getattr(torch.cuda, asked)(*[0] * (1 + (asked == "can_device_access_peer")))
+        monkeypatch.setattr(torch.cuda, asked, lambda *_: answer)
+        with pytest.raises(AssertionError):
+            check_unlike()
+
+
+@pytest.mark.parametrize("mode", ["split", pytest.param("pipeline", marks=pytest.mark.full("one of two alike"))])
+def test_a_model_on_unlike_cards_is_the_model_on_the_cpu(mode, tmp_path):
+    words = f"mode={mode} pipeline.cuts=[7] model.name=cnn {TWO}"
+    cuda = runs.train_on_cuda(words, tmp_path / "cuda", UNLIKE)
+    assert cuda.errors == [] and cuda.losses == pytest.approx(runs.on_cpu(words).losses, rel=1e-4)

@@ -7,7 +7,7 @@ device. What was done wrong is in `machine.errors`; mixed devices raise, as on a
 
 What is simulated, by file:
 
-- `machine`: devices, and the errors found.
+- `machine`: devices, which may be unlike each other, and the errors found.
 - `order`: streams, events, and what happens before what (`StreamSynchronizations` of torch's own CUDA sanitizer). An
   event is complete only once the host has waited for it, or has asked twice. A device may hang: who waits for it then
   sleeps for ever in C. A copy to pinned memory arrives at the host's next wait for it
@@ -29,7 +29,7 @@ What is not: speed, numerics of CUDA kernels (TF32, cuDNN, atomics), memory limi
 and errors that only a driver can give.
 """
 
-from tests.simulated.simcuda.machine import Machine
+from tests.simulated.simcuda.machine import Card, Machine
 from tests.simulated.simcuda.stubs import simulated
 
-__all__ = ["Machine", "simulated"]
+__all__ = ["Card", "Machine", "simulated"]

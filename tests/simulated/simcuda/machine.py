@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ from tests.simulated.simcuda.kernels import SAME
 from tests.simulated.simcuda.memory import Memory
 from tests.simulated.simcuda.order import Order, Stream
 from tests.simulated.simcuda.waits import Waits, named, project_frames
+
+
+class Card(NamedTuple):
+    """One of a machine's cards.
+
+    Attributes:
+        size: bytes.
+        capability: of computing: (7, 5) is Turing, (9, 0) Hopper.
+        peers: whether it and other cards that have this reach each other's memory; else copies go through the host.
+    """
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    size: int = 80 << 30
+    capability: tuple[int, int] = (9, 0)
+    peers: bool = True
 
 
 class Here(threading.local):
@@ -35,12 +51,12 @@ class Machine:
         broken: devices on which an earlier kernel failed: whoever waits for them gets its error.
     """
 
-    def __init__(self, count: int, name: str, size: int) -> None:
-        self.count, self.name, self.size = count, name, size
+    def __init__(self, cards: Sequence[Card]) -> None:
+        self.cards, self.count = tuple(cards), len(cards)
         self.here, self.order, self.waits = Here(), Order(), Waits()
         self.streams: list[Stream] = []
         self.memory = Memory(self.order)
-        self.default = [Stream(self, index) for index in range(count)]
+        self.default = [Stream(self, index) for index in range(self.count)]
         self.generators: list[Tensor] = []
         self.broken: set[int] = set()
         self.emptied = 0
@@ -56,6 +72,9 @@ class Machine:
         if index is None or not 0 <= index < self.count:
             raise RuntimeError(f"CUDA error: invalid device ordinal ({device})")
         return index
+
+    def card(self, device: Any = None) -> Card:
+        return self.cards[self.index(device)]
 
     def current_stream(self, device: Any = None) -> Stream:
         index = self.index(device)

@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.commands import losses
+from tests.simulated.simcuda.machine import Card
 from tests.simulated.simcuda.sources import Branch, watched
 from tests.simulated.simcuda.stubs import simulated
 from tests.simulated.simcuda.waits import Waits
@@ -87,9 +88,9 @@ def on_cuda(words: str, count: int = 3) -> Trained:
         return train_on_cuda(words, Path(folder) / "run", count)
 
 
-def train_on_cuda(words: str, folder: Path, count: int = 3, own: bool = True) -> Trained:
+def train_on_cuda(words: str, folder: Path, cards: int | Sequence[Card] = 3, own: bool = True) -> Trained:
     """In a folder that stays; `own` says that this rank writes it."""
-    with alone(), simulated(count) as machine:
+    with alone(), simulated(cards) as machine:
         machine.waits.measuring = MEASURING
         done = _run(words, folder, own)
     done.errors, done.waits = machine.errors, machine.waits

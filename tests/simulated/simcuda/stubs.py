@@ -23,14 +23,14 @@ from torch.utils import _foreach_utils as grouping
 from tests.simulated.simcuda import batch_norm
 from tests.simulated.simcuda.functions import Functions, answers, index_of
 from tests.simulated.simcuda.kernels import Kernels
-from tests.simulated.simcuda.machine import Machine
+from tests.simulated.simcuda.machine import Card, Machine
 from tests.simulated.simcuda.order import Event, Stream
 
 
 @contextmanager
-def simulated(count: int = 2, name: str = "NVIDIA H100 80GB HBM3", size: int = 80 << 30) -> Iterator[Machine]:
-    """Devices cuda:0 to cuda:`count - 1` for torch in this process, of `size` bytes each."""
-    machine = Machine(count, name, size)
+def simulated(cards: int | Sequence[Card] = 2) -> Iterator[Machine]:
+    """Devices cuda:0, cuda:1 and so on for torch in this process: so many like ones, or these."""
+    machine = Machine([Card()] * cards if isinstance(cards, int) else cards)
     with ExitStack() as stack:
         for owner, stubs in _stubs(machine).items():
             for attribute, stub in stubs.items():
@@ -79,7 +79,7 @@ def _cuda(machine: Machine) -> dict[str, Any]:
     memory, index = machine.memory, machine.index
 
     def limits(device: Any = None) -> tuple[int, int]:
-        return machine.size - memory.allocated(index(device)), machine.size
+        return machine.card(device).size - memory.allocated(index(device)), machine.card(device).size
 
     def reset(device: Any = None) -> None:
         memory.peak[index(device)] = memory.allocated(index(device))
@@ -88,9 +88,12 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         machine.emptied += 1
         memory.empty_cache()
 
-    properties = SimpleNamespace(
-        name=machine.name, total_memory=machine.size, major=9, minor=0, multi_processor_count=132, is_integrated=0
-    )
+    def properties(device: Any = None) -> SimpleNamespace:
+        name, size, (major, minor), _ = machine.card(device)
+        return SimpleNamespace(
+            name=name, total_memory=size, major=major, minor=minor, multi_processor_count=132, is_integrated=0
+        )
+
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -116,12 +119,14 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "reset_peak_memory_stats": reset,
         "empty_cache": empty,
         "mem_get_info": limits,
-        "get_device_name": lambda device=None: machine.name,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_arch_list": lambda: ["sm_90"],
-        "can_device_access_peer": lambda device, peer: True,
-        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_device_name": lambda device=None: machine.card(device).name,
+        "get_device_properties": properties,
+        "get_device_capability": lambda device=None: machine.card(device).capability,
+        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90"],
+        "can_device_access_peer": lambda device, peer: machine.card(device).peers and machine.card(peer).peers,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or machine.card().capability >= (8, 0)
+        ),
     }
 
 

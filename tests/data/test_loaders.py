@@ -565,6 +565,15 @@ def test_a_worker_that_dies_is_named_in_bounded_time(loading):
     assert time.monotonic() - start < 10 and str(victims[0].pid) in str(error.value)
 
 
+def test_a_fork_server_that_is_killed_takes_its_workers_along(loading):
+    loader = loading(photo_sets(train=64, hang=40), "data.workers=2")
+    batches = loader.training(0)
+    next(batches)
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    with pytest.raises(PeerError, match=r"loader worker \d+.* died \(killed, or out of memory\); .*mine: item \d+"):
+        list(batches)
+
+
 @pytest.mark.parametrize("stop", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
     loader = loading(photo_sets(hang=None if stop else 5), "data.workers=1")

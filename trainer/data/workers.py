@@ -274,7 +274,8 @@ class Workers:
         worker.process.join(POLL)
         time.sleep(0.1)  # what killed it may have killed others
         codes = {process.pid: process.exitcode for process in self._processes}
-        if any((code or 0) > 0 for code in codes.values()):  # killed ones have a negative code
+        # Killed ones have a negative code, and those whose fork server was killed, and took them along, its own.
+        if any((code or 0) > 0 and code != fork_server.GONE for code in codes.values()):
             return (
                 "loader workers failed to start, their error is above; they import the script that trains: "
                 'it needs if __name__ == "__main__": around train(...), or data.workers=0'

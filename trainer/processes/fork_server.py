@@ -18,6 +18,7 @@ from typing import Any
 from trainer.processes import carrying, early, family
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
+GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone and cannot tell it
 SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with
 
 

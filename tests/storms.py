@@ -1,6 +1,6 @@
 """Storms: whole jobs killed, signalled and stopped at random moments, continued, and held against an undisturbed run.
 
-    python -m tests.storms --kills=400 --signals=600 --stops=200 --seed=7
+    python -m tests.storms --kills=400 --signals=600 --stops=200 --starts=100 --unlocked=40 --seed=7
 
 A storm hits one run folder several times; each hit comes from the seed, which a failure names. After each hit: no
 process left, nothing in shared memory, no traceback, an exit code that fits; at the end every step once, and losses and
@@ -73,14 +73,26 @@ class Hit:
 class Job:
     """One start of a run, all its processes known by a mark in their environment; `start` is as `subprocess.Popen`."""
 
-    def __init__(self, folder: Path, *words: str, start: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        start: type[subprocess.Popen[bytes]] = subprocess.Popen,
+        torchrun: bool = False,
+    ) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
         self.blocks = blocks()
         self.out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the job
         self.begun = time.monotonic()
         self.rows = len(steps(folder)) if (folder / "steps.csv").exists() else 0
+        before = ["-m"]
+        if torchrun:  # the user's own
+            count = next((word[6:] for word in words if word.startswith("nproc=")), "1")
+            before = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m"]
+            words = tuple(word for word in words if not word.startswith("nproc="))
+        self.words = words
         self.main = start(
-            [sys.executable, "-m", "trainer", *words, f"output={folder}"],
+            [sys.executable, *before, "trainer", *words, f"output={folder}"],
             env=environment(STORM=self.mark),
             stdin=subprocess.DEVNULL,
             stdout=self.out,
@@ -177,6 +189,11 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
             os.kill(pid, signal.SIGKILL)
             if hit.victim == "a helper":  # a launcher's own, or none of ours: the job need not end of it
                 limit = 60.0
+        elif kind == "start":
+            hit.victim = "the launcher"
+            job.main.kill()
+        elif kind == "unlocked":
+            return take_over(job, hit)
         elif kind == "stop":
             rank, pid = dice.choice(sorted(job.ranks().items()))
             hit.victim, limit = f"rank {rank}", TIMEOUT + 5.0
@@ -199,6 +216,33 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
     return hit
 
 
+def take_over(job: Job, hit: Hit) -> Hit:
+    """Hold a run still, remove its lock and start another one in its folder: the first one ends, and writes no more."""
+    lock = job.folder / ".lock"
+    stopped = list(job.members())
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    lock.unlink(missing_ok=True)
+    other = Job(job.folder, *job.words)
+    try:
+        while not _read(lock):
+            assert other.main.poll() is None, other.text()
+            time.sleep(0.02)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        hit.code, hit.seconds = job.end(60.0 * slack())
+        other.main.terminate()
+        code, _ = other.end(20.0 * slack())
+        # 3: what it was writing as it was stopped is gone
+        assert hit.code in (3, 8) or '"completed"' in _read(job.folder / "result.json"), (hit.code, job.text())
+        assert code in (0, 143, -signal.SIGTERM), (code, other.text())
+        assert "Traceback" not in job.text() + other.text(), job.text() + other.text()
+    finally:
+        other.clear()
+    hit.victim = f"beside {code}"
+    return hit
+
+
 def check(hit: Hit, job: Job) -> None:
     """That a job ended as it should."""
     code = hit.code if hit.code is None or hit.code >= 0 else 128 - hit.code
@@ -206,6 +250,8 @@ def check(hit: Hit, job: Job) -> None:
     finished = [0] if '"completed"' in _read(job.folder / "result.json") else []  # the hit came too late
     if name == "kill":
         allowed = [0, 7, 128 + signal.SIGKILL] if hit.victim == "a helper" else [7, 128 + signal.SIGKILL, *finished]
+    elif name == "start":
+        allowed = [128 + signal.SIGKILL, *finished]
     elif name == "stop":
         allowed = [7, *finished]
     elif name == "SIGINT":
@@ -250,8 +296,9 @@ class Storms:
         soon = [f"timeout={TIMEOUT}"] if "stop" in kinds else []
         hits: list[Hit] = []
         for kind in kinds:
-            phases = PHASES[2:6] if kind == "stop" else PHASES
-            job = Job(folder, *words, *soon)
+            phases = {"stop": PHASES[2:6], "start": PHASES[:1], "unlocked": PHASES[2:6]}.get(kind, PHASES)
+            torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
+            job = Job(folder, *words, *soon, torchrun=torchrun)
             try:
                 hit = strike(job, kind, dice.choice(phases), dice)
             except BaseException as error:
@@ -309,7 +356,7 @@ def finish(folder: Path, *words: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, count in (("kills", 40), ("signals", 60), ("stops", 20)):
+    for name, count in (("kills", 40), ("signals", 60), ("stops", 20), ("starts", 20), ("unlocked", 10)):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
@@ -325,6 +372,8 @@ def main() -> None:
             (("kill",), asked.kills, asked.modes),
             (SIGNALS, asked.signals, asked.modes),
             (("stop",), asked.stops, several),
+            (("start",), asked.starts, asked.modes),
+            (("unlocked",), asked.unlocked, asked.modes),
         ):
             if modes:
                 print(f"{len(storms.run(kinds, count, modes))} x {', '.join(kinds)}", flush=True)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests import warm
-from tests.storms import MODES, SEVERAL, SIGNALS, TIMEOUT, WORDS, Job, Storms, strike
+from tests.storms import MODES, SEVERAL, SIGNALS, TIMEOUT, WORDS, Job, Storms, slack, strike
 
 SEED = 1
 
@@ -19,10 +19,16 @@ def storms(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kinds", "count", "modes"),
-    [(("kill",), 40, [*MODES]), (SIGNALS, 60, [*MODES]), (("stop",), 20, SEVERAL)],
-    ids=["kills", "signals", "stops"],
+    [
+        (("kill",), 40, [*MODES]),
+        (SIGNALS, 60, [*MODES]),
+        (("stop",), 20, SEVERAL),
+        (("start",), 40, [*MODES]),
+        (("unlocked",), 10, [*MODES]),
+    ],
+    ids=["kills", "signals", "stops", "starts", "unlocked"],
 )
-@pytest.mark.full("120 hits, a quarter of an hour")
+@pytest.mark.full("170 hits, twenty minutes")
 def test_nothing_is_lost(storms, kinds, count, modes):
     assert len(storms.run(kinds, count, modes)) == count
 
@@ -34,3 +40,20 @@ def test_a_stopped_rank_is_named_in_time(tmp_path):
         assert strike(job, "stop", "steps", random.Random(SEED))
     finally:
         job.clear()
+
+
+@pytest.mark.parametrize("torchrun", [False, True], ids=["ours", "the user's"])
+def test_a_launcher_that_is_killed_in_a_start_leaves_no_rank(tmp_path, torchrun):
+    """Before the ranks could ask to die with it, too: at once when they are there."""
+    job = Job(tmp_path / "run", *WORDS, *MODES["ddp"], start=warm.Popen, torchrun=torchrun)
+    try:
+        while not any(job.members().values()):
+            assert job.main.poll() is None, job.text()
+        job.main.kill()
+        job.end(5.0 * slack())
+    finally:
+        job.clear()
+
+
+def test_of_two_runs_in_one_folder_one_ends(storms):
+    assert len(storms.run(("unlocked",), 1, ["single"])) == 1

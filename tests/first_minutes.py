@@ -108,6 +108,7 @@ def main() -> int:
     unpacked(options.wheels, site)
     paths = [str(site), str(PROJECT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    environment["TRAINER_PARENT"] = str(os.getpid())  # whom `prove` ends with
     codes = []
 
     def left() -> float:

@@ -61,6 +61,7 @@ NOT_RUN = {
     ),
     "takes the minutes that it is given": (
         "./launch.sh prove",
+        "./launch.sh prove minutes=30",
         "./launch.sh prove minutes=60",
         "./launch.sh prove 'devices=[cpu,cpu]' minutes=5 output=runs/cpus",
         "python -m trainer prove",

@@ -79,34 +79,34 @@ def test_a_slow_way_is_named(tmp_path):
     assert found.status == "measured" and "all-reduce 20 GB/s" in found.line
 
 
-RESULT = {"verdict": {"step": {"communication": 0.09}, "unmeasured": None}, "mfu": 0.4, "throughput": {}}
+RESULT = {"verdict": {"step": {"optimizer": 0.02}}, "mfu": 0.4}
 KEPT = {"batch": 256, "precision": "bf16", "compile": True}
 
 
-def told(tmp_path, devices, count, ours, bare, result=RESULT):
+def told(tmp_path, devices, count, ours, bare, exposed=(), result=RESULT):
     one = Trip(tmp_path, devices)
     one.outcomes["speed resnet50 x1"] = measured("", images_per_sec={"median": 2000.0})
-    return fast._told(one, NETWORKS["cuda"][0], count, KEPT, ours, bare, result)
+    return fast._told(one, NETWORKS["cuda"][0], count, KEPT, ours, bare, [*exposed], result)
 
 
 def test_images_a_second_stand_beside_a_bare_loop_one_device_and_others(tmp_path):
     eight = Devices(tuple(f"cuda:{n}" for n in range(8)), "cuda", (CARD,) * 8)
-    found = told(tmp_path, eight, 8, [15000.0, 14000.0, 16000.0], [15000.0, 14500.0, 15500.0])
+    found = told(tmp_path, eight, 8, [15000.0, 14000.0, 16000.0], [15000.0, 14500.0, 15500.0], [0.09, 0.05, 0.1])
     assert found.line == (
         "15,000 images/s (14,000 to 16,000); 1.00 (0.97 to 1.03) times a bare loop; 7.50 times one, "
-        "9% of a step waits for communication; 90% of the 16,621 published"
+        "9% of a bare step waits for communication; 90% of the 16,621 published"
     )
     assert found.figures["exposed_communication"] == 0.09 and found.figures["batch"] == 2048
     assert found.figures["beside_others"][0]["source"].startswith("https://github.com/NVIDIA/DeepLearningExamples")
 
 
 def test_what_was_not_measured_is_not_told(tmp_path):
-    short = {**RESULT, "verdict": {"step": {"communication": 0.0}, "unmeasured": "too short"}}
-    found = told(tmp_path, CARDS, 4, [6000.0], [6100.0], short)
-    assert found.figures["exposed_communication"] is None and "communication" not in found.line
+    found = told(tmp_path, CARDS, 4, [6000.0], [6100.0], [-0.01])
+    assert found.figures["exposed_communication"] == 0.0 and "communication" not in found.line
     assert "published" not in found.line, "nothing is published of four"
-    nothing = told(tmp_path, CARDS, 1, [2000.0], [2000.0], {**RESULT, "verdict": None})
-    assert nothing.figures["times_one"] is None and "times one" not in nothing.line
+    nothing = told(tmp_path, CARDS, 1, [2000.0], [2000.0], (), {**RESULT, "verdict": None})
+    assert nothing.figures["times_one"] is None and nothing.figures["exposed_communication"] is None
+    assert "times one" not in nothing.line
 
 
 def test_every_number_of_devices_up_to_all():

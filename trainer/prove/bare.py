@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,8 @@ WARM, WINDOWS, SECONDS = 4, 5, 2.0  # steps before timing; timed parts, and what
 GAIN = 1.04  # times as many images/s that a batch twice as large has to give
 
 
-def step_of(here: Measurer, batch: int, kind: str, compiled: bool) -> Callable[[], Any]:
-    """A training step of `batch` images on this device."""
+def step_of(here: Measurer, batch: int, kind: str, compiled: bool) -> Callable[[bool], Any]:
+    """A training step of `batch` images on this device, which exchanges gradients with the others or does not."""
     asked = here.asked
     torch.manual_seed(0)
     layout = torch.channels_last
@@ -45,46 +46,50 @@ def step_of(here: Measurer, batch: int, kind: str, compiled: bool) -> Callable[[
     criterion = nn.CrossEntropyLoss()
     cast = precision.AUTOCAST.get(kind)
 
-    def step() -> None:
+    def step(exchanges: bool = True) -> None:
         optimizer.zero_grad()
-        with torch.autocast(here.device.type, cast, enabled=cast is not None):
-            loss = criterion(model(images), labels)
-        loss.backward()
+        with nullcontext() if exchanges or not isinstance(model, DistributedDataParallel) else model.no_sync():
+            with torch.autocast(here.device.type, cast, enabled=cast is not None):
+                loss = criterion(model(images), labels)
+            loss.backward()
         optimizer.step()
 
     return step
 
 
-def speeds(here: Measurer, batch: int, kind: str, compiled: bool, seconds: float = SECONDS) -> list[float]:
-    """Images/s of one device in each timed part."""
+def speeds(
+    here: Measurer, batch: int, kind: str, compiled: bool, seconds: float = SECONDS
+) -> tuple[list[float], list[float]]:
+    """Images/s of one device in each timed part; and in parts between them in which nothing is exchanged, if ever."""
     torch.backends.cudnn.benchmark = True
     step = step_of(here, batch, kind, compiled)
-    for _ in range(WARM):
-        step()
+    for number in range(WARM):
+        step(number != 1)
     here.meet()
     begun = time.perf_counter()
-    step()
+    step(True)
     here.meet()
     once = torch.tensor(time.perf_counter() - begun)
     if here.count > 1:
         torch.distributed.broadcast(where := once.to(here.device), 0)
         once = where.cpu()
     steps = max(1, round(seconds / WINDOWS / once.item()))
-    found = []
-    for _ in range(WINDOWS):
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for exchanges in [True, False] * WINDOWS if here.count > 1 else [True] * WINDOWS:
         here.meet()
         begun = time.perf_counter()
         for _ in range(steps):
-            step()
+            step(exchanges)
         synchronise([here.device])
-        found.append(batch * steps / (time.perf_counter() - begun))
-    return found
+        found[exchanges].append(batch * steps / (time.perf_counter() - begun))
+    return found[True], found[False]
 
 
 def rate(here: Measurer) -> dict[str, Any]:
     """Images/s of one of the devices that work at once."""
     asked = here.asked
-    return {"speeds": speeds(here, asked["batch"], asked["precision"], asked["compile"])}
+    together, alone = speeds(here, asked["batch"], asked["precision"], asked["compile"])
+    return {"speeds": together, "alone": alone}
 
 
 def settings(here: Measurer) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def settings(here: Measurer) -> dict[str, Any]:
 
     def attempt(batch: int, kind: str, compiled: bool) -> float:
         try:
-            found = statistics.median(speeds(here, batch, kind, compiled, SECONDS / 2))
+            found = statistics.median(speeds(here, batch, kind, compiled, SECONDS / 2)[0])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

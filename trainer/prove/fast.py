@@ -226,14 +226,16 @@ def _speed(network: Network, count: int) -> Callable[[Trip], Outcome]:
         steps = max(10, min(400, round(SECONDS * best["images_per_sec"] / chosen["batch"])))
         where = ["mode=ddp", *trip.devices.in_ranks(count)] if count > 1 else ["mode=single", *trip.devices.one()]
         kept = {key: chosen[key] for key in ("batch", "precision", "compile")}
-        bare, ours, results = [], [], []
+        bare, ours, exposed, results = [], [], list[float](), []
         for turn in range(ROUNDS[trip.devices.kind]):
             answers = trip.measure("bare", count, **network.asked(), **kept)
             bare.append(count * min(median(answer["speeds"]) for answer in answers))
+            if count > 1:
+                exposed.append(1 - bare[-1] / (count * min(median(answer["alone"]) for answer in answers)))
             name = f"speed/{network.name}-x{count}-{turn}"
             results.append(trip.train(name, words_of(where, network, count, kept, steps), timed=True))
             ours.append(speed(steps_of(trip.path(name)), results[-1]["throughput"]["samples_per_sec"]))
-        return _told(trip, network, count, kept, ours, bare, results[-1])
+        return _told(trip, network, count, kept, ours, bare, exposed, results[-1])
 
     return check
 
@@ -252,12 +254,12 @@ def words_of(where: Sequence[str], network: Network, count: int, kept: Mapping[s
 
 def _told(
     trip: Trip, network: Network, count: int, kept: Mapping[str, Any], ours: list[float], bare: list[float],
-    result: Mapping[str, Any],
+    exposed: list[float], result: Mapping[str, Any],
 ) -> Outcome:  # fmt: skip
     one = trip.figures(f"speed {network.name} x1").get("images_per_sec", {}).get("median")
     times = median(ours) / one if one and count > 1 else None
-    verdict = result["verdict"] or {"step": {}, "unmeasured": None, "bound": None}
-    exposed = None if verdict["unmeasured"] else verdict["step"].get("communication")
+    verdict = result["verdict"] or {"step": {}}
+    waits = max(0.0, median(exposed)) if exposed else None
     model = trip.devices.models[0]
     others = [
         {**row, "share": median(ours) / row["images_per_sec"]} for row in published.beside(model, network.name, count)
@@ -267,12 +269,12 @@ def _told(
     parts += [f"{spread(ratio)} times a bare loop"]
     if times:
         parts.append(
-            f"{times:.2f} times one" + (f", {exposed:.0%} of a step waits for communication" if exposed else "")
+            f"{times:.2f} times one" + (f", {waits:.0%} of a bare step waits for communication" if waits else "")
         )
     parts += [f"{row['share']:.0%} of the {row['images_per_sec']:,} published" for row in others]
     return measured(
         "; ".join(parts), images_per_sec=middle(ours), bare_images_per_sec=middle(bare), ratio=middle(ratio),
-        times_one=times, exposed_communication=exposed, mfu=result["mfu"], devices=count, batch=kept["batch"] * count,
+        times_one=times, exposed_communication=waits, mfu=result["mfu"], devices=count, batch=kept["batch"] * count,
         precision=kept["precision"], compile=kept["compile"], step=verdict["step"], beside_others=others,
     )  # fmt: skip
 

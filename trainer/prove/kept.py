@@ -94,20 +94,16 @@ class Kept:
         }
         self._write()
 
-    def done(self) -> dict[str, Outcome]:
-        """What need not be done again."""
+    def outcomes(self, *statuses: str) -> dict[str, Outcome]:
+        """Of the checks that were done, with one of these statuses or any."""
         return {
             name: Outcome(row["status"], row["line"], row["todo"], row["figures"])
             for name, row in self.checks.items()
-            if row["status"] in DONE
+            if not statuses or row["status"] in statuses
         }
 
     def seconds(self, name: str) -> float:
         return float(self.checks[name]["seconds"]) if name in self.checks else 0.0
-
-    def forget(self, name: str) -> None:
-        """Before a check is done again: what its runs left is not taken for a new one."""
-        self.checks.pop(name, None)
 
     def keep(self, name: str, outcome: Outcome, seconds: float) -> None:
         row = {"status": outcome.status, "line": outcome.line, "todo": outcome.todo, "figures": dict(outcome.figures)}

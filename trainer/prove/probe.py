@@ -76,7 +76,7 @@ def main(what: str, folder: Path, rank: int) -> None:
 def _functions() -> dict[str, Callable[[Measurer], dict[str, Any]]]:
     from trainer.prove import bare, files
 
-    own = {"copies": copies, "sums": sums, "rates": rates, "links": links, "memory": memory}
+    own = {"doctor": doctor, "copies": copies, "sums": sums, "rates": rates, "links": links, "memory": memory}
     return own | {"settings": bare.settings, "bare": bare.rate, "save": files.save, "readers": files.readers}
 
 
@@ -92,6 +92,13 @@ def _here(asked: dict[str, Any], folder: Path, rank: int) -> Measurer:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder.absolute()}/store", rank=rank, world_size=len(names))
     return Measurer(asked, folder, rank, len(names), device)
+
+
+def doctor(here: Measurer) -> dict[str, Any]:
+    """In a process that ends: what it does on the cards holds no memory there afterwards."""
+    from trainer.doctor import examine
+
+    return {"problems": examine().problems}
 
 
 # --- by pattern -------------------------------------------------------------------------------------------------------

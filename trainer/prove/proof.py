@@ -121,13 +121,14 @@ def slow_part(trip: Trip) -> str | None:
     if not found:
         return None
     ratio, step = found["ratio"]["median"], found.get("step") or {}
+    waits, optimizer = found.get("exposed_communication") or 0.0, step.get("optimizer", 0.0)
     costs = {
-        f"communication ({step.get('communication', 0):.0%} of a step)": step.get("communication", 0.0),
-        f"the optimizer ({step.get('optimizer', 0):.0%} of a step)": step.get("optimizer", 0.0),
+        f"communication ({waits:.0%} of a step)": waits,
+        f"the optimizer ({optimizer:.0%} of a step)": optimizer,
         f"this software's own loop ({ratio:.2f} times a bare one)": 1 - ratio,
     }
-    if found.get("times_one") and not step.get("communication"):
-        lost = 1 - found["times_one"] / trip.devices.count
+    if found.get("times_one"):
+        lost = 1 - found["times_one"] / trip.devices.count - waits
         costs[f"what the devices share ({lost:.0%} is lost between them)"] = lost
     if share := trip.figures("readers").get("share_of_what_the_network_takes"):
         costs[f"reading photos ({share:.2g} times what {network.title} takes)"] = 1 - share

@@ -6,11 +6,13 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 from trainer.comparison.conditions import Others, this_machine
 from trainer.errors import Interrupted, Preempted, RecipeError, in_one_line
+from trainer.processes.started import as_typed
 from trainer.prove import fast, kept, picture, right
 from trainer.prove.fast import LIBRARIES
 from trainer.prove.kept import Kept
@@ -35,6 +37,7 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
         try:
             proving.run()
         finally:
+            proving.trip.outcomes = found.outcomes()  # what was wrong and not asked again is wrong still
             proof = proof_of(
                 proving.trip, proving.checks, proving.seconds(), minutes, proving.others.cores(), machine, software
             )
@@ -50,7 +53,7 @@ class Proving:
         self.kept, self.devices, self.minutes = found, devices, minutes
         self.begun, self.others = time.monotonic(), Others()
         self.checks = [*right.checks(devices), *fast.checks(devices)]
-        self.trip = Trip(found.folder, devices, found.done())
+        self.trip = Trip(found.folder, devices, found.outcomes(*kept.DONE))
         if any(row["status"] == "wrong" for row in found.checks.values()):
             found.start_over()
         self.slower = 1.0  # than a quiet machine
@@ -88,7 +91,8 @@ class Proving:
             total = sum(self._takes(check) for check in chosen) / 60
             say(f"  {counted(len(chosen), 'check')}, about {counted(math.ceil(total), 'minute')}")
         if out := [check.title for check in waiting if check not in chosen]:
-            say(f"  left out, for which minutes={math.ceil(self._all() / 60)} would do: {'; '.join(out)}")
+            listed = f"left out, for which minutes={math.ceil(self._all() / 60)} would do: {'; '.join(out)}"
+            say(textwrap.fill(listed, 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
 
     def _where(self) -> str:
         models = sorted(set(self.devices.models))
@@ -155,7 +159,7 @@ def tell(folder: Path, proof: Proof) -> None:
     for row in proof["checks"]:
         if row["status"] == "wrong":
             say(f"  WRONG  {row['title']}: {row['line']}")
-            say(f"         try: {row['todo']}")
+            say(f"         try: {as_typed(row['todo'] or '')}")
     if out := [row for row in proof["checks"] if row["status"] == "left out"]:
         say(f"  {counted(len(out), 'check')} left out: the same words with more minutes= go on with them")
     say(f"  report {folder}/proof.md, proof.json, proof.png")

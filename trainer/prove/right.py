@@ -22,7 +22,7 @@ from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
 
 KILLED, SAVED = 12, 5  # steps
-START = 7.0  # seconds, about, that a run of twenty small steps takes
+START = {"cpu": 7.0, "cuda": 12.0}  # seconds, about, that a run of twenty small steps takes
 # Relative: of a step's loss, of its gradient's norm, of a tensor of the optimizer's state and of one of the weights.
 # An optimizer's state is made of gradients alone, and shows best whether they are right. CPUs differ by 1e-7 in all.
 TOLERANCE = {
@@ -49,35 +49,33 @@ def digits(devices: Devices, model: str = "cnn_gn") -> list[str]:
 
 def checks(devices: Devices) -> Iterator[Check]:
     """All of it, in the order in which it is done."""
-    count, modes = devices.count, list(modes_here(devices))
+    count, modes, start = devices.count, list(modes_here(devices)), START[devices.kind]
     yield Check("doctor", "right", "what `doctor` looks at", 12, doctor)
     if count > 1:
         yield Check("copies", "right", f"copies between all pairs of {devices.called(count)}, by pattern", 8, copies)
         yield Check("sums", "right", f"sums over {devices.called(count)}, by pattern", 8, sums)
-    yield Check("repeat", "right", "two equal runs, bit by bit", 2 * START, repeat)
-    yield Check("resume", "right", "killed at step 12 and resumed, bit by bit", 2 * START, resume)
+    yield Check("repeat", "right", "two equal runs, bit by bit", 2 * start, repeat)
+    yield Check("resume", "right", "killed at step 12 and resumed, bit by bit", 2 * start, resume)
     for mode in modes:
         title = f"{STEPS} steps of {mode.name} against single" if mode.same else f"{STEPS} steps of {mode.name}"
-        yield Check(f"mode {mode.name}", "right", title, START, _of_mode(mode), mode.rank)
+        yield Check(f"mode {mode.name}", "right", title, start, _of_mode(mode), mode.rank)
     for name, words in held_out_ways(devices):
-        yield Check(f"held out {name}", "right", f"each held-out image once, in {name}", START, _counts(name, words), 1)
+        yield Check(f"held out {name}", "right", f"each held-out image once, in {name}", start, _counts(name, words), 1)
     for precision in ROUNDED:
-        yield Check(f"precision {precision}", "right", f"{precision} against fp32", START, _rounds(precision))
+        yield Check(f"precision {precision}", "right", f"{precision} against fp32", start, _rounds(precision))
     slow = 25 if devices.kind == "cuda" else 45
-    yield Check("compile", "right", "compile=true against the same without", 2 * START + slow, compiled, 1)
-    yield Check("memory", "right", "memory is given back", 3 * START, memory)
+    yield Check("compile", "right", "compile=true against the same without", 2 * start + slow, compiled, 1)
+    yield Check("memory", "right", "memory is given back", 3 * start, memory)
 
 
 # --- before any training ----------------------------------------------------------------------------------------------
 
 
 def doctor(trip: Trip) -> Outcome:
-    from trainer.doctor import examine
-
-    found = examine()
-    if found.problems:
-        more = f", and {len(found.problems) - 1} more" * (len(found.problems) > 1)
-        return wrong(found.problems[0] + more, "python -m trainer doctor", problems=found.problems)
+    problems = trip.measure("doctor")[0]["problems"]
+    if problems:
+        more = f", and {len(problems) - 1} more" * (len(problems) > 1)
+        return wrong(problems[0] + more, "python -m trainer doctor", problems=problems)
     return right("nothing is wrong with software, devices, memory and limits", problems=[])
 
 
@@ -184,8 +182,8 @@ def modes_here(devices: Devices) -> Iterator[Mode]:
 
 
 def pipes(count: int) -> tuple[int, int]:
-    """How many of the devices form pipelines, and the stages of each."""
-    return (count, count) if count < 4 else (count // 2 * 2, 2)
+    """How many of the devices form pipelines, and the stages of each; several pipelines share a batch."""
+    return count // 2 * 2, 2
 
 
 def _of_mode(mode: Mode) -> Callable[[Trip], Outcome]:
@@ -284,7 +282,8 @@ def memory(trip: Trip) -> Outcome:
         return wrong(
             "; ".join(bad), "train in processes of their own (python -m trainer), which give all back", **figures
         )
-    return right("nothing is left of it after a run, on the host, the device and in /dev/shm", **figures)
+    places = ["the host", *["the device"] * ("device" in kept), "/dev/shm"]
+    return right(f"a run leaves nothing in the memory of {', '.join(places[:-1])} and in {places[-1]}", **figures)
 
 
 def _blocks() -> set[str]:

@@ -118,7 +118,7 @@ def slow_ones(devices: Devices, every: Sequence[Sequence[float]], what: str) -> 
         ]
         if max(own) < SLOW[devices.kind] * max(alike):
             yield f"{shown} is slow: its {what} reach {max(own) / max(alike):.0%} of the best of its like"
-        elif min(own[-2:]) < THROTTLED[devices.kind] * max(own) and max(own[-2:]) < THROTTLED[devices.kind] * max(own):
+        elif max(own[-2:]) < THROTTLED[devices.kind] * max(own):
             yield f"{shown} is throttled: its {what} fall to {own[-1] / max(own):.0%} of its own best"
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
+from trainer.comparison.conditions import BUSY
 from trainer.prove.proof import CheckFigures, Proof
 
 PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")
@@ -35,7 +36,7 @@ def markdown(proof: Proof) -> str:
     parts = [machine["cpu"], f"{machine['cores']} cores", f"{memory / 2**30:.0f} GiB" if memory else ""]
     busy = proof["busy_cores"]
     lines += ["", f"Machine: {', '.join(filter(None, [*parts, *machine['gpus'], machine['system']]))}."]
-    lines += [f"Other programs kept {busy:.1f} cores busy meanwhile."] * bool(busy and busy >= 0.2)
+    lines += [f"Other programs kept {busy:.1f} cores busy meanwhile."] * bool(busy and busy >= BUSY)
     versions = ", ".join(f"{name} {version}" for name, version in proof["versions"].items() if version)
     lines += [f"Versions: {versions}.", ""]
     lines += [

@@ -10,7 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from trainer.comparison.conditions import Others, this_machine
+from trainer.comparison.conditions import BUSY, Others, this_machine
 from trainer.errors import Interrupted, Preempted, RecipeError, in_one_line
 from trainer.processes.started import as_typed
 from trainer.prove import fast, kept, picture, right
@@ -162,6 +162,8 @@ def tell(folder: Path, proof: Proof) -> None:
             say(f"         try: {as_typed(row['todo'] or '')}")
     if out := [row for row in proof["checks"] if row["status"] == "left out"]:
         say(f"  {counted(len(out), 'check')} left out: the same words with more minutes= go on with them")
+    if (busy := proof["busy_cores"]) and busy >= BUSY:
+        say(f"  other programs kept {busy:.1f} cores busy meanwhile, which makes figures of speed smaller")
     say(f"  report {folder}/proof.md, proof.json, proof.png")
     say(proof["sentence"])
 

@@ -1,11 +1,15 @@
-"""Ranks that found other images say so before the first step."""
+"""Ranks that found other images say so before the first step, and a run goes on with the classes that it began with."""
+
+import shutil
 
 import pytest
 
-from tests.data.photo_folders import opened, photo, photo_set
+from tests.commands import QUIET, ok, trainer
+from tests.data.photo_folders import coloured, opened, photo, photo_set
 from tests.worlds import on_ranks
 from trainer.data.splits import Before
 from trainer.errors import SetupError
+from trainer.saving.checkpoint import commit, load
 from trainer.training.same_images import check_same_images
 
 PETS = {"cat": 10, "dog": 10}
@@ -50,3 +54,76 @@ def test_as_many_images_that_are_others_are_told(tmp_path, other):
         trained.rename(trained.with_name("other.jpg"))
         there = opened(tmp_path / "there", before=Before(frozenset(here.val.name(n) for n in range(4))))
     assert "rank 1 on" in errors(here, there)[0] and "trains on other files than rank 0" in errors(here, there)[0]
+
+
+def photos_of(root, counts):
+    for label, (name, count) in enumerate(counts.items()):
+        for number in range(count):
+            coloured(root / name / f"{number}.png", (200 * (label % 2), 90, 60 + 90 * (label // 2)), (12, 12), number)
+    return root
+
+
+def half_done(root, output, *words):
+    """A run of four epochs that ended after two."""
+    words = ["mode=single", "data.name=imagefolder", f"data.root={root}", "batch_size=4", "epochs=4", *words]
+    words += [f"output={output}", "logging.verdict=false", *QUIET]
+    env = {"TRAINER_FAULT": "kill@0:7"}
+    assert trainer(*words, env=env).returncode
+    assert (output / "checkpoints").is_dir()
+    return [*words, "resume=auto"]
+
+
+def test_renamed_classes_are_not_continued(tmp_path):
+    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
+    again = half_done(root, tmp_path / "run")
+    (root / "ant").rename(root / "zebra")
+    done = trainer(*again)
+    assert done.returncode == 3 and "(gone: ant; new: zebra): put the old names back" in done.stderr
+    (root / "zebra").rename(root / "ant")
+    ok(*again)
+    (root / "ant").rename(root / "zebra")
+    for words in (["evaluate", f"checkpoint={tmp_path / 'run'}"], ["predict", f"checkpoint={tmp_path / 'run'}"]):
+        done = trainer(*words, *["predict.split=val"] * (words[0] == "predict"))
+        assert done.returncode == 4 and "was trained on 2 classes (ant, bee)" in done.stderr
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    assert trainer("evaluate", f"checkpoint={newest}").returncode == 4
+
+
+def test_changed_files_are_told_where_a_run_goes_on(tmp_path):
+    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
+    again = half_done(root, tmp_path / "run")
+    (root / "ant" / "1.png").unlink()
+    for name in ("a", "b", "c", "d"):
+        coloured(root / "bee" / f"{name}.png", (200, 90, 60), (12, 12), 99)
+    said = ok(*again).stdout
+    told = next(line for line in said.splitlines() if "the images changed since then" in line)
+    assert "4 added" in told and "1 removed" in told and "an epoch is 3 steps" not in told
+    assert "the images changed" not in ok(*again).stdout
+
+
+def test_a_lost_split_is_told(tmp_path):
+    """Without its split.csv another seed's split is not that of the run."""
+    root = photos_of(tmp_path / "photos", {"ant": 10, "bee": 10})
+    again = half_done(root, tmp_path / "run")
+    lines = (tmp_path / "run" / "split.csv").read_text().splitlines()
+    held = [line for line in lines if line.endswith(",val")]
+    swapped = [line for line in lines if line.endswith(",train")][: len(held)]
+    turned = {**{line: line[:-3] + "train" for line in held}, **{line: line[:-5] + "val" for line in swapped}}
+    (tmp_path / "run" / "split.csv").write_text("\n".join(turned.get(line, line) for line in lines) + "\n")
+    said = ok(*again).stdout
+    assert "training 4 added, 4 removed; held out 4 added, 4 removed; 4 that are held out now were trained on" in said
+
+
+def test_a_checkpoint_that_tells_no_classes_is_continued(tmp_path):
+    """As versions before had it."""
+    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
+    again = half_done(root, tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        state = load(folder)
+        state.facts.pop("classes")
+        state.tensors.pop("samples")
+        shutil.rmtree(folder)
+        commit(tmp_path / "run", state, keep=5)
+    (root / "ant" / "1.png").unlink()
+    said = ok(*again).stdout
+    assert "resuming at step" in said and "changed since then" not in said

@@ -37,10 +37,9 @@ def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
 
 
 def test_other_classes_are_not_those_it_was_trained_on(trained):
-    with pytest.raises(CheckpointError, match=r"trained on 10 classes \(0, 1, .*, \.\.\.\), and .* holds 7 classes"):
-        evaluate_run(str(trained), "model.num_classes=7")
-    with pytest.raises(CheckpointError, match="it knows 10 classes and the data has 7"):
-        evaluate_run(str(trained / "checkpoints" / "step-00000002"), "model.num_classes=7")
+    for path in (trained, trained / "checkpoints" / "step-00000002"):
+        with pytest.raises(CheckpointError, match=r"trained on 10 classes \(0, 1, .*, \.\.\.\), and .* holds 7 classes"):
+            evaluate_run(str(path), "model.num_classes=7")
 
 
 @pytest.mark.parametrize("told", ["[", "5", "[" * 9999])

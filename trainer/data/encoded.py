@@ -107,6 +107,10 @@ class EncodedPhotos(ABC):
     def where(self, index: int) -> str:
         return os.path.join(self.root, self.name(index))
 
+    def listed(self) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """All names, one behind the other, and where each ends."""
+        return self._names, self._ends
+
     def digest(self) -> str:
         """Of which images these are and what they show, wherever their folder lies."""
         found = hashlib.blake2b(self._names, digest_size=16)

@@ -169,6 +169,7 @@ def photos(
         synthetic=False,
         split=split,
         notes={**cropping(recipe.augment, size), **notes},
+        sources=(train, val),
         split_table=partial(split_table, train, val, names) if made and train is not val else None,
     )
 

@@ -90,7 +90,7 @@ def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
         return known
     tensors = tensors_of(part)
     if kind.reads == "class":
-        targets = tensors[1] if tensors is not None else _own_targets(part)
+        targets = tensors[1] if tensors is not None else own_targets(part)
         targets = _counted(part, of) if targets is None else targets
         if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
             raise RecipeError(
@@ -130,10 +130,10 @@ def _own_names(part: Any) -> tuple[str, ...]:
     return ()
 
 
-def _own_targets(part: Any) -> Tensor | None:
+def own_targets(part: Any) -> Tensor | None:
     """All class indices, where a data set has them beside its images."""
     if isinstance(part, Subset):
-        return _own_targets(part.dataset)
+        return own_targets(part.dataset)
     for name in ("targets", "labels"):
         try:
             found = torch.as_tensor(getattr(part, name))

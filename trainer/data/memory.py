@@ -49,4 +49,5 @@ def in_memory(
         return ImageSet(images, pair[1])
 
     mean, std = statistics(*known, channels)
-    return Datasets(data.name, made(train), made(val), classes, channels, size, mean, std, False, split)
+    parts, sources = (made(train), made(val)), (train, val)
+    return Datasets(data.name, *parts, classes, channels, size, mean, std, False, split, sources=sources)

@@ -207,6 +207,7 @@ class Datasets:
     notes: Mapping[str, str] = field(default_factory=dict)  # what a run's banner should say of them, by title
     targets: TensorSpec = CLASS  # of a sample
     plain: TensorSpec | None = None  # of a sample's inputs where they are no images
+    sources: tuple[Any, ...] = ()  # both sets as they were found, where they were changed to be kept in memory
     split_table: Callable[[], str] | None = None  # where the split was made here: the text of a run's split.csv
 
     @property

@@ -24,6 +24,7 @@ from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training.optimizers import optimizer_state
 from trainer.training.randomness import random_states, restore_random_states, seed_ranks
 from trainer.training.run import History, Run
+from trainer.training.same_images import tell_changes
 
 _HISTORY = TypeAdapter(History)
 _SENSELESS = (
@@ -86,11 +87,13 @@ def _save(run: Run) -> None:
     unlogged = torch.stack(run.unlogged).cpu() if run.unlogged else torch.zeros(0)
     ranks = run.world.gather({**random_states(run.world.drives), "unlogged": unlogged, **_private(run)})
     if isinstance(run.tracker, Tracker):
+        tensors["samples"] = run.samples
         tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
         facts = {
             "history": {**vars(run.history), "seconds": run.seconds()},
             "topology": bound_to(run.recipe, run.world),
             "steps_per_epoch": run.steps_per_epoch,
+            "classes": run.datasets.classes,
             "run_id": job_id(),
         }
         state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
@@ -128,6 +131,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
         if "ema" not in state.tensors:
             raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
         run.strategy.scatter(state.tensors["ema"], run.average.average)
+    tell_changes(run, state)
     _take_position(run, state)
     history = state.facts["history"]
     # Before there were tasks, the best was a top-1 accuracy by name.

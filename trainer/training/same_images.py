@@ -1,15 +1,23 @@
-"""Whether all ranks read the same images: machines may hold different copies, and files may come while a run starts."""
+"""Whether all ranks read the same images, and a continued run those that it began with.
+
+Machines may hold different copies, and files may come and go while a run starts or between its parts.
+"""
 
 from __future__ import annotations
 
 import platform
 from typing import Any
 
+import torch
+
 from trainer.data import Datasets
+from trainer.data.contents import difference
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.scanning import few
 from trainer.errors import SetupError
 from trainer.processes.world import World
+from trainer.saving.checkpoint import State
+from trainer.training.run import Run
 
 
 def check_same_images(world: World, data: Datasets) -> None:
@@ -45,3 +53,42 @@ def _difference(rank: int, its: tuple[str, dict[str, Any]], here: dict[str, Any]
     if what == "files":
         return f"rank {rank} on {host} trains on other files than rank 0, or holds out others"
     return f"rank {rank} on {host} found other data than rank 0 ({what}: {there[what]} there, {here[what]} here)"
+
+
+def check_classes(data: Datasets, state: State) -> None:
+    """Hold the classes against those that a checkpoint was trained on: an output is a class by its place.
+
+    Raises:
+        SetupError: they are others, or in another order.
+    """
+    was, now = state.facts.get("classes"), list(data.classes)
+    if not isinstance(was, list) or was == now:  # older checkpoints do not tell
+        return
+    gone, new = ([name for name in one if name not in other] for one, other in ((was, now), (now, was)))
+    if gone or new:
+        changes = [f"{what}: {few(names)}" for what, names in (("gone", gone), ("new", new)) if names]
+        told = f"not those that this run was trained on ({'; '.join(changes)})"
+    else:
+        told = f"in another order than this run was trained on ({few(was)} then, {few(now)} now)"
+    raise SetupError(
+        f"the classes of data.name={data.name} are {told}: put the old names back, or choose another output= to start "
+        "anew (model.init_from=RUN keeps what it learned)"
+    )
+
+
+def tell_changes(run: Run, state: State) -> None:
+    """Say what was added and removed since a checkpoint was saved."""
+    was, now = state.tensors.get("samples"), run.samples
+    if not was or not now:  # an older checkpoint; or rank 0 says it
+        return
+    roles = {"train": "training", "val": "held out"}
+    found = {role: difference(was[part], now[part]) for part, role in roles.items()}
+    changes = [f"{role} {change}" for role, change in found.items() if change]
+    if not changes:
+        return
+    seen = torch.isin(now["val"], was["train"]) & ~torch.isin(now["val"], was["val"])
+    before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
+    told = [f"{int(seen.sum()):,} that are held out now were trained on"] * bool(seen.any())
+    told += [f"an epoch is {run.steps_per_epoch:,} steps and was {before:,}"] * (before != run.steps_per_epoch)
+    told += ["the best so far was measured on other images"] * bool(found["held out"])
+    run.tracker.say(f"  the images changed since then: {'; '.join([*changes, *told])}")

@@ -54,12 +54,6 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     )
     check_processes(recipe, world.size)
     data = opened_again(path, recipe, metadata)
-    try:
-        known = tuple(map(str, json.loads(metadata.get("classes", "null")) or data.classes))
-    except (ValueError, TypeError, RecursionError):
-        raise CheckpointError(f"{path}: what it tells of its classes makes no sense") from None
-    if known != data.classes:
-        raise CheckpointError(f"{path} was trained on {_listed(known)}, and {data.split} holds {_listed(data.classes)}")
     task = task_of(recipe, data)
     model = model_of(recipe, task, data, starting=False)
     initialise(model, weights, str(path), whole=True)
@@ -83,9 +77,20 @@ def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Dat
 
     A split that the run made is in its folder, or drawn again from its seed. Of other images without a split, in
     another folder than the run's, all are held out.
+
+    Raises:
+        CheckpointError: its classes are not those of the weights.
     """
     elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
-    return as_stored(open_datasets(recipe, Before(held_out_of(path), elsewhere)), recipe)
+    data = open_datasets(recipe, Before(held_out_of(path), elsewhere))
+    told = metadata if "classes" in metadata else read_metadata(path)
+    try:
+        known = tuple(map(str, json.loads(told.get("classes", "null")) or data.classes))
+    except (ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: what it tells of its classes makes no sense") from None
+    if known != data.classes:
+        raise CheckpointError(f"{path} was trained on {_listed(known)}, and {data.split} holds {_listed(data.classes)}")
+    return as_stored(data, recipe)
 
 
 def _listed(classes: tuple[str, ...]) -> str:

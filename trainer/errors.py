@@ -17,10 +17,23 @@ from shlex import quote
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
 
 
+SECRETS = re.compile(  # user info of an address, and values that are called like a token
+    r"""(?<=://)[^/\s'"]+@|(?<=[?&;])([\w.-]*(?:token|secret|passw|key|sig)[\w.-]*=)[^&;\s'"]+""", re.IGNORECASE
+)
+
+
+def without_secrets(text: str) -> str:
+    """A text as it may be shown and stored: no password and no token in the addresses in it."""
+    return SECRETS.sub(lambda found: found[1] or "", text)
+
+
 class TrainerError(Exception):
     """Base of every error this package raises on purpose."""
 
     code = 1
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows of it: the sentence, without our own frames that led to it."""
@@ -136,7 +149,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and is_disk_full(error):
         where = f" at {error.filename}" if error.filename else "" if error.errno in FULL else f" ({text})"
         return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
-    return "".join(traceback.format_exception(error)).rstrip(), 1
+    return without_secrets("".join(traceback.format_exception(error)).rstrip()), 1
 
 
 # Files of ours, of installed libraries and of Python itself.
@@ -229,9 +242,9 @@ def _nondeterministic(text: str) -> str | None:
 
 
 def text_of(error: BaseException) -> str:
-    """`str(error)`, also of an exception that cannot say what it is."""
+    """`str(error)` without secrets, also of an exception that cannot say what it is."""
     try:
-        return str(error)
+        return without_secrets(str(error))
     except BaseException as broken:
         return f"its own text raises {type(broken).__name__}"
 

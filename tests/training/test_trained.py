@@ -38,7 +38,9 @@ def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
 
 def test_other_classes_are_not_those_it_was_trained_on(trained):
     for path in (trained, trained / "checkpoints" / "step-00000002"):
-        with pytest.raises(CheckpointError, match=r"trained on 10 classes \(0, 1, .*, \.\.\.\), and .* holds 7 classes"):
+        with pytest.raises(
+            CheckpointError, match=r"trained on 10 classes \(0, 1, .*, \.\.\.\), and .* holds 7 classes"
+        ):
             evaluate_run(str(path), "model.num_classes=7")
 
 

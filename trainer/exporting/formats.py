@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,7 @@ def to_torchscript(source: ExportSource, path: Path) -> Runner:
         traced: Any = torch.jit.trace(source.model, source.sample(2), check_trace=False)  # type: ignore[no-untyped-call]
         made = io.BytesIO()
         torch.jit.save(traced, made, _extra_files={FACTS: _as_json(source)})
-        _write(made, path)
+        _write(_without_debugging(made), path)
         found: Runner = torch.jit.load(path)  # type: ignore[no-untyped-call]
     return found
 
@@ -68,7 +69,7 @@ def to_safetensors(source: ExportSource, path: Path) -> Runner:
 
     What the weights' own file tells goes first: its `model` is the call that makes the bare one, where there is one.
     """
-    recipe = json.dumps(source.recipe.replace(output=None, resume=None).to_dict())
+    recipe = json.dumps(source.recipe.for_others())
     require_finite(path.name, source.tensors)
     facts = {"format": "pt", **source.texts(), **source.metadata, "recipe": recipe}
     write_synced(path, serialised(source.tensors, facts), "export")
@@ -101,8 +102,23 @@ def _as_json(source: ExportSource) -> str:
 
 
 def _program(source: ExportSource) -> torch.export.ExportedProgram:
-    """The model as a graph for any number of samples."""
-    return torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    """The model as a graph for any number of samples, which does not tell where its code lies on this machine."""
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: batch},))
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return program
+
+
+def _without_debugging(made: io.BytesIO) -> io.BytesIO:
+    """A TorchScript file without the lines of source, with their paths, that each operation came from."""
+    bare = io.BytesIO()
+    with zipfile.ZipFile(made) as whole, zipfile.ZipFile(bare, "w") as kept:
+        for entry in whole.infolist():
+            if not entry.filename.endswith(".debug_pkl"):
+                kept.writestr(entry.filename, whole.read(entry))
+    return bare
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, without_secrets
 from trainer.recipe.text import nearest, one_line, shown
 
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
@@ -95,6 +95,7 @@ def read(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
         tree = OmegaConf.to_container(OmegaConf.load(path))
+        tree = stored(tree) if path.name == "recipe.yaml" else tree
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: {_no_utf8(error)}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -108,6 +109,13 @@ def read(path: Path) -> Any:
     if not tree:
         raise RecipeError(f"{path}: the file is empty; python -m trainer recipes digits prints one to start from")
     return tree
+
+
+def stored(tree: Any) -> Any:
+    """What a run has stored, without the passwords that older versions kept in it."""
+    if isinstance(tree, dict):
+        return {key: stored(value) for key, value in tree.items()}
+    return without_secrets(tree) if isinstance(tree, str) else tree
 
 
 def text_of(path: Path) -> str:

@@ -36,6 +36,7 @@ Schedule = Literal[
     "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"
 ]
 
+LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")  # paths
 EXTENDS = "extends"  # the key of a file, not of a recipe, that names the recipe it is made from
 EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder as seen from this file"
 
@@ -290,6 +291,12 @@ class Recipe(_Section):
     def to_dict(self) -> dict[str, Any]:
         """The resolved recipe as plain Python values."""
         return self.model_dump()
+
+    def for_others(self) -> dict[str, Any]:
+        """What a file of weights tells of its recipe: without the paths of this machine and where figures went."""
+        tree = self.replace(**dict.fromkeys(("output", "resume", *LOCAL))).to_dict()
+        del tree["logging"]
+        return tree
 
     def to_yaml(self) -> str:
         """The resolved recipe as YAML that `load` accepts again."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from trainer.errors import without_secrets
+
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as one level of dotted keys."""
@@ -78,6 +80,11 @@ def unstorable(text: str) -> str | None:
         return "write a value, or null"
     if "\0" in text:
         return "it holds a zero byte"
+    if without_secrets(text) != text:
+        return (
+            "a password or token would be written into the files of the run: leave it out of the address, and put it "
+            "into the environment (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, WANDB_API_KEY)"
+        )
     if "${" in text:
         return "write the value itself, ${...} is not looked up"
     try:

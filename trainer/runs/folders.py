@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from trainer.errors import RecipeError, SetupError
+from trainer.recipe.files import stored
 from trainer.recipe.words import misspelt
 from trainer.saving import locks
 from trainer.saving.files import read, read_json, why
@@ -151,7 +152,7 @@ def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
     try:
         if file.suffix == ".json":
             return read_json(file)
-        found = _plain(read(file, MAX_RECIPE))
+        found = stored(_plain(read(file, MAX_RECIPE)))
         if isinstance(found, dict):
             return found
         notes.append(f"{file.name}: it holds no recipe")

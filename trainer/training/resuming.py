@@ -222,7 +222,7 @@ def _write_weights(run: Run, name: str) -> None:
             "mean": json.dumps(data.mean),
             "std": json.dumps(data.std),
             "classes": json.dumps(data.classes),
-            "recipe": json.dumps(run.recipe.replace(output=None, resume=None).to_dict()),
+            "recipe": json.dumps(run.recipe.for_others()),
         }
         run.tracker.folder.check()
         save_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)

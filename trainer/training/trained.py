@@ -17,6 +17,7 @@ from trainer.modes import Context
 from trainer.processes.world import locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
+from trainer.recipe.files import stored
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.training.evaluation import evaluate, metrics_of
@@ -104,8 +105,14 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -
     """
     anywhere = {"devices": "auto", "mode": "ddp"}
     if "recipe" in metadata:
+        own = next((folder for folder in (path, path.parent) if (folder / "recipe.yaml").is_file()), None)
         try:
-            written = recipes.load(dict(json.loads(metadata["recipe"])))
+            written = recipes.load(stored(dict(json.loads(metadata["recipe"]))))
+            if own is not None:  # weights tell no paths, their run's folder does
+                data = recipes.load(str(own / "recipe.yaml")).data
+                written = written.replace(
+                    data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir
+                )
         except (ValueError, TypeError, RecursionError) as error:  # a RecipeError too
             raise CheckpointError(f"{path} holds a recipe that cannot be used ({error})") from None
         return recipes.load({**written.to_dict(), **anywhere}, *words)

@@ -1,0 +1,113 @@
+"""Passwords reach no disk and no screen, and files that are given away tell nothing of this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from tests.commands import PROJECT, QUIET, ok, trainer
+from tests.data.photo_folders import coloured
+from trainer.errors import RecipeError, without_secrets
+from trainer.recipe import load, word_values
+
+MARK = "hunter2marker"
+ADDRESS = f"https://bob:{MARK}@tracker.example/x"
+TEXTS = [key for key, kinds in word_values.kinds().items() if str in kinds]
+
+
+def told_in(folder: Path, *marks: str) -> list[str]:
+    """Files, and members of zip files, below a folder that hold one of the marks."""
+    found = []
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        contents = {path.name: path.read_bytes()}
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as whole:
+                contents |= {f"{path.name}/{name}": whole.read(name) for name in whole.namelist()}
+        found += [f"{name}: {mark}" for name, data in contents.items() for mark in marks if mark.encode() in data]
+    return found
+
+
+@pytest.mark.parametrize("key", [*TEXTS, "recipe", "plugin", "epochs", "mlflow"])
+def test_a_password_in_a_word_is_refused_and_shown_nowhere(key: str, tmp_path: Path) -> None:
+    words = ["mode=single", f"output={tmp_path / 'run'}", "max_steps=1"]
+    done = trainer(*[word for word in words if not word.startswith(f"{key}=")], f"{key}={ADDRESS}", cwd=tmp_path)
+    assert done.returncode in (2, 3), done.stderr
+    assert MARK not in done.stdout + done.stderr
+    assert not told_in(tmp_path, MARK)
+    if key.startswith("logging."):
+        assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["evaluate", f"checkpoint={ADDRESS}"], ["export", ADDRESS, "format=onnx"]])
+def test_nor_in_the_words_of_other_commands(words: list[str], tmp_path: Path) -> None:
+    done = trainer(*words, cwd=tmp_path)
+    assert done.returncode and MARK not in done.stdout + done.stderr
+
+
+def test_what_is_a_secret() -> None:
+    assert without_secrets(f"see {ADDRESS} and http://h/?a=1&api_key={MARK}&b=2") == (
+        "see https://tracker.example/x and http://h/?a=1&api_key=&b=2"
+    )
+    for plain in ("http://host:5000/a@b", "file:///a@b", "s3://bucket/x?versionId=1", "key=value; me@home.org"):
+        assert without_secrets(plain) == plain
+    with pytest.raises(RecipeError) as caught:
+        load(None, logging__mlflow=ADDRESS)
+    assert MARK not in str(caught.value)
+
+
+def test_the_environment_s_address_is_stored_nowhere(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    words = ["recipe=digits", "mode=single", "max_steps=4", "logging.mlflow=true", "logging.verdict=false", *QUIET]
+    done = ok(*words, env={"MLFLOW_TRACKING_URI": f"http://bob:{MARK}@127.0.0.1:1/"}, cwd=tmp_path)
+    assert "logging.mlflow is left out" in done.stdout
+    assert MARK not in done.stdout + done.stderr and not told_in(tmp_path, MARK)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on photos in somebody's home, in its folder there."""
+    home = tmp_path_factory.mktemp("alice")
+    for number in range(16):
+        coloured(home / "photos" / ("ant" if number % 2 else "bee") / f"{number}.png", (200 * (number % 2), 50, 90))
+    words = ["mode=single", "data.name=imagefolder", f"data.root={home / 'photos'}", "data.image_size=16"]
+    words += ["batch_size=4", "epochs=1", f"data.cache_dir={home / 'cache'}", "logging.verdict=false", *QUIET]
+    ok(*words, f"output={home / 'run'}", cwd=home)
+    return home / "run"
+
+
+def test_files_for_others_tell_nothing_of_this_machine(run: Path, tmp_path: Path) -> None:
+    for kind, name in (
+        ("exported_program", "a.pt2"),
+        ("torchscript", "a.torchscript"),
+        ("safetensors", "a.safetensors"),
+    ):
+        ok("export", run, f"format={kind}", f"output={tmp_path / name}")
+    (tmp_path / "last.safetensors").write_bytes((run / "last.safetensors").read_bytes())
+    assert not told_in(tmp_path, str(run.parent), str(PROJECT), sys.prefix, "site-packages", os.path.expanduser("~"))
+    for name in ("a.safetensors", "last.safetensors"):
+        with safe_open(tmp_path / name, "pt") as file:
+            assert "logging" not in yaml.safe_load(file.metadata()["recipe"])
+    ok("evaluate", f"checkpoint={run}")  # whose folder tells where its photos are
+    done = trainer("evaluate", f"checkpoint={tmp_path / 'a.safetensors'}")
+    assert done.returncode == 3 and "data.root=FOLDER" in done.stderr
+    ok("evaluate", f"checkpoint={tmp_path / 'a.safetensors'}", f"data.root={run.parent / 'photos'}")
+    ok("predict", f"checkpoint={tmp_path / 'a.safetensors'}", f"data.root={run.parent / 'photos'}", cwd=tmp_path)
+
+
+def test_a_run_that_has_stored_a_password_goes_on_without_it(tmp_path: Path) -> None:
+    """As older versions did."""
+    words = ["recipe=digits", "mode=single", "epochs=2", "logging.verdict=false", *QUIET, f"output={tmp_path / 'run'}"]
+    ok(*words)
+    tree = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    tree["logging"]["mlflow"] = ADDRESS
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    assert "resuming at step" in ok(*words, "resume=auto").stdout
+    for command in (["runs", "show", tmp_path / "run"], ["runs", "show", tmp_path / "run", "--json"]):
+        assert MARK not in ok(*command).stdout

@@ -84,7 +84,7 @@ install() {
         uv pip install --quiet --python "$venv/bin/python" -e "$here[test]" $pins
     else
         [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$here[test]" $pins
+        "$venv/bin/python" -P -m pip install -qq --disable-pip-version-check -e "$here[test]" $pins
     fi
     # Seen from the folder above, a clone named trainer is a package without files, which would hide the real one.
     for folder in "$venv"/lib/python3.*/site-packages; do
@@ -174,13 +174,13 @@ case $1 in
         shift
         case " $*" in *" --logdir"*) ;; *) set -- --logdir=runs "$@" ;; esac
         case " $*" in *" --host"* | *" --bind_all"*) ;; *) set -- --host=127.0.0.1 "$@" ;; esac
-        exec "$venv/bin/python" -m tensorboard.main "$@"
+        exec "$venv/bin/python" -P -m tensorboard.main "$@"
         ;;
     *)
         TRAINER_COMMAND=$(printf %q "$0") # what an error tells to type
         export TRAINER_COMMAND TRAINER_TENSORBOARD="$TRAINER_COMMAND tensorboard"
         hold=() # Ctrl-C while Python itself starts, which would show a traceback, waits until the trainer hears it
         if env --block-signal=INT true 2>/dev/null; then hold=(env --block-signal=INT); fi
-        exec ${hold[@]+"${hold[@]}"} "$venv/bin/python" -m trainer "$@"
+        exec ${hold[@]+"${hold[@]}"} "$venv/bin/python" -P -m trainer "$@"
         ;;
 esac

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.commands import environment
+from tests.commands import QUIET, environment, ok
 from trainer import __main__ as cli
 from trainer.errors import (
     LIBRARIES,
@@ -433,3 +433,16 @@ def test_a_library_without_room_on_a_full_card_is_out_of_memory(monkeypatch, tex
 )
 def test_other_words_for_out_of_memory(text):
     assert explain(RuntimeError(text))[1] == 6
+
+
+def test_files_called_like_libraries_are_not_run(tmp_path):
+    for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')\n")
+    (tmp_path / "mine.py").write_text("print('the plugin is found', flush=True)\n")
+    words = ["recipe=digits", "max_steps=2", "logging.verdict=false", *QUIET]
+    for mode in ("mode=single", "mode=ddp"):
+        done = ok(*words, mode, *["nproc=2"] * (mode == "mode=ddp"), cwd=tmp_path, python=["-u"])
+        assert "the wrong one" not in done.stdout + done.stderr
+    for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
+        (tmp_path / f"{name}.py").unlink()
+    assert "the plugin is found" in ok(*words, "mode=single", "plugin=mine", cwd=tmp_path, python=["-u"]).stdout

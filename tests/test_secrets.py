@@ -83,11 +83,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_for_others_tell_nothing_of_this_machine(run: Path, tmp_path: Path) -> None:
-    for kind, name in (
-        ("exported_program", "a.pt2"),
-        ("torchscript", "a.torchscript"),
-        ("safetensors", "a.safetensors"),
-    ):
+    files = {"exported_program": "a.pt2", "torchscript": "a.torchscript", "safetensors": "a.safetensors"}
+    files |= {"onnx": "a.onnx"} if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))) else {}
+    for kind, name in files.items():
         ok("export", run, f"format={kind}", f"output={tmp_path / name}")
     (tmp_path / "last.safetensors").write_bytes((run / "last.safetensors").read_bytes())
     assert not told_in(tmp_path, str(run.parent), str(PROJECT), sys.prefix, "site-packages", os.path.expanduser("~"))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # The working folder, where a random.py or yaml.py of the user's own would be taken for the library of that name.
+    sys.path.append(sys.path.pop(0))
+
 from trainer.processes import early
 
 if __name__ == "__main__":
@@ -10,7 +16,6 @@ if __name__ == "__main__":
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 

@@ -90,10 +90,10 @@ def test_usage_installs_nothing(checkout: Checkout, words: tuple[str, ...]) -> N
 
 def test_first_use_installs_and_later_ones_start_at_once(checkout: Checkout) -> None:
     code, output, errors = checkout.run("recipe=digits", "data.root=a b")
-    assert (code, output) == (0, f"{checkout.home.parent}: -m trainer recipe=digits data.root=a b\n")
+    assert (code, output) == (0, f"{checkout.home.parent}: -P -m trainer recipe=digits data.root=a b\n")
     assert errors.count("\n") == 2
     assert f"-e {checkout.home}[test]" in checkout.log.read_text()
-    assert checkout.run("recipe=digits") == (0, f"{checkout.home.parent}: -m trainer recipe=digits\n", "")
+    assert checkout.run("recipe=digits") == (0, f"{checkout.home.parent}: -P -m trainer recipe=digits\n", "")
     assert checkout.installs() == 1
     assert checkout.run("recipe=digits", CODE="143")[0] == 143
 
@@ -103,11 +103,11 @@ def test_commands(checkout: Checkout) -> None:
     here, home = checkout.home.parent, checkout.home
     for words, expected in (
         (("test", "--all", "-k", "x"), f"{home}: -m pytest --numprocesses={WORKERS} --dist=worksteal --all -k x"),
-        (("tensorboard",), f"{here}: -m tensorboard.main --host=127.0.0.1 --logdir=runs"),
-        (("tensorboard", "--logdir", "x", "--bind_all"), f"{here}: -m tensorboard.main --logdir x --bind_all"),
-        (("tensorboard", "--port=1"), f"{here}: -m tensorboard.main --host=127.0.0.1 --logdir=runs --port=1"),
-        (("recipes", "digits"), f"{here}: -m trainer recipes digits"),
-        (("tset",), f"{here}: -m trainer tset"),
+        (("tensorboard",), f"{here}: -P -m tensorboard.main --host=127.0.0.1 --logdir=runs"),
+        (("tensorboard", "--logdir", "x", "--bind_all"), f"{here}: -P -m tensorboard.main --logdir x --bind_all"),
+        (("tensorboard", "--port=1"), f"{here}: -P -m tensorboard.main --host=127.0.0.1 --logdir=runs --port=1"),
+        (("recipes", "digits"), f"{here}: -P -m trainer recipes digits"),
+        (("tset",), f"{here}: -P -m trainer tset"),
     ):
         assert checkout.run(*words) == (0, expected + "\n", "")
 
@@ -124,7 +124,7 @@ def test_two_first_uses_at_once(checkout: Checkout) -> None:
     both = [checkout.start("recipes", SLOW="0.3") for _ in range(2)]
     answers = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert [output for output, _ in answers] == [f"{checkout.home.parent}: -m trainer recipes\n"] * 2
+    assert [output for output, _ in answers] == [f"{checkout.home.parent}: -P -m trainer recipes\n"] * 2
     assert checkout.installs() == 1
     assert sum("waiting for another installation" in errors for _, errors in answers) == 1
 

@@ -51,7 +51,6 @@ def command(words: Sequence[str]) -> int:
     for key, instead in (("recipe", "checkpoint=RUN has its own"), ("nproc", "start several ranks with torchrun")):
         if key in own:
             raise RecipeError(f"{key}= is not for predict: {instead}")
-    rest = ["data.root='-'" if word == "data.root=-" else word for word in rest]  # a lone dash is YAML's
     launching.load_plugin(own.get("plugin"))
     me = place()
     fork_server.context("trainer.pool.worker", "trainer.inference.labelling")  # it loads torch while weights are read

@@ -93,7 +93,7 @@ def load_plugin(name: str | None) -> None:
     check_plugin(name)
     if not name:
         return
-    if os.getcwd() not in sys.path:
+    if sys.path[:1] != [os.getcwd()]:
         sys.path.insert(0, os.getcwd())
     try:
         importlib.import_module(name)

@@ -79,13 +79,13 @@ class Example:
         """Of a full micro-batch's inputs."""
         return (self.rows, *self.inputs.shape)
 
-    def zeros(self, device: torch.device, rows: int | None = None) -> Batch:
-        """A micro-batch of nothing, of `rows` samples or a full one."""
+    def zeros(self, device: torch.device, rows: int | None = None, channels_last: bool = False) -> Batch:
+        """A micro-batch of nothing, of `rows` samples or a full one. In memory it lies as those of a batch."""
         count = self.rows if rows is None else rows
         inputs, targets = (
             torch.zeros(count, *part.shape, dtype=part.dtype, device=device) for part in (self.inputs, self.targets)
         )
-        return Batch(inputs, targets, count)
+        return Batch(self._laid_out(inputs, channels_last), targets, count)
 
     def random(self, device: torch.device, rows: int, channels_last: bool) -> Tensor:
         """Inputs to measure with, the same ones every time: normal where they are real numbers, else zeros. In memory
@@ -93,6 +93,9 @@ class Example:
         if not self.inputs.dtype.is_floating_point:
             return self.zeros(device, rows).inputs
         inputs = torch.randn(rows, *self.inputs.shape, generator=torch.Generator().manual_seed(0)).to(device)
+        return self._laid_out(inputs, channels_last)
+
+    def _laid_out(self, inputs: Tensor, channels_last: bool) -> Tensor:
         if not self.images or inputs.dim() != 4 or not (channels_last or inputs.shape[1] == 1):
             return inputs
         # With one channel both orders are one, and a compiler still tells them apart: here as in a batch.

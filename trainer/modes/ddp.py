@@ -75,8 +75,9 @@ class DistributedDataParallel(Strategy):
         before = [buffer.clone() for buffer in self.module.buffers()]
         self.train()
         rows = None if self.recipe.compile else 2  # another shape would be compiled a second time
+        inputs = self.context.example.zeros(self.device, rows, self.recipe.channels_last).inputs
         for _ in range(2):
-            self.outputs(self.context.example.zeros(self.device, rows).inputs).sum().backward()  # type: ignore[no-untyped-call]
+            self.outputs(inputs).sum().backward()  # type: ignore[no-untyped-call]
         for buffer, value in zip(self.module.buffers(), before, strict=True):
             buffer.copy_(value)
         self.module.zero_grad()
@@ -124,7 +125,7 @@ class DistributedDataParallel(Strategy):
         return found
 
     def _exposed(self, pairs: int) -> Communication:
-        batch = self.context.example.zeros(self.device)
+        batch = self.context.example.zeros(self.device, channels_last=self.recipe.channels_last)
         self.train()
         wrapped, times = self.wrapped, {True: [0.0], False: [0.0]}
         synchronise([self.device])

@@ -54,7 +54,7 @@ class DataParallel(Strategy):
 
         hook = self.module.register_forward_hook(note)
         self.train(False)
-        outputs = self.forward(self.context.example.zeros(self.device).inputs)
+        outputs = self.forward(self.context.example.zeros(self.device, channels_last=self.recipe.channels_last).inputs)
         hook.remove()
         assert outputs is not None
         ins, outs = (", ".join(str(pair[side]) for pair in sorted(inside, reverse=True)) for side in (0, 1))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def seed_everything(seed: int, deterministic: bool) -> None:
+def seed_everything(seed: int, deterministic: bool, compiled: bool = False) -> None:
     """Seed Python, NumPy and torch alike on every rank, so that each builds the same model."""
     seed_ranks(seed, 0)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it
         torch.use_deterministic_algorithms(True)
+        if compiled:
+            # Else the compiler takes the kernel that wins a race, and a process that resumes may see another winner.
+            importlib.import_module("torch._inductor.config").deterministic = True  # type: ignore[attr-defined]
     # A race among cuDNN's kernels has other winners for other shapes, and they round otherwise: not in the runs whose
     # losses `compare` holds against each other.
     torch.backends.cudnn.benchmark = not deterministic and "TRAINER_EXACT" not in os.environ
@@ -40,9 +46,14 @@ def as_before() -> Iterator[None]:
     benchmark, tf32 = torch.backends.cudnn.benchmark, None
     with suppress(RuntimeError):  # set by torch's newer names, which these cannot tell
         tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    compiler: Any = sys.modules.get("torch._inductor.config")
+    raceless = compiler is not None and compiler.deterministic
     try:
         yield
     finally:
+        compiler = sys.modules.get("torch._inductor.config")
+        if compiler is not None:
+            compiler.deterministic = raceless
         restore_random_states(states, devices)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])

@@ -163,7 +163,7 @@ def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
 def start_process(recipe: Recipe) -> None:
     """What a process does before anything that computes."""
     keep_freed_memory()
-    seed_everything(recipe.seed, recipe.deterministic)
+    seed_everything(recipe.seed, recipe.deterministic, recipe.compile)
     set_precision(recipe.precision)
 
 

@@ -1,0 +1,86 @@
+"""What a run compiles: one graph a stage that trains and one that evaluates, whatever goes on around them."""
+
+import importlib
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.commands import QUIET, losses, ok, result, trainer
+
+WORDS = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=20", "model.name=cnn"]
+WORDS += ["compile=true", "batch_size=32", "optimizer.lr=0.01", "threads=1", "data.workers=0"]
+WORDS += ["logging.verdict=false", "logging.tensorboard=false", *QUIET]
+CUT = ["pipeline.cuts=[4]", "pipeline.microbatches=2"]
+ALL_ON = ["accumulate=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1"]
+WAYS = {
+    "single": ["mode=single"],
+    "ddp": ["mode=ddp", "nproc=2"],
+    "split": ["mode=split", "devices=[cpu,cpu]", CUT[0]],
+    "recomputed": ["mode=split", "devices=[cpu,cpu]", CUT[0], "pipeline.recompute=true"],
+    "streams": ["mode=pipeline", "devices=[cpu,cpu]", *CUT],
+    "1f1b": ["mode=pipeline", "nproc=2", *CUT],
+    "gpipe": ["mode=pipeline", "nproc=2", "pipeline.schedule=gpipe", *CUT],
+    "interleaved1f1b": ["mode=pipeline", "nproc=2", "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=2"],
+    "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
+    "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "dp": ["mode=dp", "devices=[cpu,cpu]"],
+}
+OFTEN = ("single", "ddp", "streams", "1f1b")
+
+
+def counted(path, *words, **env):
+    """Graphs by rank and by whether they train, of a run whose compiler only counts."""
+    path.unlink(missing_ok=True)
+    run = trainer if env else ok
+    run(*WORDS, "plugin=tests.training.compile_counter", *words, env={"TRAINER_TEST_COMPILED": str(path), **env})
+    graphs = [json.loads(line) for line in path.read_text().splitlines()]
+    assert not any(graph["breaks"] or graph["dynamic"] for graph in graphs), graphs
+    return Counter((graph["rank"], graph["training"]) for graph in graphs)
+
+
+@pytest.mark.parametrize("way", [w if w in OFTEN else pytest.param(w, marks=pytest.mark.full) for w in WAYS])
+def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path):
+    """With an evaluation between two epochs, accumulation, averages that are swapped in, mixed images; and resumed."""
+    ranks = 2 if "nproc=2" in WAYS[way] else 1
+    stages = {"split": 2, "recomputed": 2, "streams": 2, "interleaved1f1b": 2}.get(way, 1)  # a rank
+    expected = {(str(rank), training): stages for rank in range(ranks) for training in (True, False)}
+    words = [*WAYS[way], *ALL_ON, f"output={tmp_path / 'run'}", "epochs=3"]
+    assert counted(tmp_path / "graphs", *words, TRAINER_FAULT="kill@0:8") == expected
+    assert counted(tmp_path / "graphs", *words, "resume=auto") == expected
+    assert result(tmp_path / "run")["steps"] == 9 and len(losses(tmp_path / "run")) == 9
+
+
+@pytest.mark.parametrize("images", ["data.channels=1", "data.channels=3 channels_last=true", "data.channels=3"])
+def test_the_order_of_images_in_memory_is_known_before_the_first_batch(images, tmp_path):
+    """DDP's buckets are ordered by passes on nothing, which are compiled as well."""
+    words = [*images.split(), "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}", "epochs=1"]
+    assert set(counted(tmp_path / "graphs", *words).values()) == {1}
+
+
+@pytest.mark.full("compiles in C++")
+def test_a_second_start_takes_its_kernels_from_the_cache(tmp_path):
+    """Counted by torch: what it looked up, and found."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TRAINER_TEST_COMPILED": str(tmp_path / "cached")}
+    found = []
+    for number in range(2):
+        words = ["plugin=tests.training.compile_counter", "mode=single", f"output={tmp_path / str(number)}", "epochs=1"]
+        ok(*WORDS, *words, env={**env, "TRAINER_TEST_BACKEND": "inductor"}, timeout=600)
+        found.append(json.loads((tmp_path / "cached").read_text().splitlines()[-1])["caches"])
+        (tmp_path / "cached").unlink()
+    assert found == [{"hit": 0, "miss": 2}, {"hit": 2, "miss": 0}]
+
+
+def test_where_results_have_to_repeat_the_compiler_holds_no_races(tmp_path, monkeypatch):
+    """Kernels are chosen by what wins on this machine at this moment, and round otherwise."""
+    compiler = importlib.import_module("torch._inductor.config")
+    from trainer.training import randomness
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
+    monkeypatch.setattr(compiler, "deterministic", False)
+    for words, expected in (((True, True), True), ((True, False), False), ((False, True), False)):
+        with randomness.as_before():
+            randomness.seed_everything(1, *words)
+            assert compiler.deterministic is expected
+        assert compiler.deterministic is False, "a run in a program leaves no trace"

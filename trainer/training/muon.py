@@ -1,25 +1,28 @@
-"""torch's Muon for hidden layers and AdamW for all else, as one optimizer that a flag on the device makes skip."""
+"""Muon for hidden layers and AdamW for all else, as one optimizer that a flag on the device makes skip."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
+
+QUINTIC, ITERATIONS, SMALLEST = (3.4445, -4.7750, 2.0315), 5, 1e-7  # of the Newton-Schulz iteration, as torch has them
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` on their own parameters, at one learning rate.
+    """The updates of `torch.optim.Muon` and of `torch.optim.AdamW` on their own parameters, at one learning rate.
 
     A convolution's weight is a matrix with a row for each output channel (Jordan et al., "Muon: An optimizer for hidden
-    layers in neural networks", https://kellerjordan.github.io/posts/muon): torch's Muon is given a view of it.
+    layers in neural networks", https://kellerjordan.github.io/posts/muon), a view of it. Matrices of one shape are
+    updated together: torch's own Muon launches thirty kernels for each, which take longer than what they compute.
     Its rate is adjusted to each matrix's shape so that its steps are as long as AdamW's (torch's match_rms_adamw, of
     Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982): a rate and a decay that suit AdamW suit both.
-    Muon itself knows no `found_inf`: each matrix is put back where the flag says so, which waits for nothing. It is
-    written in place, as torch's steps do: under Hogwild other workers' updates of it must not be lost.
+    Where `found_inf` says so nothing changes, and nothing waits for it. Matrices are written in place, as torch's steps
+    do: under Hogwild other workers' updates of them must not be lost.
     """
 
     found_inf: Tensor | None = None
@@ -35,7 +38,6 @@ class MuonAdamW(torch.optim.Optimizer):
         eps: float,
     ) -> None:
         """`groups` are as torch's optimizers take them; `betas` and `eps` are AdamW's, the other numbers Muon's."""
-        # One matrix each: what has to be kept aside in a step is one matrix, not all of them.
         mine = [{**group, "params": [p], "lr": lr} for group in groups for p in group["params"] if p in matrices]
         others = [{**group, "params": [p for p in group["params"] if p not in matrices]} for group in groups]
         others = [group for group in others if group["params"]]
@@ -44,31 +46,58 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([*mine, *theirs] or groups, {"lr": lr})
         self._step_supports_amp_scaling = True
         self.own = self.param_groups[: len(mine)]
-        self.muon = partial(Muon, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
+        self.momentum, self.nesterov = momentum, nesterov
         if self.adamw is not None:
             self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step on the gradients there are."""
+        alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
         for group in self.own:
             (parameter,) = group["params"]
             if parameter.grad is None:
                 continue
-            matrix, buffer, gradient = _matrices(parameter, self.state[parameter]["momentum_buffer"], parameter.grad)
-            before = [tensor.clone() for tensor in (matrix, buffer)]
-            matrix = nn.Parameter(matrix)  # anew in each step, which costs microseconds: storage may move
-            matrix.grad = gradient
-            muon = self.muon([matrix], lr=group["lr"], weight_decay=group["weight_decay"])
-            muon.state[matrix] = {"momentum_buffer": buffer}
-            muon.step()  # type: ignore[no-untyped-call]
-            if self.found_inf is not None:
-                bad = self.found_inf.to(parameter.device, non_blocking=True) > 0
-                for tensor, was in zip((matrix, buffer), before, strict=True):
-                    torch.where(bad, was, tensor, out=tensor)
+            found = _matrices(parameter, self.state[parameter]["momentum_buffer"], parameter.grad)
+            kind = (found[0].shape, parameter.dtype, parameter.device, group["lr"], group["weight_decay"])
+            alike.setdefault(kind, []).append(found)
+        for (*_, lr, decay), some in alike.items():
+            matrices, buffers, gradients = (list(tensors) for tensors in zip(*some, strict=True))
+            self._update(matrices, buffers, gradients, lr, decay)
         if self.adamw is not None:
             self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
+
+    def _update(
+        self, matrices: list[Tensor], buffers: list[Tensor], given: list[Tensor], lr: float, decay: float
+    ) -> None:
+        """A step of matrices of one shape: each operation once for all of them."""
+        gradients, keep = torch.stack(given), 1 - lr * decay
+        bad = None if self.found_inf is None else self.found_inf.to(gradients.device, non_blocking=True) > 0
+        if bad is not None:  # a momentum drawn to itself, a factor of 1 and an update of 0 leave all as it is
+            gradients = torch.where(bad, torch.stack(buffers), gradients)
+        torch._foreach_lerp_(buffers, gradients.unbind(), 1 - self.momentum)
+        update = torch.stack(buffers)
+        update = orthogonal(gradients.lerp(update, self.momentum) if self.nesterov else update)
+        if bad is not None:
+            update = torch.where(bad, 0.0, update)
+        torch._foreach_mul_(matrices, keep if bad is None else torch.where(bad, 1.0, keep))
+        rate = 0.2 * math.sqrt(max(matrices[0].shape)) * lr  # steps as long as AdamW's
+        torch._foreach_add_(matrices, update.to(matrices[0].dtype).unbind(), alpha=-rate)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest orthogonal matrix to each of (N, rows, columns), in bf16: as torch's Muon, several at once."""
+    found = matrices.bfloat16()
+    tall = found.shape[1] > found.shape[2]
+    found = found.mT if tall else found
+    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
+    a, b, c = QUINTIC
+    for _ in range(ITERATIONS):
+        gram = found @ found.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, gram, found, beta=a)
+    return found.mT if tall else found
 
 
 def _matrices(weight: Tensor, buffer: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,11 +3,13 @@
 import copy
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -27,6 +29,8 @@ from trainer.pool.transport import pack, pack_rows
 from trainer.pool.worker import Caller
 from trainer.processes.rank import Place
 from trainer.processes.world import World
+from trainer.prove import bare
+from trainer.prove.probe import Measurer, links
 from trainer.recipe import ModelRecipe, load
 from trainer.telemetry.clocks import Ledger, StepTimer, Stopwatch
 
@@ -182,6 +186,24 @@ def copied(machine):
     expect(torch.stack(results).tolist() == [[step + 1.0] * 4 for step in range(4)])
 
 
+def proved(machine):
+    """What `prove` times in one of two processes, whose other one answers at once."""
+    answers = {
+        "send": lambda *_: None,
+        "recv": lambda there, _: there.fill_(1),
+        "all_reduce": lambda there: there.mul_(1),
+    }
+    here = Measurer({"devices": ["cuda:0", "cuda:1"]}, Path(), 1, 2, CARD)
+    with mock.patch.multiple(dist, barrier=lambda: None, broadcast=lambda *_: None, **answers):
+        torch.ones(3, device=CARD)
+        here.seconds(lambda: torch.ones(3, device=CARD))
+        links(here)
+        before = torch.backends.cudnn.benchmark
+        with mock.patch.object(bare, "step_of", lambda *_: lambda: torch.ones(3, device=CARD)):
+            bare.speeds(here, 1, "fp32", False, 0.0)
+        torch.backends.cudnn.benchmark = before
+
+
 def hung(machine):
     """A card that does not end what it was given, and one that has ended."""
     torch.ones(3, device=CARD)
@@ -198,6 +220,8 @@ USES = {
     "data/copies.py": [copied],
     "telemetry/clocks.py": [timed, communicated, probed],
     "planning/probe.py": [probed],
+    "prove/bare.py": [proved],
+    "prove/probe.py": [proved],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],
     "modes/ddp.py": [communicated],

@@ -12,12 +12,15 @@ import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.commands import PROJECT
 
+SYNC_BN = "mode=ddp model.name=cnn sync_bn=true ema=0.9"
 CASES = {
     "ddp": "mode=ddp accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1",
-    "ddp with torch's sync_bn": "mode=ddp model.name=cnn sync_bn=true ema=0.9",
+    "ddp with sync_bn": SYNC_BN,
+    "ddp with torch's sync_bn": SYNC_BN,
     "pipeline": "mode=pipeline model.name=cnn pipeline.microbatches=4 clip_grad_norm=1 ema=0.9 precision=bf16",
     "pipeline of more stages": "mode=pipeline pipeline.schedule=interleaved1f1b pipeline.timeline=true accumulate=2",
     "local_sgd on one card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
@@ -99,7 +102,7 @@ def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: int) 
     os.environ.update({key: str(value) for key, value in place.items()})
     output = folder / f"{name}-{kind}"
     if "torch's" in name and kind == "cuda":
-        ddp.convert_sync_batchnorm = lambda model, _: nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        mock.patch.object(ddp, "synchronise_batch_norm", nn.SyncBatchNorm.convert_sync_batchnorm).start()
     if kind == "cuda":
         done = runs.train_on_cuda(words, output, 2, own=rank == 0)
     else:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests import warm
 from tests.commands import QUIET, environment, ok, trainer
@@ -356,6 +357,24 @@ def test_damaged_weights(here, tmp_path):
     (tmp_path / "bad" / "last.safetensors").write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
         exporting.command([str(tmp_path / "bad"), "format=torchscript"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"shorter_side": "65536"}, {"mean": "[NaN]"}, {"std": "[0.0]"}, {"image_size": "-8"}, {"channels": "9" * 5000},
+        {"inputs": '["float32", [1, 99999999, 99999999]]'}, {"inputs": '["load", [1, 8, 8]]'},
+        {"inputs": '["float32", [1, -8, 8]]'}, {"inputs": "[" * 9999}, {"image_size": "65536"},
+        {"inputs": '["float32", [1, 16, 16]]'},
+    ],
+)  # fmt: skip
+def test_what_weights_tell_of_their_inputs_is_not_trusted(here, tmp_path, damage):
+    weights = here / "runs" / "images" / "last.safetensors"
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(weights), tmp_path / "bad.safetensors", {**metadata, **damage})
+    with pytest.raises(CheckpointError, match="is damaged: what it tells of its"):
+        exporting.command([str(tmp_path / "bad.safetensors"), "format=torchscript"])
 
 
 def test_wrong_words_are_answered_without_torch(here):

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests import warm
 from tests.commands import QUIET, environment, ok, orphaned_blocks, result, torchrun, trainer
@@ -170,8 +172,31 @@ def test_what_is_complete():
     counts = {"images": 3, "failed": 0}
     with pytest.raises(FolderInUseError, match="choose another output="):
         _complete(counts, Path("predictions.csv"), sources.Inputs("paths from stdin", None, iter(())))
-    with pytest.raises(PredictionError, match="1 of 3 images were given up"):
+    with pytest.raises(PredictionError, match="1 of 3 images have no prediction; the error column"):
         _complete({**counts, "failed": 1}, Path("x.csv"), sources.Inputs("photos", 3, iter(()), total=3))
+
+
+def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
+    """Of weights that somebody damaged, or of numbers too large for a short type."""
+    with safe_open(digits / "last.safetensors", "pt") as file:
+        metadata = file.metadata()
+    weights = load_file(digits / "last.safetensors")
+    for tensor in weights.values():
+        tensor.fill_(float("nan")) if tensor.is_floating_point() else None
+    save_file(weights, tmp_path / "odd.safetensors", metadata)
+    words = [
+        "predict",
+        f"checkpoint={tmp_path / 'odd.safetensors'}",
+        f"data.root={photos / '0'}",
+        f"output={tmp_path / 'out'}",
+    ]
+    done = trainer(*words, "logging.progress=false", CPU)
+    assert "20 of 20 images have no prediction; the error column" in done.stderr and done.returncode == 9
+    rows = read(tmp_path / "out")
+    assert {row["error"] for row in rows} == {
+        "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
+    }
+    assert not any(row["class"] or row["probability"] or row["top5"] for row in rows)
 
 
 def test_more_images_than_before_are_not_complete(labelled, digits, photos, tmp_path):

@@ -18,9 +18,10 @@ from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.recipe import Recipe
 from trainer.saving.weights import read_weights
-from trainer.training.trained import facts_of, recipe_of
+from trainer.training.trained import ImageFacts, facts_of, recipe_of
 from trainer.training.wiring import model_for
 
+LARGEST = 2**32  # bytes of one input
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"
 RESIZED = (
     "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"  # `photos.held_out`
@@ -79,8 +80,14 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         channels, size = int(told["channels"]), int(told["image_size"])
         mean, std = ([float(value) for value in json.loads(told[key])] for key in ("mean", "std"))
         shorter = int(told["shorter_side"]) if "shorter_side" in told else shorter_side(size)
+        if not isinstance(inputs.dtype, torch.dtype) or not all(inputs.shape) or not 0 <= inputs.bytes <= LARGEST:
+            raise ValueError("inputs that no model has")
+        if mean and inputs.shape != (channels, size, size):
+            raise ValueError("inputs of another size than the images")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: what it tells of its inputs makes no sense") from None
+    if mean:
+        ImageFacts.of(path, told)
     task = tasks.create(recipe.replace(loss={}, augment={}), classes)
     model = model_for(recipe, task, len(classes), channels, size, None if mean else inputs, starting=False)
     initialise(model, tensors, str(path), whole=True)

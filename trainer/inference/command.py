@@ -174,8 +174,7 @@ def _complete(before: Counts, final: Path, inputs: Inputs) -> None:
 def _report_failures(counts: Counts, final: Path) -> None:
     if counts["failed"]:
         raise PredictionError(
-            f"{counts['failed']} of {counts['images']} images were given up after several tries; "
-            f"the error column of {final} says why"
+            f"{counts['failed']} of {counts['images']} images have no prediction; the error column of {final} says why"
         )
 
 

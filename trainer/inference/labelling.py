@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from trainer.processes.allocation import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 
+NOT_FINITE = "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
 COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.batch_size is left out
 
 
@@ -171,7 +173,10 @@ class Labeller:
     @staticmethod
     def _labels(top: tuple[Tensor, Tensor]) -> list[Labels]:
         rows = zip(top[0].tolist(), top[1].tolist(), strict=True)
-        return [Labels(tuple(classes), tuple(probabilities)) for classes, probabilities in rows]
+        return [
+            Labels(tuple(classes), tuple(numbers)) if all(map(math.isfinite, numbers)) else Labels((), (), NOT_FINITE)
+            for classes, numbers in rows
+        ]
 
 
 class Forward:

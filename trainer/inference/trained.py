@@ -6,10 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import nn
 from torchvision.models import get_model_weights
 
@@ -18,7 +17,7 @@ from trainer import tasks
 from trainer.data import Datasets
 from trainer.data.folders import IMAGENET
 from trainer.data.photos import shorter_side
-from trainer.errors import CheckpointError, RecipeError
+from trainer.errors import RecipeError
 from trainer.inference.labelling import Preparation
 from trainer.inference.trained_on import TrainedOn, trained_on
 from trainer.models.zoo import build, initialise
@@ -26,7 +25,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
-from trainer.training.trained import facts_of, opened_again, recipe_of
+from trainer.training.trained import ImageFacts, facts_of, opened_again, recipe_of
 from trainer.training.wiring import model_for
 
 
@@ -86,33 +85,12 @@ def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> t
     Raises:
         CheckpointError: what it tells makes no sense.
     """
-    try:
-        known = (f'"{key}":{facts[key]}' for key in _Told.model_fields if key in facts)
-        told = _Told.model_validate_json("{" + ",".join(known) + "}")
-    except ValidationError:
-        raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
+    told = ImageFacts.of(path, facts)
     size = image_size or told.image_size
     shorter = told.shorter_side if size == told.image_size else None
     if told.shorter_side == told.image_size:  # nothing was cut off
         shorter = size
     return told.classes, Preparation(size, shorter or shorter_side(size), told.channels, told.mean, told.std)
-
-
-class _Told(BaseModel):
-    """What last.safetensors tells of its classes and images."""
-
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    image_size: Annotated[int, Field(ge=1, le=2**16)]
-    shorter_side: Annotated[int, Field(ge=1, le=2**16)] | None = None  # older files do not tell it
-    channels: Literal[1, 3]
-
-    @model_validator(mode="after")
-    def _one_a_channel(self) -> _Told:
-        if not len(self.mean) == len(self.std) == self.channels:
-            raise ValueError("mean and std have other channels")
-        return self
 
 
 def wants_split(recipe: Recipe, words: Sequence[str]) -> bool:

@@ -31,6 +31,7 @@ from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
 STREAMS = "streams"  # the one pipeline schedule that runs in one process
+LARGEST_SIDE = 2**14  # pixels
 IN_TURN = "split"  # what stages have for a schedule that work one at a time
 Schedule = Literal[
     "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"
@@ -58,7 +59,7 @@ class ModelRecipe(_Section):
     init_from: str | None = key(
         None, "a run folder, checkpoint or .safetensors file to start from, in place of weights"
     )
-    num_classes: Positive | None = key(None, "outputs; null: as many as the data has classes")
+    num_classes: Positive | None = key(None, "outputs; null: as many as the data has classes", le=2**20)
     freeze: Freeze = key(None, "first blocks that are not trained (-1: all but the last), or names, as in [conv1]")
 
     @model_validator(mode="before")
@@ -78,7 +79,7 @@ class DataRecipe(_Section):
     image_column: str | None = key(None, "the column of data.labels that names the images; null: the first that does")
     label_column: Columns | None = key(None, "the one with the labels, or several as [age, height]; null: all others")
     val_fraction: float = key(0.2, "of each class, held out where photos have no val folder", gt=0, lt=1)
-    image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos")
+    image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos", le=LARGEST_SIDE)
     channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")
     mean: Shares | None = key(None, "of pixels, from 0 to 1 a channel; null: the data set's or the model's")
     std: Spreads | None = key(None, "of pixels, their standard deviation; null: as mean")
@@ -93,7 +94,9 @@ class DataRecipe(_Section):
     missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
     cache: Cache = key("off", "photos kept decoded and small; auto: where there is room")
     cache_format: Literal["raw", "jpeg"] | None = key(None, "raw is fastest, jpeg a tenth of the bytes; null: raw")
-    cache_size: Positive | None = key(None, "shorter side of what is kept; null: as for evaluation, 256 for 224")
+    cache_size: Positive | None = key(
+        None, "shorter side of what is kept; null: as for evaluation, 256 for 224", le=LARGEST_SIDE
+    )
     cache_dir: str | None = key(None, "folder of the caches; null: ~/.cache/trainer/cache")
     on_error: Literal["stop", "skip"] = key("stop", "at an image that cannot be read; skip replaces and counts it")
     samples: Positive = key(1024, "training images of data.name=synthetic")
@@ -189,7 +192,7 @@ class LocalSGDRecipe(_Section):
 class PredictRecipe(_Section):
     """How `predict` labels images; training looks at none of it."""
 
-    batch_size: Positive | None = key(None, "images at once; null: what each device handles best")
+    batch_size: Positive | None = key(None, "images at once; null: what each device handles best", le=2**24)
     split: Literal["train", "val"] | None = key(None, "label this part of the data set instead of data.root's files")
     format: Literal["csv", "jsonl"] = key("csv", "of the file that is written")
     timeout: float = key(60.0, "seconds for one image", gt=0, allow_inf_nan=False)
@@ -229,7 +232,7 @@ class Recipe(_Section):
     model: ModelRecipe = ModelRecipe()
     data: DataRecipe = DataRecipe()
     augment: AugmentRecipe = AugmentRecipe()
-    batch_size: Positive = key(128, "images of one optimizer step, over all devices")
+    batch_size: Positive = key(128, "images of one optimizer step, over all devices", le=2**24)
     accumulate: Positive = key(1, "compute a batch in so many pieces, one after the other, which saves memory")
     epochs: Positive = key(10, "times through the training images")
     max_steps: Positive | None = key(None, "end after so many optimizer steps, if that is sooner")
@@ -247,7 +250,7 @@ class Recipe(_Section):
     pipeline: PipelineRecipe = PipelineRecipe()
     local_sgd: LocalSGDRecipe = LocalSGDRecipe()
     devices: Devices = key("auto", "auto, or a list as in [cuda:2, cuda:3] or [cpu]")
-    threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks")
+    threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks", le=4096)
     timeout: float = key(600.0, "seconds to wait for a silent rank, loader worker or GPU", gt=0, allow_inf_nan=False)
     grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0, allow_inf_nan=False)
     stop: StopRecipe = StopRecipe()

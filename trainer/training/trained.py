@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainer import modes
 from trainer import recipe as recipes
@@ -18,6 +21,7 @@ from trainer.processes.world import locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.recipe.files import stored
+from trainer.recipe.schema import LARGEST_SIDE
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.training.evaluation import evaluate, metrics_of
@@ -120,6 +124,37 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -
         if (folder / "recipe.yaml").is_file():
             return recipes.load({**recipes.load(str(folder / "recipe.yaml")).to_dict(), **anywhere}, *words)
     raise CheckpointError(f"{path} has no recipe with it; give a run folder, as in checkpoint=runs/x")
+
+
+class ImageFacts(BaseModel):
+    """What weights tell of their classes and images, within bounds: the file may be damaged, or anyone's."""
+
+    classes: Annotated[tuple[str, ...], Field(max_length=2**20)]
+    mean: tuple[Annotated[float, Field(ge=-1e3, le=1e3, allow_inf_nan=False)], ...]
+    std: tuple[Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)], ...]
+    image_size: Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
+    shorter_side: Annotated[int, Field(ge=1, le=LARGEST_SIDE)] | None = None  # older files do not tell it
+    channels: Literal[1, 3]
+
+    @model_validator(mode="after")
+    def _fits(self) -> ImageFacts:
+        if not len(self.mean) == len(self.std) == self.channels:
+            raise ValueError("mean and std have other channels")
+        if not self.image_size <= (self.shorter_side or self.image_size) <= 2 * self.image_size:
+            raise ValueError("what is cut out is not within the image, or hardly a part of it")
+        return self
+
+    @classmethod
+    def of(cls, path: Path, facts: Mapping[str, str]) -> ImageFacts:
+        """
+        Raises:
+            CheckpointError: what they tell makes no sense.
+        """
+        try:
+            known = (f'"{key}":{facts[key]}' for key in cls.model_fields if key in facts)
+            return cls.model_validate_json("{" + ",".join(known) + "}")
+        except ValidationError:
+            raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
 
 
 def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:

@@ -187,3 +187,10 @@ def test_a_short_name_is_not_told_as_the_end_of_another(home):
     make(home / "pe")
     with pytest.raises(RecipeError, match=r"^'nope' is not there, nor runs/nope: python -m trainer runs lists"):
         runs.command(["delete", "nope"])
+
+
+def test_a_run_s_stacks_go_with_it(tmp_path):
+    run = make(tmp_path / "runs" / "a")
+    (run / "stacks-rank0.txt").write_text("a traceback\n")
+    assert "stays" not in ok("runs", "delete", run, "yes=true", cwd=tmp_path).stdout
+    assert not run.exists()

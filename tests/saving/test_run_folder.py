@@ -119,7 +119,7 @@ def test_longer_where_the_run_is_not_complete_and_the_next_name_is_taken(tmp_pat
 
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.saving.run_folder.job_id", lambda: "job 1")
+    monkeypatch.setattr("trainer.processes.rank.job_id", lambda: "job 1")
     first = RunFolder(recipe(tmp_path / "run"))
     first.write_recipe(recipe(tmp_path / "run"))
     first.close()
@@ -128,7 +128,7 @@ def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
     again = RunFolder(recipe(tmp_path / "run"))
     assert again.resuming
     again.close()
-    monkeypatch.setattr("trainer.saving.run_folder.job_id", lambda: "job 2")
+    monkeypatch.setattr("trainer.processes.rank.job_id", lambda: "job 2")
     (tmp_path / "run" / "last.safetensors").touch()
     with pytest.raises(FolderInUseError):
         RunFolder(recipe(tmp_path / "run"))
@@ -385,3 +385,20 @@ def test_a_group_shares_a_folder_as_the_umask_says(tmp_path):
     subprocess.run([sys.executable, "-m", "trainer", *words], env=environment(), umask=0o002, check=True, timeout=120)
     made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
     assert [path for path in made if not path.stat().st_mode & 0o020] == []
+
+
+def test_a_requeued_job_continues_its_own_folder(tmp_path):
+    """On another node, without resume=auto, below runs/ and in a folder that is named; another step begins anew."""
+    words = ["recipe=digits", "mode=single", "max_steps=20", "save.every_steps=5", "logging.verdict=false", *QUIET]
+    (tmp_path / "d[1].yaml").write_text("extends: digits\n")
+    words[0] = "recipe=d[1].yaml"
+    job = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+    for output in ([], [f"output={tmp_path / 'named'}"]):
+        assert trainer(*words, *output, cwd=tmp_path, env={**job, "TRAINER_FAULT": "kill@0:12"}).returncode
+        again = ok(*words, *output, cwd=tmp_path, env={**job, "SLURM_RESTART_COUNT": "1"}).stdout
+        assert "resuming at step 10 of 20" in again
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    other = {**job, "SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}
+    assert "resuming" not in ok(*words, cwd=tmp_path, env=other).stdout
+    assert "resuming" not in ok(*words, "seed=4", cwd=tmp_path, env={**job, "SLURM_RESTART_COUNT": "1"}).stdout
+    assert trainer(*words, f"output={tmp_path / 'named'}", cwd=tmp_path, env=other).returncode == 8

@@ -68,3 +68,25 @@ def job_id() -> str:
     except (OSError, IndexError):
         started = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{os.uname().nodename}-{launcher}-{started}"
+
+
+def batch_job() -> str:
+    """SLURM's name of this job and step, which a requeued job keeps on whatever node; empty outside of one."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "batch")
+    return f"slurm-{job}.{step}" if job else ""
+
+
+def signature() -> str:
+    """What a job leaves in the folder that it holds: its `job_id`, and in a second line its `batch_job`."""
+    return f"{job_id()}\n{batch_job()}".strip()
+
+
+def is_restart() -> bool:
+    """Whether torchrun has restarted this job, or SLURM requeued it."""
+    return place().restarts > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def is_this_job(owner: str) -> bool:
+    """Whether a `signature` is of this job before it was restarted."""
+    own, _, batch = owner.partition("\n")
+    return (place().restarts > 0 and own == job_id()) or (is_restart() and bool(batch) and batch == batch_job())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import glob
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
-from trainer.processes.rank import job_id, place
+from trainer.processes.rank import is_restart, is_this_job, signature
 from trainer.recipe import Recipe
 from trainer.recipe.checks import OWN_PHOTOS
 from trainer.saving import locks
@@ -66,7 +67,7 @@ class RunFolder:
         except OSError:  # no file
             owner = ""
         used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
-        restarted = place().restarts > 0 and owner == job_id()
+        restarted = is_this_job(owner)
         if owner and not restarted and not self._saved():  # without an owner the files are the user's own
             self._clear()
             used, self.replaced = False, used
@@ -83,10 +84,10 @@ class RunFolder:
     def _sign(self) -> str:
         try:
             os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, job_id().encode(), 0)
+            os.pwrite(self._lock, signature().encode(), 0)
         except OSError as error:
             raise SetupError(f"{self.path} cannot be written ({error.strerror}); choose another output=") from None
-        return job_id()
+        return signature()
 
     def check(self) -> None:
         """Before anything is saved: the folder is still this run's. A lock that was merely removed is made again.
@@ -108,7 +109,7 @@ class RunFolder:
             owner = os.pread(self._lock, 1000, 0).decode(errors="replace") or self._sign()
         except OSError as error:
             raise SetupError(f"{self.path / LOCK} cannot be read ({why(error)}); choose another output=") from None
-        if owner != job_id():
+        if owner != signature():
             raise FolderInUseError(
                 f"{self.path} is another run's by now (somebody removed its {LOCK}): this one ends and saves no more"
             )
@@ -211,7 +212,7 @@ def continued_folder(recipe: Recipe) -> Path | None:
         return _before_restart(recipe)
     folder = Path(recipe.output).expanduser()
     saved = (folder / "recipe.yaml").is_file() and (folder / "checkpoints").is_dir()
-    return folder if place().restarts or (recipe.resume is not None and saved) else None
+    return folder if is_restart() or (recipe.resume is not None and saved) else None
 
 
 def as_before(recipe: Recipe) -> Recipe:
@@ -231,10 +232,14 @@ def as_before(recipe: Recipe) -> Recipe:
 
 def _before_restart(recipe: Recipe) -> Path | None:
     """The folder below runs/ that this job had before it was restarted."""
-    if place().restarts:
-        for lock in Path("runs").glob(f"{recipe.name}-{recipe.mode}-*/{LOCK}"):
-            with suppress(OSError):
-                if read(lock) == job_id().encode():
+    if is_restart():
+        for lock in sorted(Path("runs").glob(f"{glob.escape(recipe.name)}-{recipe.mode}-*/{LOCK}"), reverse=True):
+            with suppress(OSError, RecipeError):  # RecipeError: another run of that job
+                before = lock.parent / "recipe.yaml"
+                if not is_this_job(read(lock).decode(errors="replace")):
+                    continue
+                changes = recipes.changed_keys(recipes.load(str(before)), recipe) if before.is_file() else {}
+                if all(new is None for _, new in changes.values()):  # null is what a run's recipe has settled since
                     return lock.parent
     return None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.data.photos import shorter_side_of
 from trainer.errors import CheckpointError, SetupError, TrainerError, is_out_of_memory, text_of
 from trainer.models.zoo import bare
-from trainer.processes.rank import job_id
+from trainer.processes.rank import is_restart, job_id
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving import checkpoint
@@ -53,7 +53,9 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
         raise CheckpointError(_SENSELESS.format(step=found.state.position.step, found="no weights"))
     state = on_every_rank(found, world)
     if state is None and recipe.output is not None:
-        continued = recipe.resume is not None or world.place.restarts > 0  # a rank's own: a node that joins has 0
+        continued = (
+            recipe.resume is not None or world.place.restarts > 0 or is_restart()
+        )  # a rank's own: a node that joins has 0
         here = continued and bool(checkpoint.checkpoints_in(Path(recipe.output).expanduser() / "checkpoints"))
         owner = int(world.max_(torch.tensor(world.rank if here else 0)).item())
         if owner:

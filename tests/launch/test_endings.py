@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer.errors import RecipeError, TrainerError, in_one_line, sentence
-from trainer.launch.endings import Ending, first_cause, leave_report, with_stack
+from trainer.launch.endings import Ending, first_cause, leave_report, say, with_stack
 from trainer.processes import family, stacks
 
 
@@ -69,3 +69,8 @@ def test_torchrun_takes_a_lost_peer_for_no_cause_and_shows_one_line(tmp_path, mo
     assert bug["message"] == bug["extraInfo"]["py_callstack"] == "KeyError: x"
     assert int(bug["extraInfo"]["timestamp"]) < int(lost["extraInfo"]["timestamp"])
     assert bug["extraInfo"]["time"] == lost["extraInfo"]["time"] == 100.5
+
+
+def test_names_in_an_error_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    say("no images in \x1b[2Jred\x07: put some there", 3)
+    assert capsys.readouterr().err == "trainer: error: no images in ?[2Jred?: put some there\n"

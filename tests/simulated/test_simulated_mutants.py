@@ -199,7 +199,7 @@ def proved(machine):
         here.seconds(lambda: torch.ones(3, device=CARD))
         links(here)
         before = torch.backends.cudnn.benchmark
-        with mock.patch.object(bare, "step_of", lambda *_: lambda: torch.ones(3, device=CARD)):
+        with mock.patch.object(bare, "step_of", lambda *_: lambda *_: torch.ones(3, device=CARD)):
             bare.speeds(here, 1, "fp32", False, 0.0)
         torch.backends.cudnn.benchmark = before
 

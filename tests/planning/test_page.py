@@ -3,6 +3,7 @@
 import json
 
 from trainer.__main__ import answer
+from trainer.modes.pipeline.torch_schedules import SCHEDULES
 
 
 def test_the_page(capsys):
@@ -27,7 +28,7 @@ def test_the_page_of_a_pipeline(capsys):
     words = ["recipe=digits", "mode=pipeline", "nproc=2", "memory=24GiB"]
     assert answer(["plan", *words]) == 0
     page = capsys.readouterr().out
-    assert "fits: " in page and "ideal bubble" in page and "zbv" in page
+    assert "fits: " in page and "ideal bubble" in page and [*SCHEDULES][-1] in page
     assert "mode=pipeline nproc=2\n" in page
     assert answer(["plan", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pipeline"]["schedule"] == "1f1b"

@@ -34,7 +34,8 @@ def test_bubbles_of_equal_stages():
     for schedule in ("gpipe", "1f1b"):
         assert found[schedule, 8]["bubble"] == pytest.approx(3 / 11)
     assert found["interleaved1f1b", 8]["bubble"] == pytest.approx(3 / 19)
-    assert found["zbv", 8]["bubble"] < found["interleaved1f1b", 8]["bubble"]
+    if "zbv" in schedules.SCHEDULES:
+        assert found["zbv", 8]["bubble"] < found["interleaved1f1b", 8]["bubble"]
     assert found["1f1b", 16]["in_flight"] == 4
     assert ("dualpipev", 4) not in found  # fewer micro-batches than stages
 

@@ -402,3 +402,9 @@ def test_a_requeued_job_continues_its_own_folder(tmp_path):
     assert "resuming" not in ok(*words, cwd=tmp_path, env=other).stdout
     assert "resuming" not in ok(*words, "seed=4", cwd=tmp_path, env={**job, "SLURM_RESTART_COUNT": "1"}).stdout
     assert trainer(*words, f"output={tmp_path / 'named'}", cwd=tmp_path, env=other).returncode == 8
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path):
+    for more in ([], ["resume=auto"]):
+        done = trainer("recipe=digits", "mode=single", f"output={tmp_path / ('x' * 300)}", *more)
+        assert done.returncode in (2, 3) and "Traceback" not in done.stderr and done.stderr.count("\n") == 1

@@ -33,7 +33,7 @@ FAULTS = {  # put in by hand, with the checks that have to see it and what they 
     "drifting_fp16": (["precision fp16"], "differs: .*optimizer by "),
     "wrong_kernels": (["compile"], "differs: losses by "),
     "leak": (["memory"], r"each run keeps \d+ MiB of the host's memory"),
-    "left_behind": (["memory"], "1 blocks are left in /dev/shm"),
+    "left_behind": (["memory"], "left in /dev/shm: left-by-a-test-"),
     "slow_device": (["rates"], "cpu:1 is slow: its matrix products reach"),
     "throttled": (["rates"], "cpu:1 is throttled: its matrix products fall to"),
     "slow_link": (["links"], "slow from 1 to 0: "),

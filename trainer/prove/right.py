@@ -277,7 +277,7 @@ def memory(trip: Trip) -> Outcome:
         for kind, size in kept.items()
         if size > LEAK[kind]
     ]
-    bad += [f"{len(left)} blocks are left in /dev/shm"] * bool(left)
+    bad += [f"left in /dev/shm: {', '.join(left[:3])}"] * bool(left)
     if bad:
         return wrong(
             "; ".join(bad), "train in processes of their own (python -m trainer), which give all back", **figures

@@ -123,6 +123,7 @@ ELSEWHERE = {
     "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
     "doctor/groups.py _take_part: device.type == 'cuda'": "the same",
     "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
+    "processes/peers.py no_way: cuda": "ranks that cannot reach each other: tests/processes/test_world.py",
     "processes/world.py World.connect: cuda and (not dist.is_nccl_available())": "tests/devices/test_cards.py",
     "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cards.look().count)": "a plan for absent cards",
     "planning/page.py _memory: cuda": "the same: tests/planning/test_memory.py",

@@ -182,7 +182,7 @@ def test_ranks_that_find_other_shards_stop(sets, tmp_path):
         ),
         (["data.root=*.tar"], "data.root=*.tar names no shards"),
         (["data.root={a,b}.tar"], "data.root={a,b}.tar names no shards"),
-        (["data.root=[a.tar,b.tar]"], "data.root={a.tar,b.tar} names no shards"),
+        (["data.root=[a.tar,b.tar]"], "data.root=[a.tar,b.tar] names no shards"),
         (["data.labels=x.csv"], "use data.name=imagefolder"),
         (["data.root=photos.tar", "data.name=imagefolder"], "is no folder but shards of images: add data.name=shards"),
         ([], "data.name=shards needs shards: type data.root="),

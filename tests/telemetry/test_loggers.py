@@ -277,10 +277,17 @@ def test_a_run_is_known_where_it_was_begun(tmp_path):
     assert known("here") == "c"
 
 
-@pytest.mark.parametrize("value", ["5", "[a]", "''", "1.5"])
+@pytest.mark.parametrize("value", [5, ["a"], "", 1.5])
 def test_what_is_no_project(value):
     with pytest.raises(RecipeError, match=r"logging.wandb=.* must be true, or text: a project's name"):
-        load("digits", f"logging.wandb={value}")
+        load({"extends": "digits", "logging": {"wandb": value}})
+
+
+def test_a_project_on_the_command_line_is_its_letters():
+    for text in ("5", "[a]", "1.5"):
+        assert load("digits", f"logging.wandb={text}").logging.wandb == text
+    with pytest.raises(RecipeError, match=r"logging.wandb= is empty"):
+        load("digits", "logging.wandb=")
 
 
 def test_one_that_is_not_installed_is_one_line(monkeypatch):

@@ -294,6 +294,14 @@ def test_who_asks_the_first_card_for_all_is_found(asked, monkeypatch):
             check_unlike()
 
 
+def test_a_bubble_is_told_with_what_launching_may_hide():
+    """Nothing is queued on these cards: all the time in which a stage counts as working, the host launches it."""
+    words = f"mode=pipeline model.name=mlp pipeline.microbatches=4 pipeline.cuts=[1] {TWO}"
+    cuda, cpu = runs.on_cuda(words).result["pipeline"], runs.on_cpu(words).result["pipeline"]
+    assert cuda["bubble_measured"] < 0.95 < cuda["bubble_at_most"] <= 1.001
+    assert cpu["bubble_at_most"] == cpu["bubble_measured"]
+
+
 @pytest.mark.parametrize("mode", ["split", pytest.param("pipeline", marks=pytest.mark.full("one of two alike"))])
 def test_a_model_on_unlike_cards_is_the_model_on_the_cpu(mode, tmp_path):
     words = f"mode={mode} pipeline.cuts=[7] model.name=cnn {TWO}"

@@ -153,6 +153,8 @@ def last_line(run: Run, result: Result) -> str:
     pipeline = result["pipeline"]
     if pipeline and pipeline["bubble_measured"] is not None:
         text += f"\n  bubble   {pipeline['bubble_measured']:.1%} of forward and backward, measured in some steps; "
+        if pipeline["bubble_at_most"] > pipeline["bubble_measured"] + 0.01:
+            text += f"at most {pipeline['bubble_at_most']:.1%}, for GPUs may have waited for launches within stages; "
         text += f"{pipeline['bubble_predicted']:.1%} predicted"
         text += f": {folder}/timeline.png" if run.recipe.pipeline.timeline else ", pipeline.timeline=true draws it"
     text += _verdict_line(result)

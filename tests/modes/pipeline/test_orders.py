@@ -32,7 +32,7 @@ def written(actions):
 
 def draw(spans):
     rows = [["."] * int(max(span.end for span in spans)) for _ in range(1 + max(span.worker for span in spans))]
-    for worker, action, begin, end in spans:
+    for worker, action, begin, end, _ in spans:
         for second in range(int(begin), int(end)):
             assert rows[worker][second] == ".", "two actions at once"
             rows[worker][second] = LETTERS[action.kind][action.microbatch]

@@ -1,5 +1,6 @@
 """The recorder on the CPU's clock: what it keeps, and for how long."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +75,49 @@ def test_a_task_that_fails_is_not_recorded(clock):
         with recorder.action(0, Action("F", 0, 1)):
             raise ValueError
     assert [[span.action.microbatch for span in step] for step in recorder.steps()] == [[0]]
+
+
+class Event:
+    """One of a GPU that does what it is given in order: it will have at `clock.free`."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def record(self):
+        self.at = max(self.clock.now, self.clock.free)
+
+    def synchronize(self):
+        self.clock.now = max(self.clock.now, self.at)
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)
+
+
+@pytest.mark.parametrize(
+    ("launch", "queued", "length", "launching"),
+    [
+        (0, 0, 3, 0),  # all three kernels are there at once
+        (1, 0, 4, 3),  # the GPU waits for the first
+        (1, 9, 3, 0),  # it is behind, and never waits
+        (1, 1, 3, 2),  # it is behind at first
+        (5, 0, 16, 15),  # it waits for each
+    ],
+)
+def test_what_a_gpu_may_have_waited_for_launches(launch, queued, length, launching, clock, monkeypatch):
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: setattr(clock, "now", max(clock.now, clock.free)))
+    clock.now, clock.free = 10.0, 10.0 + queued
+    recorder = Recorder((card, card))
+    with recorder.step(), recorder.action(0, Action("F", 0, 0)):
+        for _ in range(3):
+            clock.now += launch
+            clock.free = max(clock.now, clock.free) + 1
+    ((span,),) = recorder.steps()
+    assert (span.begin, span.end - span.begin) == (10.0 + queued, length)
+    assert span.launching == launching
 
 
 @pytest.mark.gpu

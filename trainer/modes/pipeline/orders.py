@@ -19,12 +19,16 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a worker (a rank, or a device) did an action, in seconds."""
+    """When a worker (a rank, or a device) did an action, in seconds.
+
+    Within `launching` of them the host still issued the action's kernels, so that a GPU may have waited for the next.
+    """
 
     worker: int
     action: Action
     begin: float
     end: float
+    launching: float = 0.0
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:

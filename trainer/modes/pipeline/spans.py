@@ -13,7 +13,7 @@ import torch
 from trainer.modes.pipeline.orders import Action, Span
 
 KEPT = 8  # steps between two looks
-Mark = Any  # a time, or a CUDA event
+Moment = tuple[float, Any]  # when the host was there, and the CUDA event that it recorded
 
 
 class Recorder:
@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.cuda = devices[0].type == "cuda"
         self._devices = [device.index for device in dict.fromkeys(devices)] if self.cuda else []
-        self._steps: deque[list[tuple[int, Action, int, Mark, Mark]]] = deque(maxlen=KEPT)
+        self._steps: deque[list[tuple[int, Action, int, Moment, Moment]]] = deque(maxlen=KEPT)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -39,12 +39,12 @@ class Recorder:
             index = torch.cuda.current_device() if self.cuda else 0
             self._steps[-1].append((worker, action, index, begin, self._mark()))
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> Moment:
         if not self.cuda:
-            return time.perf_counter()
+            return time.perf_counter(), None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        return event
+        return time.perf_counter(), event
 
     def steps(self) -> list[list[Span]]:
         """Each step's spans, which are forgotten: seconds on `time.perf_counter`'s clock; waits for the devices."""
@@ -53,20 +53,20 @@ class Recorder:
         self._steps.clear()
         return [spans for spans in found if spans]
 
-    def _now(self, index: int) -> tuple[float, Mark]:
+    def _now(self, index: int) -> Moment:
         """One moment on the CPU's clock and, as an event, on an idle device's."""
         torch.cuda.synchronize(index)
         with torch.cuda.device(index):
-            event = self._mark()
+            _, event = self._mark()
         moment = time.perf_counter()
         event.synchronize()
         return moment, event
 
     def _span(
-        self, now: dict[int, tuple[float, Mark]], worker: int, action: Action, index: int, begin: Mark, end: Mark
+        self, now: dict[int, Moment], worker: int, action: Action, index: int, begin: Moment, end: Moment
     ) -> Span:
         if not self.cuda:
-            return Span(worker, action, begin, end)
+            return Span(worker, action, begin[0], end[0])
         moment, event = now[index]
-        start, stop = (moment - mark.elapsed_time(event) / 1e3 for mark in (begin, end))
-        return Span(worker, action, start, stop)
+        start, stop = (moment - mark.elapsed_time(event) / 1e3 for _, mark in (begin, end))
+        return Span(worker, action, start, stop, max(0.0, min(stop, end[0]) - max(start, begin[0])))

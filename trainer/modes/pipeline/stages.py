@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Staged(Strategy):
         self._values: dict[nn.Module, int] = {}  # of layers whose statistics are deferred
         self._deferred: dict[nn.Module, DeferredStatistics] = {}  # by stage
         self._bubbles: list[float] = []
+        self._launching: list[float] = []  # share of the workers' time, beside each bubble
         self._recent: list[list[Span]] = []
         self._busy: list[float] = []
         self._ran: int | None = None  # micro-batches of the last trial that memory sufficed for
@@ -246,6 +248,8 @@ class Staged(Strategy):
         self._busy = busy
         bubble = 1 - sum(busy) / (self.pipe.workers * length)
         self._bubbles.append(bubble)
+        launching = torch.tensor(math.fsum(span.launching for span in spans), dtype=torch.float64)
+        self._launching.append(self.world.sum_(launching).item() / self.shard.count / (self.pipe.workers * length))
         values = {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
         predicted = 100 * self.known["predicted"]["bubble"]
         return {"pipeline/bubble_pct": 100 * bubble, "pipeline/bubble_predicted_pct": predicted, **values}
@@ -267,8 +271,8 @@ class Staged(Strategy):
     def facts(self) -> dict[str, Any]:
         """result.json's `pipeline`."""
         virtual = self.pipe.stages // self.pipe.workers
-        bubbles = self._bubbles[1:] or self._bubbles  # the first may be of the very first step, which warms up
-        measured = sum(bubbles) / len(bubbles) if bubbles else None
+        # The first may be of the very first step, which warms up.
+        measured, launching = (fmean(values[1:] or values or [0.0]) for values in (self._bubbles, self._launching))
         return {
             "pipeline": {
                 "stages": self.pipe.stages,
@@ -280,7 +284,9 @@ class Staged(Strategy):
                 "split_size": self.split_size(),
                 "bubble_ideal": orders.ideal_bubble(self.pipe.workers, self.plan.microbatches, virtual),
                 "bubble_predicted": self.known["predicted"]["bubble"],
-                "bubble_measured": measured,  # of a few steps in each logged window, over all workers
+                # Of a few steps in each logged window, over all workers; at most, if GPUs idled while work was issued.
+                "bubble_measured": measured if self._bubbles else None,
+                "bubble_at_most": measured + launching if self._bubbles else None,
                 "stage_seconds": self._busy,  # of work in a step, the last that was looked at
                 "trials": self.known["trials"],
             }

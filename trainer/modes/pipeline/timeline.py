@@ -29,7 +29,7 @@ def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
         for worker in sorted({span.worker for spans in steps for span in spans})
     ]
     for step, spans in enumerate(steps):
-        for worker, (kind, stage, microbatch), begin, end in spans:
+        for worker, (kind, stage, microbatch), begin, end, _ in spans:
             events.append(
                 {
                     "name": f"{kind}{microbatch}",
@@ -55,7 +55,7 @@ def picture(path: Path, spans: Sequence[Span]) -> None:
     rows = sorted(workers, key=lambda stage: (workers[stage], stage))
     figure, (axes,) = plots.canvas(12, 1.2 + 0.6 * len(rows))
     axes.grid(False)
-    for _, (kind, stage, microbatch), begin, end in spans:
+    for _, (kind, stage, microbatch), begin, end, _ in spans:
         row, start, width = rows.index(stage), 1e3 * (begin - origin), 1e3 * (end - begin)
         axes.broken_barh(
             [(start, width)], (row - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor=plots.INK, linewidth=0.5

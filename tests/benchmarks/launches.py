@@ -4,7 +4,8 @@
 
 Counted where torch dispatches to a device's kernels, on the CPU and on small images: each operator that computes is a
 launch (views and allocations are none), whatever the shapes. Modes run through the command line; a step of theirs is
-counted on rank 0, and on its stages alone. `loop` is what neither the mode nor the optimizer asks for: finishing the
+counted on rank 0, of 1f1b on its stage alone. A bare loop is of the same kind: DDP beside ddp, two micro-batches beside
+pipelines. `loop` is what neither the mode nor the optimizer asks for: finishing the
 images, adding up the loss. A fused optimizer is one operator here.
 """
 
@@ -35,6 +36,9 @@ MODES = {
     "local_sgd": ["mode=local_sgd", "nproc=2"],
     "hogwild": ["mode=hogwild", "nproc=2", "devices=cpu"],
 }
+# What a bare loop does in its place: torch's own DDP, or as many micro-batches. Else one device and one batch.
+BARE = {"ddp": {"replicated": True}, "streams": {"parts": 2}, "1f1b": {"parts": 2}}
+PARTS = ("loop", "mode", "optimizer")
 STEP = 3  # which is counted: by then what is made once is there
 
 
@@ -43,7 +47,7 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.found = "loop", {name: [0, 0] for name in ("loop", "mode", "optimizer", "batch_norm")}
+        self.part, self.found = "loop", {name: [0, 0] for name in (*PARTS, "batch_norm")}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -95,23 +99,29 @@ def install() -> None:
             kind.forward_backward = counted_pass(kind.forward_backward)  # type: ignore[method-assign]
 
 
-def bare(model: str, size: int, batch: int) -> dict[str, list[int]]:
+def bare(model: str, size: int, batch: int, parts: int = 1, replicated: bool = False) -> dict[str, list[int]]:
     """The loop of every tutorial, with a fused optimizer."""
     from trainer.models.zoo import build
     from trainer.recipe import ModelRecipe
 
-    network = build(ModelRecipe(name=model), 10, 3, size)
+    network: torch.nn.Module = build(ModelRecipe(name=model), 10, 3, size)
+    if replicated:  # one rank's work is that of any
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        network = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, fused=True)
     images, labels, counter = torch.randn(batch, 3, size, size), torch.arange(batch) % 10, Counter()
     for number in range(STEP):
         if number == STEP - 1:
             counter.__enter__()
         counter.part = "mode"
-        torch.nn.functional.cross_entropy(network(images), labels).backward()
+        for part, answers in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+            torch.nn.functional.cross_entropy(network(part), answers).backward()
         counter.part = "optimizer"
         optimizer.step()
         optimizer.zero_grad()
     counter.__exit__(None, None, None)
+    if replicated:
+        torch.distributed.destroy_process_group()
     return counter.found
 
 
@@ -140,17 +150,20 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8, help="images of a step over all ranks")
     options = parser.parse_args()
-    print("| model | mode | operators | beside bare | BatchNorm's | optimizer's | loop's own | MB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | mode | operators | a bare loop's | ratio | BatchNorm's | optimizer's | loop's own | MB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for model in options.models:
-        reference = None
-        for mode in ("bare", *options.modes):
-            sizes = (options.size, options.batch)
-            found = bare(model, *sizes) if mode == "bare" else counted(model, mode, *sizes)
-            total, size = (sum(found[part][n] for part in ("loop", "mode", "optimizer")) for n in (0, 1))
-            reference = reference or total
+        loops: dict[str, dict[str, list[int]]] = {}
+        for mode in options.modes:
+            kind = BARE.get(mode, {})
+            if str(kind) not in loops:
+                loops[str(kind)] = bare(model, options.size, options.batch, **kind)
+            found, beside = counted(model, mode, options.size, options.batch), loops[str(kind)]
+            total, size = (sum(found[part][n] for part in PARTS) for n in (0, 1))
+            other = sum(beside[part][0] for part in PARTS)
             shares = [found[part][0] for part in ("batch_norm", "optimizer", "loop")]
-            print("|", " | ".join(map(str, [model, mode, total, f"{total / reference:.2f}", *shares, size >> 20])), "|")
+            row = [model, mode, total, other, f"{total / other:.2f}", *shares, size >> 20]
+            print("|", " | ".join(map(str, row)), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class DeferredStatistics:
         self._momenta: list[float | None] = []
         self._parts: list[tuple[int, Tensor, Tensor]] = []  # rows, mean and unbiased variance of all layers in a row
         self._before: tuple[Tensor, Tensor, list[Tensor]]  # running statistics, and of how many batches
+        self._rows_a_value: Tensor | None = None  # of each channel: what one of its values is of a row
 
     def begin(self) -> None:
         """A micro-batch is about to be computed, perhaps the first."""
@@ -96,7 +97,9 @@ class DeferredStatistics:
         mean = variance = torch.zeros_like(self._before[0])
         for rows, part, _ in self._parts:
             mean = torch.add(mean, part, alpha=rows / total)
-        each = self._each([1 / self._values[layer] for layer in self.layers])  # of a channel's values, in rows
+        each = self._rows_a_value
+        if each is None or len(each) != len(mean):
+            each = self._rows_a_value = self._each([1 / self._values[layer] for layer in self.layers])
         for rows, part, unbiased in self._parts:
             biased = torch.addcmul(unbiased, unbiased, each, value=-1 / rows)
             variance = torch.add(variance, biased + (part - mean).square(), alpha=rows / total)

@@ -162,11 +162,9 @@ def modes_here(devices: Devices) -> Iterator[Mode]:
     """Every mode, and every schedule, that these devices can run."""
     count = devices.count
     several = max(2, min(count, 4))  # the network has seven blocks to cut between
-    for name in ("dp", "split", STREAMS):
-        mode = "pipeline" if name == STREAMS else name
-        many = count if name == "dp" and count > 1 else several
-        cut = ["pipeline.microbatches=4"] * (name == STREAMS)
-        yield Mode(name, (f"mode={mode}", *devices.in_one_process(many), *cut))
+    yield Mode("dp", ("mode=dp", *devices.in_one_process(max(2, count))))
+    yield Mode("split", ("mode=split", *devices.in_one_process(several)))
+    yield Mode(STREAMS, ("mode=pipeline", *devices.in_one_process(several), "pipeline.microbatches=4"))
     if count > 1:
         yield Mode("ddp", ("mode=ddp", *devices.in_ranks(count)))
         ranks, stages = pipes(count)

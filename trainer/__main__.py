@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.processes.started import as_typed
+from trainer.processes.started import as_typed, plain
 
 try:
     from trainer import recipe
@@ -190,7 +190,7 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _show(text: str) -> None:
     try:
-        print(text, end="", flush=True)
+        print(plain(text), end="", flush=True)
     except BrokenPipeError:  # the reader, head say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import trainer
 from trainer.errors import RecipeError
 from trainer.recipe import load, shipped_recipes
 from trainer.recipe.pages import commented, write_new
@@ -100,6 +101,25 @@ def test_also_in_a_file_that_another_extends(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text("seed: 1\nbatch_size:64\nmode: single\n")
     with pytest.raises(RecipeError, match=r"parent\.yaml: line 2: put a blank after the colon: batch_size: 64$"):
         load(tmp_path / "my.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root:$y$j9T$HIDDEN:19000:0:99999:7:::\ndaemon:*:19000:0\n",
+        "epochs=HIDDEN\n",
+        "seed: HIDDEN: 4\n",
+        "password HIDDEN\nurl ${address}\n",
+        "*HIDDEN: 1\n",
+        "a: [HIDDEN\n",
+    ],
+)
+def test_no_line_of_a_file_that_is_not_called_a_recipe_is_shown(text: str, tmp_path: Path) -> None:
+    (tmp_path / "shadow").write_text(text)
+    (tmp_path / "my.yaml").write_text("extends: shadow\n")
+    for recipe in ("my.yaml", "shadow"):
+        done = trainer("plan", f"recipe={recipe}", cwd=tmp_path)
+        assert done.returncode == 2 and "shadow: " in done.stderr and "HIDDEN" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import csv
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -99,3 +100,33 @@ def test_names_that_yaml_or_a_shell_would_read_otherwise(tmp_path):
     again = ["mode=single", f"recipe={run}", f"output={tmp_path / '007'}", f"model.init_from={run}", *QUIET]
     ok(*again, cwd=tmp_path)
     assert load(tmp_path / "007").model.init_from == str(run)
+
+
+def test_names_cannot_move_the_cursor_of_the_terminal(tmp_path):
+    for number, name in enumerate(("\x1b[2Jant", "bee\x1b]0;title\x07", "cat\x9b31m")):
+        for place in range(3):
+            coloured(
+                tmp_path / "\x1b[Hphotos" / name / f"{place}.png", (80 * number, 90, 200 - 80 * number), seed=place
+            )
+        coloured(tmp_path / "new" / "\x1b[A" / f"{number}\x1b[5m.png", (80 * number, 90, 100))
+    shutil.copy(tmp_path / "\x1b[Hphotos" / "cat\x9b31m" / "0.png", tmp_path / "\x1b[Hphotos" / "\x1b[2Jant")
+    run = "run\x1b[B"
+    train = ["data.name=imagefolder", "data.root=\x1b[Hphotos", "data.image_size=32", "model.name=mlp"]
+    train += ["epochs=1", "batch_size=2"]
+    said = ""
+    for words in (
+        [*train, f"output={run}", *PLAIN],
+        ["evaluate", f"checkpoint={run}"],
+        ["evaluate", f"checkpoint={run}", "data.root=\x1b[Hno"],
+        ["predict", f"checkpoint={run}", "data.root=new", "output=out\x1b[C"],
+        ["predict", f"checkpoint={run}", "data.root=new", "output=out\x1b[C"],
+        ["runs"],
+        ["runs", "show", run],
+        ["plan", *train],
+        ["export", run, "format=safetensors", "output=\x1b[D.safetensors"],
+    ):
+        done = trainer(*words, cwd=tmp_path)
+        assert (done.returncode == 0) != ("data.root=\x1b[Hno" in words), done.stderr
+        assert not set("\x1b\x07\x9b") & set(done.stdout + done.stderr), (words, done.stdout, done.stderr)
+        said += done.stdout
+    assert "?[2Jant" in said and "run?[B" in said and "out?[C" in said

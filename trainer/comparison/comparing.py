@@ -65,7 +65,7 @@ class Comparison:
             raise Interrupted(f"stopped by Ctrl-C; what was done is in {self.folder}: continue with {where}") from None
         finally:
             found = self._write(status)
-            _say("\n" + tables.as_text(found, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+            print("\n" + tables.as_text(found, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
             files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(found))]
             _say(f"  tables   {', '.join(files)}")
             _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")

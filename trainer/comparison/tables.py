@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.comparison.comparison_report import ComparisonReport, EntryFigures
 from trainer.comparison.significance import ERROR, LOOKS, MARGIN
+from trainer.processes.started import as_typed
 from trainer.saving.run_folder import write_atomically
 
 RED, PLAIN = "\033[31m", "\033[0m"
@@ -103,14 +104,15 @@ def as_text(report: ComparisonReport, colour: bool = False) -> str:
     right = {2, 5, 6, 7}
     lines = []
     for position, cells in enumerate(table):
-        line = "  ".join(
+        padded = (
             cell.rjust(width) if n in right else cell.ljust(width)
             for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
             if width
-        ).rstrip()
+        )
+        line = as_typed("  ".join(padded).rstrip())
         wrong = position > 0 and report["entries"][position - 1]["exactness"]["verdict"] == "disagrees"
         lines.append(f"{RED}{line}{PLAIN}" if wrong and colour else line)
-    return "\n".join([*lines, "", *notes, *report["conclusion"]])
+    return "\n".join([*lines, "", *map(as_typed, (*notes, *report["conclusion"]))])
 
 
 def as_markdown(report: ComparisonReport) -> str:

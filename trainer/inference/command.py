@@ -167,7 +167,7 @@ def _complete(before: Counts, final: Path, inputs: Inputs) -> None:
     """
     if inputs.total is None:
         raise FolderInUseError(f"{final} is complete, maybe of other {inputs.name}: choose another output=")
-    print(f"{final} is complete already; another output= labels them again", flush=True)
+    print(as_typed(f"{final} is complete already; another output= labels them again"), flush=True)
     _report_failures(before, final)
 
 
@@ -230,7 +230,8 @@ def sum_up(
             folder / "predict.json",
             json.dumps({"settings": dict(settings), **counts, **found, "seconds": seconds}, indent=2) + "\n",
         )
-        print(summary(counts, accuracy, seen, new / seconds if new >= MANY else None, final), flush=True)
+        speed = new / seconds if new >= MANY else None
+        print(as_typed(summary(counts, accuracy, seen, speed, final)), flush=True)
     world.barrier()
     world.close()
     _report_failures(counts, final)

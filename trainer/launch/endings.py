@@ -139,8 +139,7 @@ def say(line: str, code: int) -> None:
     """Print a run's last word: one line on stderr (and the stack of a bug that has no file)."""
     prefix = "trainer: " if code in (0, 130, 143) else "trainer: error: "
     with suppress(OSError):  # the terminal may be gone
-        shown = (letter if letter.isprintable() or letter in "\n\t" else "?" for letter in as_typed(line))
-        print(f"{prefix}{''.join(shown)}", file=sys.stderr, flush=True)  # a folder's name may move the cursor
+        print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
 
 
 def let_main_speak(code: int) -> None:

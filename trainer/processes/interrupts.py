@@ -23,6 +23,7 @@ from typing import Any
 
 from trainer.processes import early, family, stacks
 from trainer.processes.rank import place
+from trainer.processes.started import plain
 
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
 IF_UNUSED = early.SAVE_AND_GO  # unless ignored (nohup), or a user's program has a handler of its own
@@ -151,7 +152,8 @@ class Interrupts:
         rank = place().rank
         if why:
             where = stacks.dump(f"{why} after {number.name}")
-            print(f"trainer: rank {rank}: {why} after {number.name}; leaving without saving{where}", file=sys.stderr)
+            line = f"rank {rank}: {why} after {number.name}; leaving without saving{where}"
+            print(f"trainer: {plain(line)}", file=sys.stderr)
         elif rank == 0:
             print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
         leave_now(exit_code(number))

@@ -1,4 +1,4 @@
-"""How the user started this program, and so what to type to start it again."""
+"""Texts for the user's terminal: without signs that would change it, and with the commands that work here."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import sys
 from importlib.util import find_spec
 
 
+def plain(text: str) -> str:
+    """A text as one may print it: what would move the cursor, as in a folder's name, becomes a question mark."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
 def as_typed(text: str) -> str:
-    """A text whose commands are those that work here.
+    """A plain text whose commands are those that work here.
 
     launch.sh brings a Python of its own, which a shell finds under no name: it is started by `./launch.sh`, and what is
     installed goes into its environment.
     """
-    command = os.environ.get("TRAINER_COMMAND")
+    text, command = plain(text), os.environ.get("TRAINER_COMMAND")
     if not command:
         return text
     board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from trainer.processes.started import plain
+
 PATIENCE = 5.0  # seconds of silence
 SLICE = 0.1  # seconds
 Found = TypeVar("Found")
@@ -21,7 +23,7 @@ def telling(what: Callable[[], str], after: float = PATIENCE) -> Iterator[None]:
     def tell() -> None:
         text = what()
         if text:
-            print(f"trainer: {text}", file=sys.stderr, flush=True)
+            print(f"trainer: {plain(text)}", file=sys.stderr, flush=True)
 
     timer = threading.Timer(after, tell)
     timer.daemon = True

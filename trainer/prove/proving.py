@@ -159,7 +159,7 @@ def tell(folder: Path, proof: Proof) -> None:
     for row in proof["checks"]:
         if row["status"] == "wrong":
             say(f"  WRONG  {row['title']}: {row['line']}")
-            say(f"         try: {as_typed(row['todo'] or '')}")
+            say(f"         try: {row['todo'] or ''}")
     if out := [row for row in proof["checks"] if row["status"] == "left out"]:
         say(f"  {counted(len(out), 'check')} left out: the same words with more minutes= go on with them")
     if (busy := proof["busy_cores"]) and busy >= BUSY:
@@ -169,4 +169,4 @@ def tell(folder: Path, proof: Proof) -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    print(text, end=end, flush=True)
+    print(as_typed(text), end=end, flush=True)

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.errors import RecipeError, without_secrets
 from trainer.recipe.text import nearest, one_line, shown
 
+ENDINGS = (".yaml", ".yml")
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
 
 
@@ -71,7 +72,7 @@ def parent_of(name: str, label: str, child: Path | None) -> Path:
         for file in (shipped.get(name, beside), beside / "recipe.yaml"):
             if file.is_file():
                 return file.resolve()
-        ending = next((f"{name}{end}" for end in (".yaml", ".yml") if (folder / f"{name}{end}").is_file()), None)
+        ending = next((f"{name}{end}" for end in ENDINGS if (folder / f"{name}{end}").is_file()), None)
     except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{label}: extends: {shown(name)} cannot be read: {one_line(error)}") from None
     guess = ending or _nearest_shipped(name)
@@ -94,7 +95,8 @@ def read(path: Path) -> Any:
             raise RecipeError(f"{path}: {path.stat().st_size} bytes is no recipe (at most {MAX_BYTES})")
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
-        tree = OmegaConf.to_container(OmegaConf.load(path))
+        bare = isinstance(yaml.compose(text, Loader=_loader()), yaml.ScalarNode)  # OmegaConf takes a text for a key
+        tree = None if bare else OmegaConf.to_container(OmegaConf.load(path))
         tree = stored(tree) if path.name == "recipe.yaml" else tree
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: {_no_utf8(error)}") from None
@@ -150,7 +152,7 @@ def check_shape(text: str, name: str) -> None:
         if depth > MAX_DEPTH or aliases > MAX_ALIASES:
             raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH} or more than {MAX_ALIASES} aliases is no recipe")
         if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
-            raise RecipeError(f"{name}: '{shown(event.value)}': write the value itself, ${{...}} is not looked up")
+            raise RecipeError(f"{name}: write the value itself, ${{...}} is not looked up")
 
 
 def _no_utf8(error: UnicodeDecodeError) -> str:

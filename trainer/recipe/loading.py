@@ -15,7 +15,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.files import find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
+from trainer.recipe.files import ENDINGS, find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
@@ -44,6 +44,8 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
         return _loaded(recipe, words, keywords)
     except RecipeError:
         for path in _own_files(recipe) if _unusable(recipe) else ():
+            if path.suffix.lower() not in ENDINGS:
+                continue  # a slip shows its line, and what `extends` names may be any file of this machine
             if (slip := first_slip(text_of(path), shipped_recipes())) is not None:
                 raise RecipeError(f"{path}: {slip}") from None
         raise

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from trainer.recipe.files import check_shape
 from trainer.recipe.schema import Recipe
-from trainer.recipe.text import typed
+from trainer.recipe.text import shown, typed
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def word_value(key: str, text: str) -> Any:
     listed = list[str] in taken and text.startswith("[")
     if str in taken and not listed and not number and not (bool in taken and text in ("true", "false")):
         return text
-    check_shape(text, key)
+    check_shape(text, f"{key}={shown(text)}")
     if listed:
         return yaml.load(text, yaml.BaseLoader)  # names that look like numbers stay names
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))

@@ -1,7 +1,7 @@
 """`python -m trainer runs`: the runs there are, one of them on a page, several side by side, and removing them.
 
 Reads what lies in run folders, whoever wrote it and however it ended; torch is not imported.
-Imports: errors, recipe, saving, telemetry.
+Imports: errors, recipe, processes, saving, telemetry.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shutil import get_terminal_size
 
+from trainer.processes import started
+
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
 WIDEST = 100  # characters of a line
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
@@ -16,7 +18,7 @@ def columns() -> int:
 
 def plain(text: str) -> str:
     """A name as one may print it: what would move the cursor or break the line becomes a question mark."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return started.plain(text).replace("\n", "?").replace("\t", "?")
 
 
 def shortened(text: str, width: int) -> str:

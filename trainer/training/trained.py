@@ -17,6 +17,7 @@ from trainer.data.splits import Before, held_out_of
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.modes import Context
+from trainer.processes.started import as_typed
 from trainer.processes.world import locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
@@ -71,7 +72,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     loader.close()
     if world.is_main:
         told = task.told(metrics_of(found))
-        print(f"{path}: val {told} on {found['val_samples']:,} held-out images of {data.name}", flush=True)
+        images = f"{found['val_samples']:,} held-out images of {data.name}"
+        print(as_typed(f"{path}: val {told} on {images}"), flush=True)
     world.barrier()
     world.close()
     return found

@@ -92,6 +92,7 @@ class Machine:
         self.ran = []
         self.faults = {}  # (mode, repeat) -> what happens instead: an exit code, or an exception
         self.losses = {}  # mode -> factor
+        self.rounding, self.device = 1.0, "cpu"  # the factor where single's sums are in another order
         self.noise, self.timed = 0.003, True
 
     def __call__(self, command, log, environment=None):
@@ -107,7 +108,8 @@ class Machine:
             return fault
         rate = SPEEDS.get(mode, 1000.0) * (1 + self.noise * (crc32(f"{mode} {repeat}".encode()) % 5))
         steps, every = int(words["max_steps"]), int(words["logging.every_steps"])
-        losses = [self.losses.get(mode, 1.0) * 2.0 / step for step in range(1, steps + 1)]
+        factor = self.rounding if words.get("accumulate") == "2" else self.losses.get(mode, 1.0)
+        losses = [factor * 2.0 / step for step in range(1, steps + 1)]
         lines = ["step,epoch,seconds,train_loss,lr,samples_per_sec"]
         lines += [f"{n},0,{n / 10},{losses[n - 1]},0.1,{rate}" for n in range(every, steps + 1, every)]
         (path / "steps.csv").write_text("\n".join(lines) + "\n")
@@ -117,7 +119,7 @@ class Machine:
         result = {
             "status": "completed", "seconds": 1.0, "steps": steps, "batch_size": 32, "train_loss": losses[-1],
             "val_loss": 1.0, "val_top1": 0.9, "seconds_in": {"steps": 1.0},
-            "devices": ["cpu:0", "cpu:1"] if mode != "single" else ["cpu"], "data_wait_fraction": 0.0,
+            "devices": [f"{self.device}:{n}" for n in range(1 if mode == "single" else 2)], "data_wait_fraction": 0.0,
             "data": {"train_samples": 1437, "synthetic": False},
             "throughput": {"samples_per_sec": rate} if self.timed else None,
             "step_time_s": {"mean": 32 / rate}, "peak_memory_bytes": {"cpu:0": 2**30}, "versions": {"torch": "2"},
@@ -236,6 +238,21 @@ def test_a_mode_that_computes_something_else_is_red_and_never_the_fastest(machin
     assert "ddp DISAGREES with single" in report["conclusion"][0] and report["conclusion"][1] == "fastest: single"
     (red,) = [line for line in as_text(report, colour=True).splitlines() if line.startswith("\033[31m")]
     assert "DISAGREES by 1.0%" in red and "\033" not in as_text(report)
+
+
+def test_on_gpus_single_tells_what_rounding_does(machine):
+    machine.device, machine.rounding, machine.losses = "cuda", 1.0002, {"ddp": 0.9995, "split": 1.002}
+    _, table = compared("single", "ddp", "split", repeats=1)
+    verdicts = {name: row["exactness"]["verdict"] for name, row in table.items()}
+    assert verdicts == {"single": "reference", "ddp": "exact", "split": "disagrees"}
+    assert machine.ran[:4] == [("single", 0), ("single", -1), ("ddp", 0), ("split", 0)]
+    assert table["single"]["repeats"] == 1
+
+
+def test_a_second_single_that_fails_leaves_the_tolerance_of_the_cpu(machine):
+    machine.device, machine.losses, machine.faults = "cuda", {"ddp": 0.9995}, {("single", -1): 1}
+    _, table = compared("single", "ddp", repeats=1)
+    assert table["ddp"]["exactness"]["verdict"] == "disagrees" and table["single"]["error"] is None
 
 
 @pytest.mark.parametrize("repeat", [0, 2])

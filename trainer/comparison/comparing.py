@@ -130,6 +130,8 @@ class Comparison:
             try:
                 if repeat == 0:
                     running.run_check(self.runner, entry, rows)
+                    if entry.traits.reference and not self.parts[entry.name]:
+                        running.run_rounded(self.runner, entry, rows)
                 elif self.length is not None:
                     running.run_timed(self.runner, entry, rows, repeat, self.length)
                 speed = rows.speeds.get(repeat)

@@ -157,8 +157,8 @@ def _exactness(
     parts: Sequence[str],
 ) -> Exactness:
     single = reference if reference and reference.traits.reference else None
-    expected = found[single.name][1].losses if single else []
-    return exactness_of(entry, row.losses, single, expected, parts)
+    expected = found[single.name][1] if single else Repeats()
+    return exactness_of(entry, row.losses, single, expected.losses, parts, expected.rounded)
 
 
 def _turned(pair: significance.Difference | None) -> significance.Difference | None:

@@ -26,6 +26,7 @@ from trainer.saving.files import read, read_json, writing
 from trainer.saving.run_folder import read_steps, write_atomically
 
 CHECKED_STEPS = 20  # whose losses are held against single's
+CHECK, ROUNDED = 0, -1  # repeats that are not timed
 SECONDS, FEWEST, MOST = 4.0, 10, 1000  # a run measures for so long, in so many steps
 POINTS = 20  # rows of steps.csv in a run: enough for a curve, too few to slow it
 FEW_WINDOWS = 5  # have no median to speak of
@@ -42,12 +43,14 @@ class Repeats:
         results: result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed.
         speeds: images/s of each timed repeat.
         losses: of the check, one a step.
+        rounded: as losses, of the same mathematics with its sums in another order; empty where that was not run.
         error: (line, exit code) of the run that failed, after which the entry was left alone.
     """
 
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     speeds: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    rounded: list[float] = field(default_factory=list)
     error: tuple[str, int] | None = None
 
 
@@ -135,11 +138,24 @@ class Failed(TrainerError):
 
 def run_check(runner: Runner, entry: Entry, rows: Repeats) -> None:
     """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
+    rows.results[CHECK], rows.losses = _checked(runner, entry, CHECK, {})
+
+
+def run_rounded(runner: Runner, entry: Entry, rows: Repeats) -> None:
+    """On a GPU the check once more, in smaller pieces if the batch divides: what rounding alone does to its losses."""
+    pieces = 2 * entry.recipe.accumulate
+    if rows.results[CHECK]["devices"][0].startswith("cuda"):
+        words = {"accumulate": str(pieces)} if entry.recipe.batch_size % pieces == 0 else {}
+        with suppress(Failed):  # then the tolerance is that of the CPU
+            _, rows.rounded = _checked(runner, entry, ROUNDED, words)
+
+
+def _checked(runner: Runner, entry: Entry, repeat: int, more: Mapping[str, str]) -> tuple[dict[str, Any], list[float]]:
     steps = min(CHECKED_STEPS, entry.recipe.max_steps or CHECKED_STEPS)
     words = {"max_steps": str(steps), "logging.every_steps": "1", "logging.tensorboard": "false"}
     words |= {"logging.verdict": "false", **({"precision": "fp32"} if entry.recipe.precision == "tf32" else {})}
-    rows.results[0] = runner.run(entry, 0, merged(entry.words, {**QUIET, **words}), {launching.EXACT: "1"})
-    rows.losses = [float(row["train_loss"]) for row in steps_of(runner.path(entry, 0))]
+    result = runner.run(entry, repeat, merged(entry.words, {**QUIET, **words, **more}), {launching.EXACT: "1"})
+    return result, [float(row["train_loss"]) for row in steps_of(runner.path(entry, repeat))]
 
 
 def run_timed(runner: Runner, entry: Entry, rows: Repeats, repeat: int, length: Length) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.commands import ok, trainer
 from trainer import recipe as recipes
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, changed_keys, flatten, load, word_values
@@ -436,3 +437,21 @@ def test_fuzzed_recipes_raise_nothing_but_recipe_errors(tmp_path: Path, full: bo
         except BaseException as error:
             pytest.fail(f"recipe {number} raised {error!r}: {content!r}")
     assert outcomes[False] > outcomes[True] > 0
+
+
+def test_names_that_are_not_utf8_are_answered_in_one_line(tmp_path: Path) -> None:
+    run, file = tmp_path / "run\udce9", tmp_path / "caf\udce9.yaml"
+    file.write_text("extends: digits_single\n")
+    ok("recipe=digits_single", "max_steps=1", f"output={tmp_path / 'run'}")
+    (tmp_path / "run").rename(run)
+    for words in (
+        [f"recipe={file}"],
+        [f"recipe={file}", "mode=ddp", "nproc=2"],
+        [f"recipe={run}"],
+        ["evaluate", f"checkpoint={run}"],
+        ["predict", f"checkpoint={run}"],
+        ["export", str(run), "format=safetensors"],
+    ):
+        done = trainer(*words, cwd=tmp_path)
+        assert done.returncode in (2, 4) and done.stderr.count("\n") == 1, (words, done.stdout, done.stderr)
+        assert "it is not UTF-8: rename it, or make a link to it (ln -s)" in done.stderr, (words, done.stderr)

@@ -19,7 +19,7 @@ from trainer.recipe.files import ENDINGS, find, key_lines, label_of, parent_of, 
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
-from trainer.recipe.text import flatten, one_line, shown
+from trainer.recipe.text import flatten, not_utf8, one_line, shown
 from trainer.recipe.unread import check_read, reads
 from trainer.recipe.word_values import word_of, word_value
 
@@ -94,6 +94,8 @@ def _layers(
     if isinstance(recipe, str | Path):
         path = find(str(recipe))
         name, chain = path.parent.name if path.name == "recipe.yaml" else path.stem, _chain(path)
+        if fault := not_utf8(name):
+            raise RecipeError(f"recipe={recipe}: {fault}")
         chain[-1] = (name, chain[-1][1])
     elif isinstance(recipe, Recipe):
         name, recipe = recipe.name, recipe.to_dict()

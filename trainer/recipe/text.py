@@ -87,8 +87,13 @@ def unstorable(text: str) -> str | None:
         )
     if "${" in text:
         return "write the value itself, ${...} is not looked up"
+    return not_utf8(text)
+
+
+def not_utf8(name: str) -> str | None:
+    """What to do with a file's name that no text can hold; None for other names."""
     try:
-        text.encode()
+        name.encode()
     except UnicodeEncodeError:
         return "it is not UTF-8: rename it, or make a link to it (ln -s) whose name is"
     return None

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import CheckpointError
+from trainer.recipe.text import not_utf8
 from trainer.saving.checkpoint import State, checkpoints_in, is_checkpoint, load
 from trainer.saving.files import put, remove, writing
 from trainer.saving.tensor_files import fault_point, parsed, require_finite, serialised, sync_folder, write_synced
@@ -67,6 +68,8 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); {wanted}") from error
     except (ValueError, SafetensorError) as error:
+        if fault := not_utf8(str(file)):
+            raise CheckpointError(f"{file} cannot be read: {fault}") from None
         raise CheckpointError(f"{file} is not a whole safetensors file ({error}); {wanted}") from error
 
 

@@ -34,7 +34,7 @@ def shards_of(root: str) -> list[Path]:
     """
     found: dict[str, None] = {}
     missing: list[str] = []
-    for text in [root] if os.path.exists(root) else braced(root):
+    for text in [root] if os.path.exists(root) else braced(_listed(root)):
         path = os.path.expanduser(text)
         listed = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
         for one in listed:
@@ -63,6 +63,13 @@ def below(folder: str) -> Iterator[str]:
     for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not is_junk(name))
         yield from (os.path.join(path, name) for name in sorted(names) if name.endswith(SUFFIXES) and not is_junk(name))
+
+
+def _listed(text: str) -> str:
+    """A list in brackets, [a.tar, b.tar], as braces; other brackets are a pattern's."""
+    listed = re.fullmatch(r"\[([^][]+)\]", text)
+    names = [name.strip() for name in listed[1].split(",")] if listed else []
+    return f"{{{','.join(names)}}}" if len(names) > 1 else names[0] if names and names[0].endswith(SUFFIXES) else text
 
 
 def packed_or_remote(root: str) -> str | None:

@@ -1,10 +1,12 @@
 """The contract's parts that whole runs do not show: synchronised BatchNorm's numbers, names, unused parameters."""
 
 import copy
+import gc
 import json
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -297,6 +299,18 @@ def test_ddp_is_set_up_without_a_warning_and_forward_passes_broadcast_what_they_
         strategy.setup(model)
         assert strategy.wrapped.broadcast_buffers is reads  # newer versions of torch keep the older name beside theirs
         model.register_buffer("scale", torch.ones(4))
+
+
+def test_ddp_is_gone_before_its_process_group(group):
+    """With torch 2.11 a reducer that is the last to hold a group may wait for ever for gloo's thread."""
+    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
+    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
+    strategy.setup(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
+    reducer = weakref.ref(strategy.wrapped.reducer)
+    gc.disable()
+    strategy.close()
+    gc.enable()
+    assert reducer() is None
 
 
 def test_buffers_are_broadcast_only_where_a_training_step_reads_them():

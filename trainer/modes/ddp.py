@@ -112,6 +112,14 @@ class DistributedDataParallel(Strategy):
             if name in averages:
                 self.world.broadcast_(averages[name])
 
+    def close(self) -> None:
+        """Free DDP while others still hold the process group.
+
+        Were its reducer the last, it would wait for gloo's thread with the interpreter's lock, which that thread may
+        want for the last tensor it was given: with torch 2.11 one run in dozens would never end.
+        """
+        self.wrapped = None
+
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as
         many bytes, of which some may be hidden."""

@@ -20,12 +20,14 @@ from trainer.errors import PeerError, RecipeError, SetupError, TrainerError, sen
 from trainer.processes import family, interrupts, stacks
 from trainer.processes.rank import place
 from trainer.processes.started import as_typed
+from trainer.processes.watchdog_process import GIVEN_UP
 
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
 DEATHS = {  # what may be behind a signal that nobody sent on purpose
     "SIGKILL": " (the system may be short of memory)",
     "SIGABRT": " (NCCL does so where another rank is lost or silent; so does a library that finds a fault of its own)",
     "SIGSEGV": " (a fault in torch or another library)",
+    GIVEN_UP.name: " (its Python did not run after a signal)",
     "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",
 }
 SLOWER = 5.0  # seconds that the first rank may begin later than another
@@ -65,7 +67,8 @@ def public_code(code: int) -> int:
     """What a shell is to see, of an exit code as the system gives it."""
     if code >= 0:
         return code
-    asked = -code in (*interrupts.ALWAYS, *interrupts.IF_UNUSED)  # before it could hear the signal
+    # Before it could hear the signal, or when its Python could not run.
+    asked = -code in (*interrupts.ALWAYS, *interrupts.IF_UNUSED, GIVEN_UP)
     return interrupts.exit_code(-code) if asked else PeerError.code
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -64,3 +64,18 @@ def started(
                 os.killpg(child.pid, signal.SIGKILL)
             child.kill()
             child.wait()
+
+
+def beside(command: Sequence[str], fd: int, deaf: Iterable[int]) -> subprocess.Popen[bytes]:
+    """A command that has one of this process's files, and ends by itself at the end of its stdin, which never blocks.
+
+    It stays in this process's group, and does not hear the signals `deaf` that mean this process.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd], bufsize=0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert child.stdin is not None
+    os.set_blocking(child.stdin.fileno(), False)
+    return child

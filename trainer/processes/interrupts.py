@@ -1,7 +1,8 @@
 """Signals: a flag that the loop agrees on at a step's boundary, and a watcher for when the loop cannot come.
 
 A handler never runs while Python waits inside a collective for a peer that is gone. The watcher thread hears of the
-signal through a file descriptor, gives the loop time to reach a boundary, and otherwise dumps the stacks and leaves.
+signal through a socket, gives the loop time to reach a boundary, and otherwise dumps the stacks and leaves. Where that
+thread cannot run either, the `watchdog` ends the rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +26,8 @@ from typing import Any
 from trainer.processes import early, family, stacks
 from trainer.processes.rank import place
 from trainer.processes.started import plain
+from trainer.processes.watchdog import Watchdog
+from trainer.processes.watchdog_process import GIVEN_UP
 
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
 IF_UNUSED = early.SAVE_AND_GO  # unless ignored (nohup), or a user's program has a handler of its own
@@ -35,7 +39,7 @@ stuck = threading.Event()  # something was given up that Python's own end would 
 
 def exit_code(number: int) -> int:
     """Of a run that a signal ended: 130 for Ctrl-C, 143 for all others that mean save and go."""
-    graceful = number in (signal.SIGTERM, *IF_UNUSED)
+    graceful = number in (signal.SIGTERM, GIVEN_UP, *IF_UNUSED)
     return 128 + (signal.SIGTERM if graceful else number)
 
 
@@ -56,6 +60,7 @@ class Interrupts:
         self._beat = 0.0  # never
         self._peers: set[int] = set()
         self._suspended = self._said = False
+        self._watchdog = Watchdog()
         self._done = False
 
     def __enter__(self) -> Interrupts:
@@ -65,9 +70,11 @@ class Interrupts:
         free = [number for number in IF_UNUSED if early.unused(number)]
         self._handlers = {number: signal.signal(number, self._handle) for number in (*ALWAYS, *free)}
         if self.own_process:
-            self._reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            self._reader, self._writer = socket.socketpair()
+            self._writer.setblocking(False)
+            self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            if place().size > 1:
+                self._watchdog.start(self._reader, self._handlers, self.grace)
             self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
             self._thread.start()
             if signal.getsignal(family.STACKS) is signal.SIG_DFL:
@@ -87,15 +94,18 @@ class Interrupts:
         faulthandler.unregister(family.STACKS)
         signal.set_wakeup_fd(self._wakeup)
         self._done = True
-        os.write(self._writer, b"\0")
+        os.write(self._writer.fileno(), b"\0")
         self._thread.join()
-        os.close(self._reader)
-        os.close(self._writer)
+        self._watchdog.stop()
+        self._reader.close()
+        self._writer.close()
 
     def beat(self) -> None:
         """The loop is at a boundary: from the first on there is something to save."""
         if not self._beat:
-            self._peers = set(family.living())
+            living = family.living()
+            self._peers = set(living)
+            self._watchdog.tell(" ".join(str(pid) for pid, _ in living.values()))
         self._beat = time.monotonic()
 
     def too_slow(self, pace: float) -> str:
@@ -114,12 +124,14 @@ class Interrupts:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within this block the watcher waits."""
+        """Within this block the watcher waits, and the watchdog."""
         self._suspended = True
+        self._watchdog.tell("saving")
         try:
             yield
         finally:
             self._suspended = False
+            self._watchdog.tell("saved")
             self.beat()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -132,11 +144,14 @@ class Interrupts:
 
     def _watch(self) -> None:
         # A byte comes for every signal that has a handler: DataLoader's SIGCHLD, whatever a plugin installs.
-        while (first := os.read(self._reader, 1)[0]) not in self._handlers:
+        # A signal's own stays where the watchdog sees it.
+        while (first := self._reader.recv(1, socket.MSG_PEEK)[0]) not in self._handlers:
             if self._done:
                 return
+            self._reader.recv(1)
         heard = time.monotonic()
         while not self._done:
+            self._watchdog.tell("alive")
             waited = time.monotonic() - max(heard, self._beat)
             if self._suspended:
                 pass

@@ -1,0 +1,194 @@
+"""A rank whose Python cannot run: small processes without torch, and whole runs under both launchers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.commands import PROJECT, QUIET, environment, torchrun
+from trainer.launch.endings import Ending, first_cause
+from trainer.processes.watchdog_process import GIVEN_UP
+
+TERM = int(signal.SIGTERM)
+LINE = r"a call has kept Python from running for \d+ s after a signal"
+
+# A C call that holds the interpreter's lock, which no signal interrupts: it waits for a mutex that is locked.
+HOLD = """
+import ctypes, os, signal, struct, time
+def hold(seconds):
+    mutex, until = ctypes.create_string_buffer(64), struct.pack("qq", int(time.time() + seconds), 0)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_timedlock(mutex, until)
+"""
+RANK = f"""{HOLD}
+import sys
+from trainer.processes.interrupts import Interrupts
+signal.signal(signal.SIGCHLD, lambda *_: None)
+with Interrupts(grace=60) as interrupts:
+    interrupts.beat()
+    beside = interrupts._watchdog._process.pid
+    print(os.getpid(), beside, flush=True)
+    BODY
+sys.exit(40 + (interrupts.received or 0))
+"""
+# Its children are siblings of each other, as the ranks of a torchrun are.
+LAUNCHER = """
+import os, subprocess, sys, time
+def rank(number, program):
+    ours = {**os.environ, "RANK": str(number), "WORLD_SIZE": "2"}
+    return subprocess.Popen([sys.executable, "-c", program], env=ours, stdout=subprocess.PIPE, text=True)
+peer = rank(1, "import time; print(flush=True); time.sleep(60)")
+peer.stdout.readline()
+me = rank(0, sys.argv[1])
+pids = me.stdout.readline().strip()
+time.sleep(0.3)
+for action in sys.argv[2:]:
+    if action == "peer":
+        peer.kill()
+        peer.wait()
+    else:
+        os.kill(me.pid, int(action))
+try:
+    print(me.wait(25), pids, flush=True)
+finally:
+    peer.kill()
+    me.kill()
+"""
+
+
+def ranks(body, *actions):
+    """Two of them: what rank 0 does, and what happens meanwhile to its `peer` (killed) or to itself (signals)."""
+    words = [RANK.replace("BODY", body), *map(str, actions)]
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", LAUNCHER, *words]
+    return subprocess.Popen(command, cwd=PROJECT, env=environment(), stdout=pipe, stderr=pipe, text=True)
+
+
+def end(process):
+    """How rank 0 ended, what was said, and the process ids of rank 0 and of what is beside it."""
+    written, said = process.communicate(timeout=60)
+    assert written, said
+    code, *pids = map(int, written.split())
+    return code, said, pids
+
+
+def gone(pid):
+    """Whether it is, soon."""
+    for _ in range(50):
+        if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_stuck_rank_is_ended_once_a_peer_is_gone():
+    code, said, pids = end(ranks("hold(1000)", "peer", TERM))
+    assert code == -GIVEN_UP and re.fullmatch(f"trainer: rank 0: {LINE}; ended without saving\n", said)
+    assert all(map(gone, pids))
+
+
+def test_it_is_ended_when_it_gets_stuck_after_the_signal():
+    body = "while not interrupts.received:\n        time.sleep(0.01)\n    hold(1000)"
+    assert end(ranks(body, TERM, "peer"))[0] == -GIVEN_UP
+
+
+def test_a_rank_that_only_takes_long_is_left_alone():
+    """Without a signal that asks it to leave, with all its peers alive, and in the middle of saving."""
+    others = "for _ in range(9):\n        os.kill(os.getpid(), signal.SIGCHLD)\n    hold(8)"
+    cases = {
+        ranks("hold(8)", "peer"): 40,
+        ranks(others, "peer"): 40,
+        ranks("hold(8)", TERM): 40 + TERM,
+        ranks("with interrupts.saving():\n        hold(8)", "peer", TERM): 40 + TERM,
+    }
+    assert [end(process)[:2] for process in cases] == [(code, "") for code in cases.values()]
+
+
+FORKED = "if os.fork() == 0:\n        os.closerange(1, 3)\n        time.sleep(20)\n        os._exit(0)\n    os._exit(3)"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "code"),
+    [("os._exit(3)", 3), ("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", -9), (FORKED, 3)],
+    ids=["at once", "as Python does", "killed", "with a child that has its files"],
+)
+def test_nothing_stays_beside_a_rank_that_has_ended(leaves, code):
+    ended, _, pids = end(ranks(leaves))
+    assert ended == code and gone(pids[1])
+
+
+def test_it_is_no_cause_of_a_runs_end():
+    timed_out, stuck = Ending(0, 7, "rank 0: lost another rank", 10.0), Ending(1, -GIVEN_UP, time=17.0)
+    assert first_cause([timed_out, stuck]) == timed_out
+    alone = first_cause([stuck])
+    assert alone.code == 143 and alone.line == "rank 1 was killed by SIGVTALRM (its Python did not run after a signal)"
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+OWN = f"""{HOLD}
+from pathlib import Path
+from torch import nn
+import trainer
+
+Path(f"rank{{os.environ.get('RANK', '')}}").write_text(str(os.getpid()))
+
+class Net(nn.Linear):
+    passes = 0
+    def forward(self, inputs):
+        self.passes += self.training
+        if self.passes == 12 and os.environ["RANK"] == "1":
+            Path("stuck").touch()
+            hold(1000)
+        return super().forward(inputs.flatten(1))
+
+@trainer.register_model("own")
+def own(num_classes, channels, image_size):
+    return Net(channels * image_size**2, num_classes)
+"""
+WORDS = ["recipe=digits", "mode=ddp", "plugin=own", "model.name=own", "devices=[cpu]", "batch_size=32", *QUIET]
+
+
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+@pytest.mark.parametrize(("killed", "grace", "code"), [(True, 60, 7), (False, 6, 143)], ids=["a peer", "SIGTERM"])
+def test_a_run_with_a_stuck_rank_ends(launcher, killed, grace, code, tmp_path):
+    """Its peer is killed, or its launcher told to leave; torchrun would kill it after 30 s, ours after `grace` + 30."""
+    (tmp_path / "own.py").write_text(OWN)
+    words, ours = [*WORDS, f"grace={grace}"], {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}
+    if launcher == "ours":
+        command = [sys.executable, "-m", "trainer", *words, "nproc=2"]
+        to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        context = warm.Popen(command, env=environment(**ours), cwd=tmp_path, **to)
+    else:
+        context = torchrun(*words, arguments=["--standalone", "--nproc_per_node=2"], env=ours, cwd=tmp_path)
+    pids = []
+    with context as process:
+        try:
+            deadline = time.monotonic() + 90
+            while not (tmp_path / "stuck").exists():
+                assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+                time.sleep(0.1)
+            pids = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+            if killed:
+                os.kill(pids[0], signal.SIGKILL)
+            else:
+                process.send_signal(TERM)
+            said = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    assert re.search(f"^trainer: rank 1: {LINE}", said, re.MULTILINE), said
+    assert process.returncode == (code if launcher == "ours" else 1), said
+    last = "trainer: error: rank 0 was killed by SIGKILL" if killed else "trainer: stopped by SIGTERM"
+    assert launcher == "torchrun" or said.splitlines()[-1].startswith(last), said

@@ -446,3 +446,10 @@ def test_files_called_like_libraries_are_not_run(tmp_path):
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
         (tmp_path / f"{name}.py").unlink()
     assert "the plugin is found" in ok(*words, "mode=single", "plugin=mine", cwd=tmp_path, python=["-u"]).stdout
+
+
+def test_too_little_memory_to_load_torch_is_no_wrong_pair(tmp_path):
+    command = f"ulimit -v 1048576; exec {sys.executable} -m trainer recipe=digits mode=single"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1, done.stderr
+    assert "may not use enough memory: type ulimit -v unlimited" in done.stderr and "anew" not in done.stderr

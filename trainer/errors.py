@@ -200,10 +200,20 @@ def installation_fault(error: BaseException) -> str | None:
         frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
         if not library or not any("/torch/" in name or "/torchvision/" in name for name in frames):
             return None
+    if "annot allocate memory" in text or ("failed to map segment" in text and _limited()):
+        advice = "type ulimit -v unlimited, or ask for a job with more memory"
+        return f"torch cannot be loaded ({text[:160]}): this process may not use enough memory: {advice}"
     return (
         f"torch or torchvision cannot be loaded ({text[:160]}): install the pair anew, "
         "pip install --force-reinstall torch torchvision"
     )
+
+
+def _limited() -> bool:
+    """Whether this process may use only so much memory (ulimit -v)."""
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _torn_kernel(error: BaseException, text: str) -> str | None:

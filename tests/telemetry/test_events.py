@@ -2,10 +2,12 @@
 
 import os
 import random
+import time
 import unittest.mock
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
@@ -136,3 +138,20 @@ def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
     path.write_bytes(path.read_bytes()[:-7])
     trim_events(tmp_path, Position(10, 1, 0))
     assert written(tmp_path) == [("a", step) for step in range(1, 5)]
+
+
+def test_a_clock_that_was_set_back_leaves_one_clean_set_of_events(tmp_path, monkeypatch):
+    """As TensorBoard reads them, also one that is open all the time: what was dropped is gone, what is new counts."""
+    recipe = load("digits", f"output={tmp_path}", "resume=auto")
+    (tmp_path / "last.safetensors").touch()  # so that it is a run to be continued
+    shown = EventAccumulator(str(tmp_path))
+    for clock, position, value in ((3e9, 0, 1.0), (3.1e9, 2, 2.0), (2e9, 2, 3.0), (1e9, 2, 4.0)):
+        monkeypatch.setattr(time, "time", lambda now=clock: now)
+        tracker = Tracker(recipe, RunFolder(recipe))
+        tracker.start(Position(position, 1 if position else 0, 0), 10, "top1")
+        for step in range(position + 1, 6):
+            tracker.scalars({"train/loss": value}, step)
+        tracker.close()
+        for reader in (shown, EventAccumulator(str(tmp_path))):
+            loss = {event.step: event.value for event in reader.Reload().Scalars("train/loss")}
+            assert loss == {step: 1.0 if step <= 2 else value for step in range(1, 6)}, clock

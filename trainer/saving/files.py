@@ -130,10 +130,15 @@ def draft_of(path: Path) -> Path:
 
 
 def put(draft: Path, path: Path) -> None:
-    """Give a draft its name. A folder that is in the way keeps what it holds under another."""
+    """Give a draft its name."""
+    set_aside(path)
+    os.replace(draft, path)
+
+
+def set_aside(path: Path) -> None:
+    """A folder that has the name of a file of ours keeps what it holds under another."""
     if path.is_dir() and not path.is_symlink():
         path.rename(path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}"))
-    os.replace(draft, path)
 
 
 def remove(path: Path) -> None:

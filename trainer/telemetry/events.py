@@ -7,6 +7,7 @@ that was removed then ends in that thread's traceback, late. Here it is an error
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.saving.files import Growing, draft_of, opened, put, why
+from trainer.saving.files import Growing, draft_of, opened, put, set_aside, why
 from trainer.telemetry.dashboards import ANEW, AT_END
 
 if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
@@ -31,8 +32,8 @@ class Events(Growing):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        # The name is TensorBoard's: files are read in its order, and two of a second differ by the clock.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
+        # The name is TensorBoard's, which reads files in its order.
+        name = f"events.out.tfevents.{_next_time(folder):.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
         self._file = (folder / name).open("xb")
         self._records, self._flushed = RecordWriter(self._file), time.monotonic()
         self._records.write(_version())
@@ -67,6 +68,12 @@ class Events(Growing):
         from torch.utils.tensorboard.summary import text as as_summary
 
         self.add(as_summary(tag, text), step)  # type: ignore[no-untyped-call]
+
+
+def _next_time(folder: Path) -> float:
+    """The time for the name of a folder's next file: now, or after its newest where a clock was set back since."""
+    times = [re.match(r"events\.out\.tfevents\.(\d{10})\.", path.name) for path in folder.glob("events.out.tfevents.*")]
+    return max(time.time(), *(float(found[1]) + 1 for found in times if found), 0.0)
 
 
 def _version() -> bytes:
@@ -127,12 +134,12 @@ def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = 
                 kept += 1
             file.flush()
             os.fsync(file.fileno())
-        put(draft, old[0])
+        put(draft, old[-1])  # the one that an open TensorBoard is at: where that is removed, it reads no later ones
     finally:
         draft.unlink(missing_ok=True)
-    for path in old[1:]:
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
+    for path in old[:-1]:
+        set_aside(path)
+        path.unlink(missing_ok=True)
     return kept
 
 

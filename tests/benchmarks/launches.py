@@ -34,7 +34,7 @@ MODES = {
     "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=2"],
     "1f1b": ["mode=pipeline", "nproc=2", "pipeline.schedule=1f1b", "pipeline.microbatches=2"],
     "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "hogwild": ["mode=hogwild", "nproc=2", "devices=cpu"],
+    "hogwild": ["mode=hogwild", "nproc=2", "devices=[cpu]"],
 }
 # What a bare loop does in its place: torch's own DDP, or as many micro-batches. Else one device and one batch.
 BARE = {"ddp": {"replicated": True}, "streams": {"parts": 2}, "1f1b": {"parts": 2}}
@@ -66,6 +66,7 @@ class Counter(TorchDispatchMode):
 def install() -> None:
     """As a plugin: count one step of this rank's, and write it down."""
     from trainer.modes import STRATEGIES
+    from trainer.modes.pipeline.ranks import ProcessPipeline
     from trainer.training.optimization import Updater
 
     counter, steps, plain = Counter(), [0], Updater.step
@@ -94,7 +95,7 @@ def install() -> None:
         return out
 
     Updater.step = step  # type: ignore[method-assign]
-    for kind in {*STRATEGIES.values()}:
+    for kind in {*STRATEGIES.values(), ProcessPipeline}:
         if "forward_backward" in vars(kind):
             kind.forward_backward = counted_pass(kind.forward_backward)  # type: ignore[method-assign]
 

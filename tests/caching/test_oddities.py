@@ -73,7 +73,7 @@ def test_what_is_odd_but_a_photo_is_trained_on(tmp_path):
     photo(photos / "cat" / os.fsdecode(b"\xff\xfe.png"), size=(60, 50))
     photo(photos / "cat" / "new\nline.jpg", size=(60, 50))
     (photos / "dog" / "again").symlink_to(photos)  # a circle
-    for run, more in {"plain": [], "cached": ["data.cache=disk", "data.cache_size=20000"]}.items():
+    for run, more in {"plain": [], "cached": ["data.cache=disk", "data.cache_size=16384"]}.items():
         ok(*words_for(photos, *more, f"output={tmp_path / run}"))
     assert losses(tmp_path / "plain") == losses(tmp_path / "cached")
     assert result(tmp_path / "cached")["data"]["skipped"] == 0

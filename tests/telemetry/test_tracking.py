@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from tests.commands import steps
 from tests.telemetry.event_values import written
-from trainer.errors import SetupError
+from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit
 from trainer.saving.run_folder import RunFolder
@@ -32,7 +33,7 @@ def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path):
     tracker.start(Position(0, 0, 0), 10, "top1")
     shutil.rmtree(tmp_path / "run")
     tracker.scalars({"train/loss": 1.0}, 1)
-    with pytest.raises(SetupError, match=r"run cannot be written .No such file"):
+    with pytest.raises(SetupError, match="was removed, renamed or emptied"):
         tracker.result({"status": "running"})
     with pytest.raises(SetupError, match=r"run cannot be written .No such file"):
         commit(tmp_path / "run", State(Position(1, 0, 1), {}, {}), 2)
@@ -74,3 +75,17 @@ def test_plain_lines_and_files(tmp_path, capsys):
 )
 def test_json_knows_no_nan(value, expected):
     assert without_nan(value) == expected
+
+
+def test_a_run_whose_folder_another_one_has_by_now_adds_no_row(tmp_path):
+    recipe = load("digits", f"output={tmp_path / 'run'}")
+    tracker = Tracker(recipe, RunFolder(recipe))
+    tracker.start(Position(0, 0, 0), 10, "top1")
+    row = {"step": 1, "epoch": 1, "seconds": 1.0, "train_loss": 1.0, "lr": 0.1, "samples_per_sec": ""}
+    tracker.step(row)
+    (tmp_path / "run" / ".lock").unlink()
+    (tmp_path / "run" / ".lock").write_text("another run's name")
+    with pytest.raises(FolderInUseError):
+        tracker.step({**row, "step": 2})
+    tracker.close()
+    assert [line["step"] for line in steps(tmp_path / "run")] == ["1"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer import recipe as recipes
 from trainer.data import Loader, Shard, open_datasets
 from trainer.models.zoo import build
+from trainer.processes import fork_server
 from trainer.recipe.schema import ModelRecipe
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint import Position, State
@@ -109,7 +110,8 @@ def _reference(root: Path, size: int, workers: int) -> Any:
     steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
     steps.append(transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     photos = datasets.ImageFolder(str(root / "train"), transforms.Compose(steps))
-    return DataLoader(photos, BATCH, shuffle=True, num_workers=workers, drop_last=True)
+    context = fork_server.context() if workers else None
+    return DataLoader(photos, BATCH, True, num_workers=workers, drop_last=True, multiprocessing_context=context)
 
 
 def _pace(begin: Callable[[], Iterator[Any]]) -> float:

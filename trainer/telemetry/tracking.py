@@ -150,6 +150,7 @@ class Tracker(NullTracker):
 
     def step(self, row: Mapping[str, Any]) -> None:
         if self._steps is not None:
+            self.folder.check()  # a run that was held still may wake in a folder that another one has by now
             with writing(self.path):
                 self._steps.add(row)
         self._news = f", loss {row['train_loss']:.4f}"

@@ -47,7 +47,7 @@ def as_before() -> Iterator[None]:
     with suppress(RuntimeError):  # set by torch's newer names, which these cannot tell
         tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     compiler: Any = sys.modules.get("torch._inductor.config")
-    raceless = compiler is not None and compiler.deterministic
+    raceless = getattr(compiler, "deterministic", False)
     try:
         yield
     finally:

@@ -35,7 +35,6 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
     values = step_values(run, loss, lr, norm.item() if norm is not None else None, window)
     if speed is not None:
         values |= _step_parts(run, window, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100))
-    run.tracker.scalars(values | figures, run.position.step)
     run.tracker.step(
         {
             "step": run.position.step,
@@ -46,6 +45,7 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
             "samples_per_sec": float(f"{speed:.6g}") if speed is not None else "",
         }
     )
+    run.tracker.scalars(values | figures, run.position.step)
 
 
 def pace(run: Run, timed: tuple[int, float, float]) -> float | None:

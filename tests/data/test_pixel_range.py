@@ -254,3 +254,23 @@ def test_predict_says_that_photos_of_another_kind_are_nearly_black(tmp_path):
     assert "from 0 to 4000 of 65535: data.pixel_range=[0,4095] tells" in told
     told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=two", "data.pixel_range=[0,4095]", cwd=tmp_path)
     assert "4000" not in told.stdout
+
+
+def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_path):
+    for name, dark in (("ant", 0), ("bee", 2000)):
+        for number in range(4):
+            tiff(tmp_path / "photos" / name / f"{number}.tif", values(dark, dark + 2000, np.uint16, number))
+    words = ["data.name=imagefolder", "data.root=photos", "data.image_size=16", "model.name=mlp", "batch_size=2"]
+    words += ["mode=single", "epochs=2", "logging.verdict=false", "save.every_epochs=1", "output=run", *QUIET]
+    ok(*words, "data.pixel_range=[0,65535]", cwd=tmp_path)
+    (tmp_path / "run" / "result.json").unlink()
+    stored = (tmp_path / "run" / "recipe.yaml").read_text()
+    older = re.sub(r"  pixel_range:\n(  - .*\n)+", "", stored)
+    assert older != stored and "pixel_range" not in older
+    (tmp_path / "run" / "recipe.yaml").write_text(older)
+    refused = trainer(*words, "resume=auto", "data.pixel_range=[0,4095]", cwd=tmp_path)
+    assert refused.returncode == 2 and "took pixels of 16 bits as data.pixel_range=[0,65535]" in refused.stderr
+    assert "resuming at step" in ok(*words, "resume=auto", "data.pixel_range=[0,65535]", cwd=tmp_path).stdout
+    (tmp_path / "run" / "recipe.yaml").write_text(stored)
+    refused = trainer(*words, "resume=auto", "data.pixel_range=[0,255]", cwd=tmp_path)
+    assert refused.returncode == 2 and "was trained with another recipe (data.pixel_range" in refused.stderr

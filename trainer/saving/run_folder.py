@@ -27,6 +27,7 @@ from trainer.saving.files import Growing, draft_of, opened, put, read, usable_js
 PHOTOS = {"data.image_size": 224, "data.channels": 3}
 # Keys of data that a run settles before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
+OLD_RANGES = ([0, 1], [0, 255], [0, 65535])  # of pixels, before a recipe could say another
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
 LOCK = ".lock"  # its file names the job that holds the folder, or held it last
 MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
@@ -146,11 +147,22 @@ class RunFolder:
         changes = recipes.changed_keys(before, recipe)
         if before.data.name in OWN_PHOTOS:  # what null was before a run's recipe said it
             changes = {key: found for key, found in changes.items() if found != (None, PHOTOS.get(key))}
+        if "data.pixel_range" in changes and "data.pixel_range" not in recipes.origins(str(file)):
+            self._check_range(changes.pop("data.pixel_range")[1])
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
                 f"resume=auto: {self.path} was trained with another recipe ({listed}); {self._longer(changes)}"
                 f"put it back, as recipe={self.path} does, or choose another output="
+            )
+
+    def _check_range(self, wanted: list[float]) -> None:
+        """A run of before there was data.pixel_range goes on with one of what images had then."""
+        if wanted not in OLD_RANGES:
+            raise RecipeError(
+                f"resume=auto: an older version began {self.path} and took pixels of 16 bits as data.pixel_range="
+                "[0,65535] (real numbers also as [0,1] or [0,255]): type that to continue the run, or choose another "
+                f"output= to train with [{wanted[0]:g},{wanted[1]:g}]"
             )
 
     def _longer(self, changes: Mapping[str, tuple[Any, Any]]) -> str:

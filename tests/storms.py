@@ -1,6 +1,6 @@
 """Storms: whole jobs killed, signalled and stopped at random moments, continued, and held against an undisturbed run.
 
-    python -m tests.storms --kills=400 --signals=600 --stops=200 --starts=100 --unlocked=40 --seed=7
+    python -m tests.storms --kills=400 --signals=600 --stops=200 --pauses=40 --starts=100 --unlocked=40 --seed=7
 
 A storm hits one run folder several times; each hit comes from the seed, which a failure names. After each hit: no
 process left, nothing in shared memory, no traceback, an exit code that fits; at the end every step once, and losses and
@@ -198,6 +198,9 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
             rank, pid = dice.choice(sorted(job.ranks().items()))
             hit.victim, limit = f"rank {rank}", TIMEOUT + 5.0
             os.kill(pid, signal.SIGSTOP)
+        elif kind == "pause":
+            hit.victim, limit = "all", 120.0
+            pause(job, TIMEOUT + dice.uniform(1, 4))
         else:
             limit = 20.0
             name, _, rest = kind.partition(" ")
@@ -214,6 +217,20 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
     hit.output = job.text()
     check(hit, job)
     return hit
+
+
+def pause(job: Job, seconds: float) -> None:
+    """Stop all that a job consists of, as a scheduler does that suspends it, and let it go on.
+
+    Its last rank first, so that the others wait for it as they are stopped.
+    """
+    os.kill(job.ranks()[max(job.ranks())], signal.SIGSTOP)
+    time.sleep(2)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in job.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(seconds if number is signal.SIGSTOP else 0)
 
 
 def take_over(job: Job, hit: Hit) -> Hit:
@@ -254,6 +271,8 @@ def check(hit: Hit, job: Job) -> None:
         allowed = [128 + signal.SIGKILL, *finished]
     elif name == "stop":
         allowed = [7, *finished]
+    elif name == "pause":
+        allowed = [0]
     elif name == "SIGINT":
         allowed = [130, *finished]
     else:
@@ -293,10 +312,11 @@ class Storms:
         dice = random.Random(f"{self.seed} {self.count}")
         folder = self.home / f"{self.count} {mode}"
         words = [*WORDS, *MODES[mode]]
-        soon = [f"timeout={TIMEOUT}"] if "stop" in kinds else []
+        soon = [f"timeout={TIMEOUT}"] if {"stop", "pause"} & {*kinds} else []
         hits: list[Hit] = []
         for kind in kinds:
-            phases = {"stop": PHASES[2:6], "start": PHASES[:1], "unlocked": PHASES[2:6]}.get(kind, PHASES)
+            under_way = dict.fromkeys(("stop", "pause", "unlocked"), PHASES[2:6])
+            phases = {"start": PHASES[:1], **under_way}.get(kind, PHASES)
             torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
             job = Job(folder, *words, *soon, torchrun=torchrun)
             try:
@@ -356,7 +376,8 @@ def finish(folder: Path, *words: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, count in (("kills", 40), ("signals", 60), ("stops", 20), ("starts", 20), ("unlocked", 10)):
+    counts = {"kills": 40, "signals": 60, "stops": 20, "pauses": 10, "starts": 20, "unlocked": 10}
+    for name, count in counts.items():
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
@@ -372,6 +393,7 @@ def main() -> None:
             (("kill",), asked.kills, asked.modes),
             (SIGNALS, asked.signals, asked.modes),
             (("stop",), asked.stops, several),
+            (("pause",), asked.pauses, several),
             (("start",), asked.starts, asked.modes),
             (("unlocked",), asked.unlocked, asked.modes),
         ):

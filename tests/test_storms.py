@@ -23,12 +23,13 @@ def storms(tmp_path_factory):
         (("kill",), 40, [*MODES]),
         (SIGNALS, 60, [*MODES]),
         (("stop",), 20, SEVERAL),
+        (("pause",), 10, SEVERAL),
         (("start",), 40, [*MODES]),
         (("unlocked",), 10, [*MODES]),
     ],
-    ids=["kills", "signals", "stops", "starts", "unlocked"],
+    ids=["kills", "signals", "stops", "pauses", "starts", "unlocked"],
 )
-@pytest.mark.full("170 hits, twenty minutes")
+@pytest.mark.full("180 hits, twenty minutes")
 def test_nothing_is_lost(storms, kinds, count, modes):
     assert len(storms.run(kinds, count, modes)) == count
 
@@ -40,6 +41,14 @@ def test_a_stopped_rank_is_named_in_time(tmp_path):
         assert strike(job, "stop", "steps", random.Random(SEED))
     finally:
         job.clear()
+
+
+@pytest.mark.parametrize(
+    "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("1f1b", "local_sgd", "hogwild"))]
+)
+def test_a_job_that_is_stopped_as_a_whole_goes_on(mode, tmp_path):
+    """For longer than `timeout`, as under SLURM's suspend: with the losses of an undisturbed run."""
+    assert len(Storms(tmp_path, SEED).storm(mode, ["pause"])) == 1
 
 
 @pytest.mark.parametrize("torchrun", [False, True], ids=["ours", "the user's"])

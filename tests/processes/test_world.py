@@ -100,6 +100,7 @@ def test_gloo_tells_of_a_lost_peer_before_nccl_aborts(monkeypatch):
             return SimpleNamespace(set_timeout=lambda timeout: patience.update({device.type: timeout}))
 
     monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: Group(timeout))
+    monkeypatch.setattr(world.silence, "watch", lambda seconds: timedelta(seconds=seconds))
     cards = world.World(Place(0, 2, 0, 2, 0, True), torch.device("cuda", 0), 1, (), nccl=True)
     cards.new_group([0, 1], 600)
     assert patience == {"gloo": timedelta(seconds=600), "cuda": timedelta(seconds=720)}

@@ -18,6 +18,7 @@ from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
 if TYPE_CHECKING:
     import torch
 
+STOPPED = 0.5  # seconds between two looks at a device: more, and this process was stopped
 PATTERN = 1 << 20  # numbers of 4 bytes, in a copy that is checked
 
 
@@ -92,18 +93,22 @@ def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -
 
 
 def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:
-    """The first device that has not done within so many seconds what its current stream was given, if any.
+    """The first device that has not done within so many seconds, while this process was awake, what its current stream
+    was given, if any.
 
     Asked again and again: a wait for a device that has hung never ends, and no signal is heard in it.
     """
     import torch
 
-    begun = time.monotonic()
+    waited, before = 0.0, time.monotonic()
     for device in devices:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         while not event.query():
-            if time.monotonic() - begun > seconds:
+            now = time.monotonic()
+            waited += min(now - before, STOPPED)
+            before = now
+            if waited > seconds:
                 return device
             time.sleep(1e-4)
     return None

@@ -99,8 +99,8 @@ def _send(part: Path) -> None:
     import torch.distributed as dist
 
     left = torch.tensor(part.stat().st_size)
-    dist.send(left, 0)
     with part.open("rb") as file, lost_peers():
+        dist.send(left, 0)
         while block := file.read(BLOCK):
             dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), 0)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.devices import health
 from trainer.errors import PeerError, SetupError, TrainerError, is_out_of_memory
-from trainer.processes import interrupts, stacks
+from trainer.processes import interrupts, silence, stacks
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +26,15 @@ class lost_peers:
     """Turn what a collective raises when a peer is gone or silent into a PeerError, and what it raises where this
     machine's settings are at fault into a SetupError. Everything else passes, and out of memory before all."""
 
+    def __init__(self, patience: float | None = None) -> None:
+        """`patience`: seconds for which others may be silent, where it is not the group's `timeout`."""
+        self._patience = patience
+
     def __enter__(self) -> None:
-        return None
+        self._wait = silence.begin(self._patience)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        waited = silence.end(self._wait)
         if not isinstance(error, RuntimeError) or isinstance(error, TrainerError) or is_out_of_memory(error):
             return
         import torch.distributed as dist
@@ -37,11 +42,12 @@ class lost_peers:
         setting = wrong_setting(error)
         if setting is not None:
             raise SetupError(setting) from error
-        if is_broken_collective(error):
+        if waited or is_broken_collective(error):
+            cause = TimeoutError(f"timed out after {1000 * waited:.0f} ms") if waited else error
             line = f"rank {os.environ.get('RANK', '0')}: lost another rank (it died, or was silent for `timeout`): "
-            line += telling_line(error)
-            silent = "time" in str(error).lower() and dist.is_initialized()  # a peer that never came left no trace here
-            raise PeerError(line + (stacks.dump(line) if silent else "")) from error
+            line += telling_line(cause)
+            silent = "time" in str(cause).lower() and dist.is_initialized()  # a peer that never came left no trace here
+            raise PeerError(line + (stacks.dump(line) if silent else "")) from cause
 
 
 def is_broken_collective(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.devices import cards, health
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import SetupError, TrainerError
+from trainer.processes import silence
 from trainer.processes.family import PARENT
 from trainer.processes.peers import check_devices, check_sums, no_way
 from trainer.processes.peers import lost_peers as lost_peers
@@ -147,7 +148,7 @@ class World:
             torch.cuda.set_device(self.device)  # a thread's own
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.nccl else "gloo",
-            timeout=limit,
+            timeout=silence.watch(limit.total_seconds()),
             device_id=self.device if self.nccl else None,
             store=store,
             rank=self.rank,
@@ -164,10 +165,9 @@ class World:
         """A group of some ranks. Collective, over all."""
         import torch.distributed as dist
 
-        limit = datetime.timedelta(seconds=timeout)  # torch would wait for 30 minutes
-        group = dist.new_group(ranks, limit)
+        group = dist.new_group(ranks, silence.watch(timeout))
         if self.rank in ranks:
-            self._let_gloo_tell(group, limit)
+            self._let_gloo_tell(group, datetime.timedelta(seconds=timeout))
         return group
 
     def _let_gloo_tell(self, group: Any, limit: datetime.timedelta) -> None:
@@ -290,7 +290,7 @@ class World:
         import torch.distributed as dist
 
         boxes: list[Any] = [None] * self.size
-        with lost_peers():
+        with lost_peers(patience):
             group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience))
             dist.all_gather_object(boxes, value, group=group)
             dist.destroy_process_group(group)

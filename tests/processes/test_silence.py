@@ -1,0 +1,55 @@
+"""Seconds for which other ranks are silent: of a thread that does nothing, while its process is awake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+from trainer.processes import silence
+
+
+def looked_at(work, looks=8):
+    """Whether a thread that does this is given up within some looks, of which three are too many."""
+    waits = []
+
+    def run():
+        waits.append(silence.Wait(2.5))
+        work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while not waits:
+        time.sleep(0.01)
+    for _ in range(looks):
+        time.sleep(0.1)
+        waits[0].look(1.0)
+    return waits[0].over
+
+
+def test_who_sleeps_is_given_up_and_who_works_is_not():
+    ended = []
+
+    def works():
+        while not ended:
+            sum(range(1000))
+
+    assert looked_at(lambda: time.sleep(30))
+    assert not looked_at(works)
+    ended.append(True)
+
+
+def test_who_waits_for_another_process_is_not_given_up():
+    """A compiler, say."""
+    assert not looked_at(lambda: subprocess.run([sys.executable, "-c", "import time; time.sleep(3)"], check=False))
+
+
+def test_outside_of_a_group_nothing_is_watched(monkeypatch):
+    monkeypatch.setattr(silence, "_limits", [])
+    assert silence.begin() is None and silence.end(None) is None
+    monkeypatch.setattr(silence, "_limits", [7.0])
+    wait, longer = silence.begin(), silence.begin(9.0)
+    assert (wait.limit, longer.limit) == (7.0, 9.0)
+    longer.over = True
+    assert silence.end(wait) is None and silence.end(longer) == 9.0

@@ -1,0 +1,103 @@
+"""How long other ranks may be silent, in seconds in which this process was awake.
+
+gloo's own limit runs on while a whole job is stopped (SIGSTOP, SLURM's suspend, a freezer), and it never uses a
+connection again that it has given up. So gloo waits as good as for ever, and a thread counts: who waits in gloo uses no
+processor. When the time is over the thread ends what this process reads from others, and gloo raises in whoever waits,
+as it does when a peer dies.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+FOR_EVER = datetime.timedelta(days=365)
+TICK = 0.25  # seconds
+BUSY = 0.001  # seconds of a processor within a tick: this thread works
+
+
+@dataclass(eq=False)
+class Wait:
+    """A block of a thread that may wait for other ranks."""
+
+    limit: float  # seconds
+    thread: int = field(default_factory=threading.get_ident)
+    silent: float = 0.0
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(self.thread)
+        self._used = -1.0
+
+    def look(self, seconds: float) -> bool:
+        """Count seconds in which the thread did nothing, one after the other; whether these are too many."""
+        used = time.clock_gettime(self._clock)
+        idle = used - self._used < BUSY and not self._waits_for_python()
+        self.silent, self._used = self.silent + seconds if idle else 0.0, used
+        self.over = self.over or self.silent >= self.limit
+        return self.over
+
+    def _waits_for_python(self) -> bool:
+        """Whether it waits within Python's own library: for a compiler in another process, say."""
+        frame = sys._current_frames().get(self.thread)
+        module = str(frame.f_globals.get("__name__")) if frame else ""
+        return module.partition(".")[0] in sys.stdlib_module_names
+
+
+_limits: list[float] = []  # of this process's group: one, or none
+_waits: list[Wait] = []
+
+
+def watch(limit: float) -> datetime.timedelta:
+    """From now on no rank may be silent for so many seconds; how long gloo is to wait."""
+    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+        return datetime.timedelta(seconds=limit)
+    if not _limits:
+        threading.Thread(target=_count, name="silence", daemon=True).start()
+    _limits[:] = [limit]
+    return FOR_EVER
+
+
+def begin(limit: float | None = None) -> Wait | None:
+    """This thread may wait for other ranks from here on: so many seconds, or as long as the group's limit says."""
+    if not _limits:
+        return None
+    _waits.append(Wait(limit or _limits[0]))
+    return _waits[-1]
+
+
+def end(wait: Wait | None) -> float | None:
+    """It waits no more; the seconds that were too long, if they were."""
+    if wait is None:
+        return None
+    _waits.remove(wait)
+    return wait.limit if wait.over else None
+
+
+def _count() -> None:
+    before = time.monotonic()
+    while True:
+        time.sleep(TICK)
+        now = time.monotonic()
+        awake, before = min(now - before, 2 * TICK), now  # more: this process was stopped
+        if any([wait.look(awake) for wait in list(_waits)]):
+            _hang_up()
+
+
+def _hang_up() -> None:
+    """End what this process reads from others. With both ways, or with sockets that listen, gloo would abort."""
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as line:
+                internet = line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM
+                if internet and not line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    line.shutdown(socket.SHUT_RD)

@@ -376,8 +376,14 @@ def finish(folder: Path, *words: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    counts = {"kills": 40, "signals": 60, "stops": 20, "pauses": 10, "starts": 20, "unlocked": 10}
-    for name, count in counts.items():
+    for name, count in (
+        ("kills", 40),
+        ("signals", 60),
+        ("stops", 20),
+        ("pauses", 10),
+        ("starts", 20),
+        ("unlocked", 10),
+    ):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))

@@ -129,7 +129,9 @@ def _knows(source: object, words: Sequence[str]) -> bool:
     text = (PROJECT / str(source)).read_text()
     options = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
     loose = {
-        name for names in re.findall(r"for name, \w+ in \((.*?)\):", text) for name in re.findall(r'"(\w+)"', names)
+        name
+        for names in re.findall(r"for name, \w+ in \((.*?)\):\n", text, re.S)
+        for name in re.findall(r'"(\w+)"', names)
     }
     return all(f'"{option}"' in text or option[2:] in loose for option in options)
 

@@ -23,7 +23,7 @@ import torch
 from tests import warm
 from tests.commands import digest, environment
 from tests.saving.states import flip, make, names, newest_state, one_line, refuse, same, trace
-from trainer.errors import CheckpointError, DiskFullError, SetupError
+from trainer.errors import CheckpointError, DiskFullError, FolderInUseError, SetupError
 from trainer.processes import faults
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint import Position, State, commit, load
@@ -487,3 +487,17 @@ if __name__ == "__main__":
         (home / name).mkdir()
     results = {"points": drive_points(home / "points"), "limit": drive_limit(home / "limit")}
     print(json.dumps({**results, "kills": drive_kills(home / "kills", times)}))
+
+
+def test_what_may_no_longer_be_saved_once_it_is_written_is_not_saved(tmp_path: Path) -> None:
+    """A run may be held still while it writes, and wake in a folder that another run has by now."""
+
+    def lost() -> None:
+        raise FolderInUseError("another run's by now")
+
+    first = commit(tmp_path, make(1), 2)
+    with pytest.raises(FolderInUseError):
+        commit(tmp_path, make(2), 2, lost)
+    with pytest.raises(FolderInUseError):
+        save_weights(tmp_path / "last.safetensors", {"w": torch.ones(2)}, {}, lost)
+    assert names(tmp_path) == [first.name] and [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]

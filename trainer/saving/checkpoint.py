@@ -78,10 +78,11 @@ class Manifest(BaseModel):
     facts: dict[str, Any]
 
 
-def commit(folder: Path, state: State, keep: int) -> Path:
+def commit(folder: Path, state: State, keep: int, check: Callable[[], None] = lambda: None) -> Path:
     """Save `state` as a checkpoint of the run folder, then remove those that `keep` newer good ones make superfluous.
 
     Returns its folder. A good checkpoint of the same step is left as it is. At least 2 are kept, whatever `keep` says.
+    `check` raises where nothing may be saved; it is asked last when all is written, which takes time.
 
     Raises:
         NotFiniteError: a weight, buffer or optimizer state is NaN or infinite; nothing is written.
@@ -100,7 +101,7 @@ def commit(folder: Path, state: State, keep: int) -> Path:
             if _LEFTOVER.fullmatch(entry.name):  # of a writer that died: the run folder has one at a time
                 remove(entry)
         if not _is_good(final):
-            _write(state, final)
+            _write(state, final, check)
         _prune(home, final, max(keep, 2))
     return final
 
@@ -174,7 +175,7 @@ def is_checkpoint(folder: Path) -> bool:
 # Writing
 
 
-def _write(state: State, final: Path) -> None:
+def _write(state: State, final: Path, check: Callable[[], None]) -> None:
     """Write beside `final`, sync, read back, rename, sync the parent. Whatever fails, what was begun is removed."""
     draft = _aside(final)
     try:
@@ -189,6 +190,7 @@ def _write(state: State, final: Path) -> None:
         sync_folder(draft)
         _read_back(draft)
         fault_point("rename")
+        check()
         if os.path.lexists(final):  # not good, or we would not be here
             bad = _aside(final)
             final.rename(bad)

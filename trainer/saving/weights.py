@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,8 +18,10 @@ from trainer.saving.files import put, remove, writing
 from trainer.saving.tensor_files import fault_point, parsed, require_finite, serialised, sync_folder, write_synced
 
 
-def save_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a .safetensors file for users, atomically: the name always holds a whole file.
+def save_weights(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], check: Callable[[], None] = lambda: None
+) -> None:
+    """Write a .safetensors file for users, atomically: the name always holds a whole file. `check` is as of `commit`.
 
     Raises:
         NotFiniteError, DiskFullError, SetupError: as `commit`; the file that was there before is intact.
@@ -30,6 +33,7 @@ def save_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
         try:
             write_synced(draft, serialised(tensors, {"format": "pt", **metadata}), "weights")
             fault_point("rename", "weights")
+            check()
             put(draft, path)
             sync_folder(path.parent)
         except BaseException:

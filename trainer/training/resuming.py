@@ -101,7 +101,7 @@ def _save(run: Run) -> None:
         state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
         run.tracker.folder.check()
         run.tracker.flush()  # first: what a checkpoint continues has all its rows, wherever the process is killed
-        checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep)
+        checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep, run.tracker.folder.check)
 
 
 def restore(run: Run, state: checkpoint.State) -> None:
@@ -227,4 +227,4 @@ def _write_weights(run: Run, name: str) -> None:
             "recipe": json.dumps(run.recipe.for_others()),
         }
         run.tracker.folder.check()
-        save_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts)
+        save_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts, run.tracker.folder.check)

@@ -54,7 +54,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(mode, tmp_path):
 @pytest.mark.parametrize("torchrun", [False, True], ids=["ours", "the user's"])
 def test_a_launcher_that_is_killed_in_a_start_leaves_no_rank(tmp_path, torchrun):
     """Before the ranks could ask to die with it, too: at once when they are there."""
-    job = Job(tmp_path / "run", *WORDS, *MODES["ddp"], start=warm.Popen, torchrun=torchrun)
+    job = Job(tmp_path / "run", *WORDS, *MODES["ddp"], torchrun=torchrun)
     try:
         while not any(job.members().values()):
             assert job.main.poll() is None, job.text()
@@ -64,5 +64,6 @@ def test_a_launcher_that_is_killed_in_a_start_leaves_no_rank(tmp_path, torchrun)
         job.clear()
 
 
+@pytest.mark.full("half a minute, and not yet without a failure in twenty")
 def test_of_two_runs_in_one_folder_one_ends(storms):
     assert len(storms.run(("unlocked",), 1, ["single"])) == 1

@@ -16,10 +16,11 @@ from trainer.processes.family import PARENT
 ENDLESS = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(1000)"]
 
 
-def interrupted(leaves=None):
-    """How an endless command ends when Ctrl-C comes."""
+def interrupted(leaves=None, before=0):
+    """How an endless command ends when Ctrl-C comes, and another signal `before` it."""
     with pytest.raises(KeyboardInterrupt), children.started(ENDLESS, leaves, stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == "ready\n"
+        child.send_signal(before)
         raise KeyboardInterrupt
     child.stdout.close()
     return child.returncode
@@ -30,7 +31,7 @@ def test_ctrl_c_is_passed_on_and_waited_for():
 
 
 def test_ctrl_c_kills_what_is_not_to_leave_by_itself():
-    assert interrupted() == interrupted(lambda child: child.send_signal(signal.SIGSTOP)) == -signal.SIGKILL
+    assert interrupted() == interrupted(lambda child: None, signal.SIGSTOP) == -signal.SIGKILL
 
 
 def test_a_block_that_fails_ends_what_it_started():

@@ -24,7 +24,7 @@ from trainer.processes.started import as_typed, plain
 
 try:
     from trainer import recipe
-    from trainer.launch import endings, launching
+    from trainer.launch import endings, launching, topology
     from trainer.processes import family, interrupts
     from trainer.processes.interrupts import leave, leave_now
     from trainer.processes.rank import place
@@ -39,6 +39,7 @@ except ModuleNotFoundError as fault:  # a library is missing, as after pip insta
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
     sys.exit(explain(fault)[1])
 
+ALONE = ("evaluate", "predict", "compare", "plan", "export", "cache", "prove")  # not under mpirun
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
 
@@ -86,6 +87,8 @@ def run(words: Sequence[str]) -> int:
     if {"--help", "-h"} & set(words):
         return show_help([word for word in words if word not in ("--help", "-h")])
     command, rest = read(words)
+    if command in ALONE:
+        topology.check_alone(command, os.environ, command in ("evaluate", "predict"))
     if command == "train":
         return train(rest)
     if command == "evaluate":

@@ -193,7 +193,36 @@ def test_of_several_tasks_on_a_node_the_first_starts_all_ranks(
         monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match="this is task 1 of its node, where task 0 starts all ranks"):
         launching.wants_children(load(None, "batch_size=96", "devices=[cpu]"))
-    assert not launching.wants_children(load(None, "mode=single", "devices=[cpu]"))
+    with pytest.raises(RecipeError, match="mode=single runs in 1 process"):
+        launching.wants_children(load(None, "mode=single", "devices=[cpu]"))
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["recipe=digits", "mode=single", "output=x"], "mode=ddp"),
+        (["evaluate", "checkpoint=x"], "torchrun --nproc_per_node=2 -m trainer evaluate"),
+        (["predict", "checkpoint=x", "data.root=x"], "torchrun --nproc_per_node=2 -m trainer predict"),
+        (["export", "x", "format=onnx"], "start it once"),
+        (["plan", "recipe=digits"], "start it once"),
+        (["compare", "recipe=digits", "output=x"], "start it once"),
+        (["prove", "minutes=1", "output=x"], "start it once"),
+        (["cache", "build", "recipe=digits"], "start it once"),
+    ],
+)
+def test_what_is_one_process_is_not_done_once_a_task(work: Path, words: list[str], instead: str) -> None:
+    names = ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")
+    task = dict(zip((f"OMPI_COMM_WORLD_{name}" for name in names), "1212", strict=True))
+    done = warm.run(
+        [sys.executable, "-m", "trainer", *words],
+        env={**os.environ, **task},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert instead in done.stderr and "started 2" in done.stderr
+    assert not (work / "x").exists()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
         (ompi(0, 3, 0, 3), None, (), 0, 8, Launch(3)),
         (ompi(0, 3, 0, 3), "4", (), 0, 8, Launch(4)),
         (ompi(0, 1, 0, 1), None, (), 4, 8, Launch(4)),
-        (ompi(0, 3, 0, 3), None, ("mode=single",), 4, 8, Launch(1)),
+        (ompi(0, 1, 0, 1), None, ("mode=single",), 4, 8, Launch(1)),
+        ({**ompi(0, 3, 0, 3), "RANK": "0", "WORLD_SIZE": "1"}, None, ("mode=single",), 4, 8, Launch(1)),
         ({**ompi(1, 2, 5, 6), "MASTER_ADDR": "a"}, None, (), 0, 8, Launch(2, 3, 2, "a", 29500)),
         ({**STEP, **ompi(0, 1, 1, 2), "MASTER_ADDR": "a"}, None, (), 4, 8, Launch(4, 2, 1, "a", 29500)),
         (MPICH, None, (), 0, 8, Launch(2)),
@@ -117,6 +118,35 @@ def test_what_makes_no_sense_is_one_line(environment: dict[str, str], nproc: str
     with pytest.raises(RecipeError) as caught:
         choose_launch(environment, nproc, load(None), lambda: 0, 2)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+STREAMS = ("mode=pipeline", "pipeline.schedule=streams")
+PMI2 = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "PMI_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "nproc", "words", "names"),
+    [
+        *((ompi(0, 2, 0, 2), None, (f"mode={mode}",), f"mode={mode}") for mode in ("single", "dp", "split")),
+        (ompi(1, 2, 1, 2), None, STREAMS, "mode=pipeline"),
+        (ompi(0, 1, 0, 2), None, ("mode=single",), "mode=single"),  # a task a node: not told to set MASTER_ADDR
+        (MPICH, None, ("mode=single",), "mode=single"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None, ("mode=single",), "mode=single"),
+        (PMI2, None, ("mode=single",), "mode=single"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None, ("mode=single",), "mode=single"),
+        (ompi(0, 2, 0, 2), "1", (), "nproc=1"),
+        ({**ompi(0, 2, 0, 2), "NPROC": "1"}, None, (), "NPROC=1"),
+    ],
+)
+def test_tasks_that_would_each_train_alone_are_refused(
+    environment: dict[str, str], nproc: str | None, words: tuple[str, ...], names: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        choose_launch(environment, nproc, load(None, *words), lambda: 0, 2)
+    line = str(caught.value)
+    assert line.startswith(names) and "started 2" in line and "MASTER_ADDR" not in line
+    alone = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_TASKS_PER_NODE"), "1")
+    choose_launch({**environment, "SLURM_STEP_NUM_NODES": "1", **alone}, nproc, load(None, *words), lambda: 0, 2)
 
 
 @pytest.mark.parametrize(

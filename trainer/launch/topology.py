@@ -49,13 +49,19 @@ def choose_launch(
     says. Of several tasks on a node, task 0 starts all ranks there.
 
     Raises:
-        RecipeError: what is given makes no sense, or several nodes do not say where they meet.
+        RecipeError: what is given makes no sense, several nodes do not say where they meet, or mpirun or srun started
+            several tasks of what is one process.
     """
     given = {key: value for key, value in environment.items() if value}
     started = _mpi(given) or _slurm(given) or {"NODE_RANK": given.get("JOB_COMPLETION_INDEX", "")}  # Kubernetes
     variables = {**{key: value for key, value in started.items() if value}, **_torchruns(given), **given}
+    tasks = tasks_started(environment)
+    if tasks > 1 and recipe.processes == "one":
+        raise RecipeError(_one_of(tasks, f"mode={recipe.mode} runs in 1 process") + ", or type mode=ddp")
     nnodes = _whole(variables, "NNODES", 1, 1, 65536)
     ranks = _ranks(variables, nproc, recipe, cuda, cores)
+    if tasks > 1 and ranks * nnodes == 1:
+        raise RecipeError(_one_of(tasks, f"{'nproc' if nproc else 'NPROC'}=1 asks for 1 process"))
     if nnodes == 1:
         return Launch(ranks)
     absent = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in variables]
@@ -118,6 +124,36 @@ def task_of_node(environment: Mapping[str, str]) -> int:
     names += ["SLURM_LOCALID"] * ("SLURM_STEP_ID" in environment)
     text = environment.get(names[0], "") if names else ""
     return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
+
+
+def tasks_started(environment: Mapping[str, str]) -> int:
+    """How many tasks mpirun or srun started beside this one and with it, on all nodes; 1 where neither did."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:  # a rank, and no launcher
+        return 1
+    sizes = [environment.get(size, "") for _, _, rank, size in MPI if rank in environment]
+    if "SLURM_STEP_ID" in environment:
+        each = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        sizes.append(str(sum(int(tasks) * int(nodes or 1) for tasks, nodes in each)))
+    return max([1, *(int(size) for size in sizes if re.fullmatch(r"\d{1,9}", size))])
+
+
+def check_alone(command: str, environment: Mapping[str, str], shared: bool) -> None:
+    """Refuse a command that every task of mpirun or srun would run on its own.
+
+    Args:
+        shared: torchrun's ranks divide its work.
+
+    Raises:
+        RecipeError: it was started several times.
+    """
+    tasks = tasks_started(environment)
+    if tasks > 1:
+        instead = f", or type torchrun --nproc_per_node={tasks} -m trainer {command} ..." if shared else ""
+        raise RecipeError(_one_of(tasks, f"{command} runs in 1 process") + instead)
+
+
+def _one_of(tasks: int, reason: str) -> str:
+    return f"{reason}, and mpirun or srun started {tasks}: start it once, without them"
 
 
 def bound_by_mpi(environment: Mapping[str, str]) -> bool:

@@ -125,3 +125,17 @@ def test_settings_that_could_not_be_found_leave_the_speed_out(tmp_path):
     check = next(check for check in checks(CPUS) if check.name == "speed resnet20 x1")
     assert check.run(one).status == "not here"
     assert fast.bubble(one).status == "not here"
+
+
+@pytest.mark.parametrize(("most", "says"), [(0.2, "20.0% of a step idles"), (0.45, "20.0% to 45.0% of a step idles")])
+def test_a_bubble_is_told_with_the_most_that_it_may_be(most, says, tmp_path):
+    one = Trip(tmp_path, CARDS)
+    settings = measured("", batch=8, precision="bf16", compile=False)
+    one.outcomes[f"settings {fast.networks(CARDS)[0].name}"] = settings
+    found = {"bubble_measured": 0.2, "bubble_at_most": most, "bubble_ideal": 0.3, "schedule": "1f1b"}
+    one.train = lambda *given, **named: {"pipeline": found}
+    one.trainer = lambda *given, **named: 0
+    one.log("plan").parent.mkdir(parents=True, exist_ok=True)
+    one.log("plan").write_text('{"prediction": {"bubble": 0.25}}')
+    outcome = fast.bubble(one)
+    assert outcome.line.startswith(says) and outcome.figures["bubble_at_most"] == most

@@ -297,9 +297,13 @@ def test_who_asks_the_first_card_for_all_is_found(asked, monkeypatch):
 def test_a_bubble_is_told_with_what_launching_may_hide():
     """Nothing is queued on these cards: all the time in which a stage counts as working, the host launches it."""
     words = f"mode=pipeline model.name=mlp pipeline.microbatches=4 pipeline.cuts=[1] {TWO}"
-    cuda, cpu = runs.on_cuda(words).result["pipeline"], runs.on_cpu(words).result["pipeline"]
+    results = runs.on_cuda(words).result, runs.on_cpu(words).result
+    cuda, cpu = (result["pipeline"] for result in results)
     assert cuda["bubble_measured"] < 0.95 < cuda["bubble_at_most"] <= 1.001
     assert cpu["bubble_at_most"] == cpu["bubble_measured"]
+    told, plain = (result["verdict"] for result in results)
+    assert "more may be idle" in told["unmeasured"] and told["unmeasured"] in told["sentence"]
+    assert plain["unmeasured"] is None
 
 
 @pytest.mark.parametrize("mode", ["split", pytest.param("pipeline", marks=pytest.mark.full("one of two alike"))])

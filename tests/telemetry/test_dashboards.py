@@ -114,6 +114,8 @@ def test_predicted_and_measured_bubble_are_told_apart():
     row = charts(pipeline=True)["how busy are the stages"]
     [chart] = [tags for title, tags in row.items() if "predicted" in title]
     assert chart == ["z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"]
+    [chart] = [tags for title, tags in row.items() if "at most" in title]
+    assert chart == ["z_pipeline/bubble_at_most_pct", "z_pipeline/bubble_pct"]
 
 
 def test_the_columns_of_the_table_of_runs():

@@ -112,6 +112,28 @@ def test_sentences():
     )
 
 
+@pytest.mark.parametrize(
+    ("bubble", "most", "bound", "overrides"),
+    [
+        (0.1, 0.13, "compute", ["channels_last=true", "precision=bf16"]),
+        (0.1, 0.25, "compute", ["channels_last=true", "precision=bf16"]),
+        (0.1, 0.6, "compute", ["batch_size=256"]),  # faster arithmetic would not be felt
+        (0.3, 0.7, "bubble", ["batch_size=256", "mode=ddp"]),
+    ],
+)
+def test_a_bubble_that_may_be_larger_is_not_taken_for_certain(bubble, most, bound, overrides):
+    recipe = load(None, "mode=pipeline", "channels_last=false")
+    found = judge(StepParts(1, bubble=bubble, bubble_at_most=most), RUN, recipe, Setting(2, gpu=True))
+    assert (found.bound, [word for word in found.overrides if word != "compile=true"]) == (bound, overrides)
+    told = f"up to {most - bubble:.0%} of the step more may be idle"
+    assert (told in found.sentence and told in found.unmeasured) == (most > 0.2)
+    assert found.unmeasured or most < 0.2
+    by_hand = recipe.replace(pipeline__microbatches=8)
+    asked = judge(StepParts(1, bubble=bubble, bubble_at_most=most), RUN, by_hand, Setting(2, gpu=True))
+    assert (asked.overrides[0] == "pipeline.microbatches=auto") == (most > 0.5)
+    assert sum(found.step.values()) == pytest.approx(1)
+
+
 def test_few_images_a_gpu_are_told():
     recipe = load(None, "batch_size=256", "schedule.warmup_epochs=1", "precision=bf16", "compile=true")
     found = judge(StepParts(1), RUN, recipe, Setting(8, gpu=True, images=50_000))

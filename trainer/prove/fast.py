@@ -295,11 +295,13 @@ def bubble(trip: Trip) -> Outcome:
     where = ["mode=pipeline", *trip.devices.in_ranks(ranks), f"pipeline.stages={stages}", "pipeline.microbatches=4"]
     words = words_of(where, network, ranks, kept, 24)
     result = trip.train("bubble/pipeline", words, timed=True)
-    found = result["pipeline"]["bubble_measured"]
+    found, most = result["pipeline"]["bubble_measured"], result["pipeline"]["bubble_at_most"]
     if trip.trainer("plan", ["plan", *words, "measured=here", "--json"]):
         raise Failed(f"plan: {failure_line(trip.log('plan'), 1)}", 1)
     text = trip.log("plan").read_text()
     planned = json.loads(text[text.index("{") :])["prediction"]["bubble"]
     ideal = result["pipeline"]["bubble_ideal"]
-    line = f"{found:.1%} of a step idles; plan foretells {planned:.1%}, equal stages would have {ideal:.1%}"
-    return measured(line, bubble=found, planned=planned, ideal=ideal, schedule=result["pipeline"]["schedule"])
+    idles = f"{found:.1%}" + (f" to {most:.1%}" if most > found + 0.01 else "")
+    line = f"{idles} of a step idles; plan foretells {planned:.1%}, equal stages would have {ideal:.1%}"
+    schedule = result["pipeline"]["schedule"]
+    return measured(line, bubble=found, bubble_at_most=most, planned=planned, ideal=ideal, schedule=schedule)

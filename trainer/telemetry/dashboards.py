@@ -83,9 +83,11 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: boo
     }
     if pipeline:  # all lines of a run have its colour: what was predicted is the other edge of an area
         measured, predicted = "z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"
+        most = "z_pipeline/bubble_at_most_pct"
         rows["how busy are the stages"] = [
             _lines("stages at work, %", r"z_pipeline/stage\d+_busy_pct"),
             _areas("bubble measured, %; the area reaches to the predicted one", [(predicted, measured)]),
+            _areas("bubble at most, %, if GPUs waited for launches; from the measured on", [(measured, most)]),
         ]
     return _custom_scalars(rows)
 

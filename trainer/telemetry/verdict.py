@@ -18,6 +18,7 @@ from trainer.recipe.checks import check_processes, wider_batch
 NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
 WORTH = 1.2  # times as fast that the cache has to make reading to be named
 CACHE = "data.cache=disk"
+LITTLE = 0.05  # share of a step: what may be idle besides and is less changes no advice
 UNEVEN = 1.15  # stages whose slowest takes so many times the mean are not balanced
 Part = Literal["data", "compute", "communication", "bubble", "optimizer", "logging"]  # of a step
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -43,6 +44,7 @@ class StepParts:
         communication: between ranks, beyond what computing hides; None where it was not measured.
         at_most: `communication` is one all-reduce alone, of which computing may hide some.
         bubble: share of the workers' time in a step, without waiting for images and optimizer, that they idle.
+        bubble_at_most: that share where GPUs waited for every launch within their stages; `bubble`, or more.
         busy: seconds that each stage works in a step; empty without stages.
     """
 
@@ -53,6 +55,7 @@ class StepParts:
     communication: float | None = 0.0
     at_most: bool = False
     bubble: float = 0.0
+    bubble_at_most: float = 0.0
     busy: Sequence[float] = ()
 
 
@@ -211,7 +214,7 @@ def judge(
         sentence += " as long as the mean stage"
     if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
         sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
-    if unmeasured and bound == "compute":
+    if unmeasured and bound in ("compute", "bubble"):
         sentence += f"; {unmeasured}"
     if overrides:
         told = " or ".join(overrides)
@@ -239,12 +242,23 @@ def _gain(reading: Reading, waiting: float) -> float:
 
 
 def _unmeasured(measured: StepParts) -> str:
+    found = []
     if measured.communication is None:
-        return "communication was not measured: the run is too short for a probe of 1 % of it"
-    if measured.at_most:
+        found.append("communication was not measured: the run is too short for a probe of 1 % of it")
+    elif measured.at_most:
         share = min(1.0, measured.communication / measured.step)
-        return f"up to {share:.0%} of that may be communication (the run is too short to tell how much is hidden)"
-    return ""
+        hidden = "(the run is too short to tell how much is hidden)"
+        found.append(f"up to {share:.0%} of that may be communication {hidden}")
+    if (share := _launching(measured)) > LITTLE:
+        found.append(f"up to {share:.0%} of the step more may be idle, GPUs waiting for launches within stages")
+    return "; ".join(found)
+
+
+def _launching(measured: StepParts) -> float:
+    """Share of a step that counts as computing, and in which GPUs may have waited for launches."""
+    parts = shares(measured)
+    left = 1 - parts["data"] - parts["optimizer"] - parts["logging"]
+    return min(parts["compute"], max(0.0, measured.bubble_at_most - measured.bubble) * left)
 
 
 def _uneven(busy: Sequence[float]) -> bool:
@@ -270,18 +284,20 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
         if recipe.traits.micro_batches:
             return [f"pipeline.stages={processes}", larger]
         return [larger, "mode=local_sgd local_sgd.every=20"]
+    by_hand = recipe.pipeline.microbatches != "auto" or recipe.pipeline.split_size is not None
+    micro = ["pipeline.microbatches=auto"] if by_hand else []
     if bound == "bubble":
         if recipe.traits.one_stage_at_a_time:
             return ["mode=pipeline"]
         cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
-        by_hand = recipe.pipeline.microbatches != "auto" or recipe.pipeline.split_size is not None
-        micro = ["pipeline.microbatches=auto"] if by_hand else []
         found = cuts + micro if _uneven(measured.busy) else micro + cuts
         return found or [larger, *(["mode=ddp"] if processes > 1 else [])]
     if bound == "optimizer":
         return [larger, *(["ema=null"] if recipe.ema is not None else [])]
     if bound == "logging":
         return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
+    if _launching(measured) >= NAMED:  # faster arithmetic would not be felt
+        return (micro or [larger]) + (["compile=true"] if gpu and not recipe.compile else [])
     faster = [] if recipe.channels_last else ["channels_last=true"]
     faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _bf16_is_faster()) else []
     return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])

@@ -41,6 +41,7 @@ def diagnose(run: Run) -> Verdict | None:
         communication=communication.seconds,
         at_most=communication.at_most,
         bubble=idle_share(run, float(facts.get("bubble_measured") or 0.0)),
+        bubble_at_most=idle_share(run, float(facts.get("bubble_at_most") or 0.0)),
         busy=facts.get("stage_seconds") or (),
     )
     share = max(1, cores() // run.loader.readers)

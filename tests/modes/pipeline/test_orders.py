@@ -15,6 +15,7 @@ from trainer.modes.pipeline.orders import (
     one_forward_one_backward,
     simulate,
 )
+from trainer.modes.pipeline.timeline import title
 
 LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "ABCDEFGHIJ", "W": "zyxwvutsrq"}
 KINDS = {letter: (kind, m) for kind, letters in LETTERS.items() for m, letter in enumerate(letters)}
@@ -193,6 +194,13 @@ def test_issue_order_is_the_drawing_read_column_by_column():
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (2, 1), (2, 3), (3, 4), (4, 4), (4, 16), (8, 9)])
 def test_equal_stages_have_the_ideal_bubble(kind, stages, microbatches):
     assert idle_share(run(kind, stages, microbatches), stages) == pytest.approx(ideal_bubble(stages, microbatches))
+
+
+def test_what_launching_may_hide_is_idle_at_most():
+    spans = [Span(0, Action("F", 0, 0), 0.0, 1.0, 0.5), Span(1, Action("F", 1, 0), 1.0, 2.0, 0.1)]
+    assert (idle_share(spans, 2), idle_share(spans, 2, launching=True)) == pytest.approx((0.5, 0.65))
+    assert "idle 50% (or up to 65%" in title(spans, 2)
+    assert "idle 50% of the time" in title([span._replace(launching=0.0) for span in spans], 2)
 
 
 def test_ideal_bubble():

@@ -120,12 +120,15 @@ def issue_order(stages: int, microbatches: int) -> list[Action]:
     return [span.action for span in simulate(orders, seconds)]
 
 
-def idle_share(spans: Sequence[Span], workers: int) -> float:
-    """The bubble: the share of the workers' time between the first begin and the last end in which they do nothing."""
+def idle_share(spans: Sequence[Span], workers: int, launching: bool = False) -> float:
+    """The bubble: the share of the workers' time between the first begin and the last end in which they do nothing.
+
+    With `launching` it is the most that it may be: nothing was done while the host launched work.
+    """
     if not spans:
         return 0.0
     length = max(span.end for span in spans) - min(span.begin for span in spans)
-    busy = sum(span.end - span.begin for span in spans)
+    busy = sum(span.end - span.begin - launching * span.launching for span in spans)
     return max(0.0, 1 - busy / (workers * length)) if length else 0.0
 
 

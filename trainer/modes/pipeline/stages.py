@@ -250,9 +250,10 @@ class Staged(Strategy):
         self._bubbles.append(bubble)
         launching = torch.tensor(math.fsum(span.launching for span in spans), dtype=torch.float64)
         self._launching.append(self.world.sum_(launching).item() / self.shard.count / (self.pipe.workers * length))
-        values = {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
-        predicted = 100 * self.known["predicted"]["bubble"]
-        return {"pipeline/bubble_pct": 100 * bubble, "pipeline/bubble_predicted_pct": predicted, **values}
+        most = bubble + self._launching[-1]
+        values = {"pipeline/bubble_pct": 100 * bubble, "pipeline/bubble_at_most_pct": 100 * most}
+        values |= {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
+        return {**values, "pipeline/bubble_predicted_pct": 100 * self.known["predicted"]["bubble"]}
 
     def timeline(self) -> list[list[Span]]:
         """The first replica's; ranks of one machine share a clock."""

@@ -45,6 +45,13 @@ def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+def title(spans: Sequence[Span], workers: int) -> str:
+    """What a step's picture says above: how much of it is empty, and how much may be."""
+    bubble, most = idle_share(spans, workers), idle_share(spans, workers, launching=True)
+    idle = f"{bubble:.0%}" + (f" (or up to {most:.0%}, if GPUs waited for launches)" if most > bubble + 0.01 else "")
+    return f"one training step; numbers are micro-batches; in this step the workers idle {idle} of the time"
+
+
 def picture(path: Path, spans: Sequence[Span]) -> None:
     """One step: a row a stage, a bar an action with its micro-batch's number; what is empty is idle."""
     from matplotlib.patches import Patch
@@ -66,9 +73,7 @@ def picture(path: Path, spans: Sequence[Span]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * length)
     axes.set_xlabel("ms")
-    bubble = idle_share(spans, len(set(workers.values())))
-    title = f"one training step; numbers are micro-batches; in this step the workers idle {bubble:.0%} of the time"
-    axes.set_title(title, color=plots.INK)
+    axes.set_title(title(spans, len(set(workers.values()))), color=plots.INK)
     kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, labelcolor=plots.INK)

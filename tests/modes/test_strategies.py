@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.commands import environment
 from tests.contexts import mode_of
@@ -288,6 +289,45 @@ def test_unused_parameters_under_ddp(group):
     mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2)).setup(Half())
     with pytest.raises(RecipeError, match="accumulate=1"):
         mode_of(load(None, "mode=ddp", "accumulate=2"), pair, (4, 1, 2, 2)).setup(Half())
+
+
+class Asked(TorchDispatchMode):
+    """How often a tensor's value was asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model, expected", [(Half(), True), (nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), False)])
+def test_ddp_asks_after_parameters_in_a_step_only_where_a_pass_leaves_some_unused(model, expected, group):
+    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
+    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
+    strategy.setup(model)
+    batch = Batch(torch.randn(4, 1, 2, 2), torch.arange(4) % 3, 4)
+    for _ in range(2):
+        with Asked() as asked:
+            strategy.forward_backward(batch, 1 / 8)
+        assert bool(asked.count) is expected
+    strategy.close()
+
+
+def test_finding_out_whether_parameters_are_unused_leaves_no_trace(group):
+    """It is left out under accumulation, and dropout draws the same numbers afterwards."""
+    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
+    states = []
+    for accumulate in (1, 2):
+        model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Dropout())
+        torch.manual_seed(0)
+        strategy = mode_of(load(None, "mode=ddp", f"accumulate={accumulate}"), pair, (4, 1, 2, 2))
+        strategy.setup(model)
+        states.append(torch.get_rng_state())
+        assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+        assert model[1].num_batches_tracked == 0 and not model[1].running_mean.any()
+        strategy.close()
+    assert torch.equal(*states)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

@@ -56,15 +56,29 @@ class DistributedDataParallel(Strategy):
         in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
         synced: dict[str, Any] = {in_forward: broadcast}
         with lost_peers():
+            # Under accumulation a static graph fails inside the reducer.
+            static_graph = self.recipe.accumulate == 1 and self.world.share(self._leaves_parameters_unused())
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.module,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                # Under accumulation a static graph fails inside the reducer.
-                static_graph=self.recipe.accumulate == 1,
+                static_graph=static_graph,
                 **synced,
             )
             self._rebuild_buckets()
+
+    def _leaves_parameters_unused(self) -> bool:
+        """Whether a pass on nothing does. DDP needs a static graph then, which asks after each parameter in each step.
+
+        Not compiled here: inside DDP a graph is cut at its buckets, and outside it is not.
+        """
+        with undisturbed([self.module], self.device), torch.compiler.set_stance("force_eager"):
+            self.train()
+            inputs = self.context.example.zeros(self.device, 2, self.recipe.channels_last).inputs
+            self.outputs(inputs).sum().backward()  # type: ignore[no-untyped-call]
+        unused = any(p.requires_grad and p.grad is None for p in self._parameters)
+        self.module.zero_grad()
+        return unused
 
     def _rebuild_buckets(self) -> None:
         """Two backward passes on nothing, so that every start has the buckets that DDP ends up with.

@@ -1,6 +1,6 @@
 """Storms: whole jobs killed, signalled and stopped at random moments, continued, and held against an undisturbed run.
 
-    python -m tests.storms --kills=400 --signals=600 --stops=200 --pauses=40 --starts=100 --unlocked=40 --seed=7
+    python -m tests.storms --kills=400 --signals=600 --stops=200 --pauses=40 --starts=100 --unlocked=40 --renamed=40
 
 A storm hits one run folder several times; each hit comes from the seed, which a failure names. After each hit: no
 process left, nothing in shared memory, no traceback, an exit code that fits; at the end every step once, and losses and
@@ -13,6 +13,8 @@ import argparse
 import itertools
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,9 +29,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.commands import blocks, environment, orphaned_blocks, result, steps
+from tests.data.photo_folders import coloured
 
 WORDS = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "epochs=6", "ema=0.9"]
 WORDS += ["threads=1", "save.every_steps=5", "logging.every_steps=1", "logging.progress=false", "resume=auto"]
+PHOTOS = ["data.name=imagefolder", "data.image_size=8", "data.channels=1", "data.workers=0"]
 PIPELINE = ["mode=pipeline", "pipeline.microbatches=4"]
 TWO, FOUR = "pipeline.cuts=['7']", "pipeline.cuts=['1','4','7']"  # by name: measured twice, two runs might differ
 MODES = {
@@ -135,6 +139,7 @@ class Job:
             "start-up": lambda: time.monotonic() - self.begun > delay,
             "banner": lambda: "trainer 0.1.0" in self.text(),
             "steps": lambda: self._count(log) >= self.rows + target,
+            "saved": lambda: self._count(log) >= self.rows + target and any(checkpoints.glob("step-????????")),
             "evaluation": lambda: self._count(log) % 22 == 0 and self._count(log) > self.rows,
             "saving": lambda: checkpoints.is_dir() and any(".tmp-" in name for name in os.listdir(checkpoints)),
             "end": lambda: self._count(log) >= 6 * 22 > self.rows,
@@ -194,6 +199,8 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
             job.main.kill()
         elif kind == "unlocked":
             return take_over(job, hit)
+        elif kind == "renamed":
+            return other_photos(job, hit, dice)
         elif kind == "stop":
             rank, pid = dice.choice(sorted(job.ranks().items()))
             hit.victim, limit = f"rank {rank}", TIMEOUT + 5.0
@@ -260,6 +267,45 @@ def take_over(job: Job, hit: Hit) -> Hit:
     return hit
 
 
+def other_photos(job: Job, hit: Hit, dice: random.Random) -> Hit | None:
+    """Kill a run and change its photos: it does not go on with other classes, and a copy of it goes on with other files
+    of which it tells how many. Then all is as before."""
+    job.main.kill()
+    hit.code, hit.seconds = job.end(5.0 * slack())
+    if '"completed"' in _read(job.folder / "result.json"):
+        return None
+    root = next(Path(word[10:]) for word in job.words if word.startswith("data.root="))
+    kept = root.rename(root.with_name("kept"))
+    shutil.copytree(kept, root)
+    hit.victim, count = dice.choice(("renamed", "swapped", "added", "removed")), dice.randint(1, 40)
+    one, two = dice.sample(sorted(root.iterdir()), 2)
+    photos = sorted(one.iterdir())
+    if hit.victim == "renamed":
+        one.rename(root / "other")
+    elif hit.victim == "swapped":
+        one.rename(root / "aside"), two.rename(one), (root / "aside").rename(two)
+        count = len(photos) + len(list(one.iterdir()))
+    for photo in dice.sample(photos, count) if hit.victim in ("added", "removed") else ():
+        photo.unlink() if hit.victim == "removed" else shutil.copy(photo, one / f"new {photo.name}")
+    told, code = {}, 3 * (hit.victim == "renamed")
+    folder = job.folder if code else Path(shutil.copytree(job.folder, f"{job.folder} {job.mark}"))
+    again = Job(folder, *job.words)
+    try:
+        assert again.end(60.0 * slack())[0] == code and "Traceback" not in again.text(), again.text()
+        if code:
+            assert f"(gone: {one.name}; new: other): put the old names back" in again.text(), again.text()
+            return hit
+        line = next(line for line in again.text().splitlines() if "the images changed since then" in line)
+        for what in ("added", "removed"):
+            told[what] = sum(int(found) for found in re.findall(rf"(\d+) {what}", line))
+        assert told == {what: count * (hit.victim in (what, "swapped")) for what in told}, (hit.victim, count, line)
+    finally:
+        again.clear()
+        shutil.rmtree(root)
+        kept.rename(root)
+    return hit
+
+
 def check(hit: Hit, job: Job) -> None:
     """That a job ended as it should."""
     code = hit.code if hit.code is None or hit.code >= 0 else 128 - hit.code
@@ -300,23 +346,32 @@ class Storms:
         self.count = 0
         self.whole: dict[str, Path] = {}
 
-    def undisturbed(self, mode: str) -> Path:
-        if mode not in self.whole:
-            self.whole[mode] = self.home / f"whole {mode}"
-            finish(self.whole[mode], *WORDS, *MODES[mode])
-        return self.whole[mode]
+    def undisturbed(self, mode: str, words: list[str]) -> Path:
+        name = f"whole {mode}{' photos' * (PHOTOS[0] in words)}"
+        if name not in self.whole:
+            self.whole[name] = self.home / name
+            finish(self.whole[name], *words)
+        return self.whole[name]
+
+    def photos(self) -> list[str]:
+        """Words for a folder of photos of four classes."""
+        root = self.home / "photos"
+        for number in range(960) if not root.exists() else ():
+            kind = number % 4
+            coloured(root / f"class{kind}" / f"{number}.png", (60 * kind, 90, 60), (8, 8), number)
+        return [*PHOTOS, f"data.root={root}"]
 
     def storm(self, mode: str, kinds: list[str]) -> list[Hit]:
         """Hit one run again and again, end it undisturbed, and compare."""
         self.count += 1
         dice = random.Random(f"{self.seed} {self.count}")
         folder = self.home / f"{self.count} {mode}"
-        words = [*WORDS, *MODES[mode]]
+        words = [*WORDS, *MODES[mode], *(self.photos() if "renamed" in kinds else [])]
         soon = [f"timeout={TIMEOUT}"] if {"stop", "pause"} & {*kinds} else []
         hits: list[Hit] = []
         for kind in kinds:
             under_way = dict.fromkeys(("stop", "pause", "unlocked"), PHASES[2:6])
-            phases = {"start": PHASES[:1], **under_way}.get(kind, PHASES)
+            phases = {"start": PHASES[:1], "renamed": ("saved",), **under_way}.get(kind, PHASES)
             torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
             job = Job(folder, *words, *soon, torchrun=torchrun)
             try:
@@ -332,19 +387,19 @@ class Storms:
             print(f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12} {hit.code} {hit.seconds:.1f} s")
         try:
             finish(folder, *words)
-            self.compare(mode, folder)
+            self.compare(mode, folder, words)
         except BaseException as error:
             error.add_note(f"--seed={self.seed}, storm {self.count}, {mode}, {hits}, in {folder}")
             raise
         return hits
 
-    def compare(self, mode: str, folder: Path) -> None:
+    def compare(self, mode: str, folder: Path, words: list[str]) -> None:
         rows, facts = steps(folder), result(folder)
         assert facts["status"] == "completed"
         assert [int(row["step"]) for row in rows] == list(range(1, facts["steps"] + 1)), [row["step"] for row in rows]
         if mode == "hogwild":  # lock-free updates
             return
-        whole = self.undisturbed(mode)
+        whole = self.undisturbed(mode, words)
         for key in ("step", "epoch", "train_loss", "lr"):
             assert [row[key] for row in rows] == [row[key] for row in steps(whole)], key
         for name in ("last.safetensors", "best.safetensors"):
@@ -383,6 +438,7 @@ def main() -> None:
         ("pauses", 10),
         ("starts", 20),
         ("unlocked", 10),
+        ("renamed", 10),
     ):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
@@ -402,6 +458,7 @@ def main() -> None:
             (("pause",), asked.pauses, several),
             (("start",), asked.starts, asked.modes),
             (("unlocked",), asked.unlocked, asked.modes),
+            (("renamed",), asked.renamed, asked.modes),
         ):
             if modes:
                 print(f"{len(storms.run(kinds, count, modes))} x {', '.join(kinds)}", flush=True)

@@ -26,10 +26,11 @@ def storms(tmp_path_factory):
         (("pause",), 10, SEVERAL),
         (("start",), 40, [*MODES]),
         (("unlocked",), 10, [*MODES]),
+        (("renamed",), 12, [*MODES]),
     ],
-    ids=["kills", "signals", "stops", "pauses", "starts", "unlocked"],
+    ids=["kills", "signals", "stops", "pauses", "starts", "unlocked", "renamed"],
 )
-@pytest.mark.full("180 hits, twenty minutes")
+@pytest.mark.full("192 hits, twenty minutes")
 def test_nothing_is_lost(storms, kinds, count, modes):
     assert len(storms.run(kinds, count, modes)) == count
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.commands import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
+from tests.data.shards.making import tarred, with_classes
 from tests.worlds import on_ranks
 from trainer.data.splits import Before
 from trainer.errors import SetupError
@@ -63,12 +64,11 @@ def photos_of(root, counts):
     return root
 
 
-def half_done(root, output, *words):
+def half_done(root, output, *words, name="imagefolder", **env):
     """A run of four epochs that ended after two."""
-    words = ["mode=single", "data.name=imagefolder", f"data.root={root}", "batch_size=4", "epochs=4", *words]
+    words = ["mode=single", f"data.name={name}", f"data.root={root}", "batch_size=4", "epochs=4", *words]
     words += [f"output={output}", "logging.verdict=false", *QUIET]
-    env = {"TRAINER_FAULT": "kill@0:7"}
-    assert trainer(*words, env=env).returncode
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:7", **env}).returncode
     assert (output / "checkpoints").is_dir()
     return [*words, "resume=auto"]
 
@@ -87,6 +87,18 @@ def test_renamed_classes_are_not_continued(tmp_path):
         assert done.returncode == 4 and "was trained on 2 classes (ant, bee)" in done.stderr
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert trainer("evaluate", f"checkpoint={newest}").returncode == 4
+
+
+def test_classes_in_another_order_are_not_continued(tmp_path):
+    root, env = tmp_path / "shards", {"TRAINER_DATA": str(tmp_path / "kept")}
+    tarred(root / "a-000.tar", with_classes([0, 1] * 10))
+    (root / "classes.txt").write_text("ant\nbee\n")
+    again = half_done(root, tmp_path / "run", "data.image_size=16", name="shards", **env)
+    (root / "classes.txt").write_text("bee\nant\n")
+    done = trainer(*again, env=env)
+    assert done.returncode == 3 and "in another order than this run was trained on (ant, bee then" in done.stderr
+    (root / "classes.txt").write_text("ant\nbee\n")
+    ok(*again, env=env)
 
 
 def test_changed_files_are_told_where_a_run_goes_on(tmp_path):

@@ -1,7 +1,6 @@
 """Stages in a row are the whole model, for torchvision's families and ours: outputs, gradients, statistics, names."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -195,7 +194,7 @@ def test_what_is_wrong_with_a_choice(wanted, stages, says):
         choose(trace(build("resnet18", 32, {})), wanted, stages)
 
 
-def test_stages_move_copy_and_pickle():
+def test_stages_compute_what_the_model_does_and_move():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -214,13 +213,10 @@ def test_stages_move_copy_and_pickle():
     traced = trace(model)
     stages = traced.stages(traced.cuts)
     check_names(model, stages)
-    expected = model.eval()(inputs)
-    for copied in (copy.deepcopy(stages), pickle.loads(pickle.dumps(stages))):
-        out = inputs
-        for stage, again in zip(stages, copied, strict=True):
-            assert stage.state_dict().keys() == again.state_dict().keys()
-            out = again.train().eval()(out)
-        assert torch.equal(out, expected)
+    expected, out = model.eval()(inputs), inputs
+    for stage in stages:
+        out = stage.train().eval()(out)
+    assert torch.equal(out, expected)
     for stage in stages:
         stage.to(torch.float64, memory_format=torch.channels_last)
         assert {t.dtype for t in (*stage.parameters(), *stage.buffers())} == {torch.float64}

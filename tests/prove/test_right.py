@@ -11,7 +11,7 @@ from trainer.prove.outcome import Outcome
 from trainer.prove.right import digits, held_out_ways, modes_here, pipes
 from trainer.prove.trip import Devices, Trip
 from trainer.recipe import TRAITS, load
-from trainer.recipe.checks import VIRTUAL, check_processes
+from trainer.recipe.checks import VIRTUAL, check_processes, refused_schedules
 from trainer.recipe.words import split_words
 
 BLOCKS = 7  # of cnn_gn, between which it can be cut
@@ -28,7 +28,8 @@ MACHINES = [("cpu", 1), ("cpu", 2), ("cpu", 3), ("cpu", 6), *[("cuda", n) for n 
 @pytest.mark.parametrize(("kind", "count"), MACHINES)
 def test_every_run_can_start_on_every_machine(kind, count):
     devices = machine(kind, count)
-    runs = {mode.name: [*digits(devices), *mode.words] for mode in modes_here(devices)}
+    modes = [mode for mode in modes_here(devices) if not mode.newer or mode.name not in refused_schedules()]
+    runs = {mode.name: [*digits(devices), *mode.words] for mode in modes}
     for name, words in held_out_ways(devices):
         runs[f"held out {name}"] = ["data.name=digits", f"batch_size={24 * count}", *words]
     kept = {"batch": 64, "precision": "bf16", "compile": True}

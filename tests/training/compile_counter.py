@@ -6,11 +6,11 @@ is a line of the file TRAINER_TEST_COMPILED, from all ranks: a rank that ends do
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 
@@ -40,9 +40,5 @@ def compiled(graph, inputs):
     return and_noted
 
 
-def compile(self):
-    backend = compiled if os.environ.get("TRAINER_TEST_BACKEND") == "inductor" else noted
-    self._compiled_call_impl = torch.compile(self._call_impl, backend=backend)
-
-
-nn.Module.compile = compile
+backend = compiled if os.environ.get("TRAINER_TEST_BACKEND") == "inductor" else noted
+torch.compile = functools.partial(torch.compile, backend=backend)

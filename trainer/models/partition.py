@@ -49,7 +49,7 @@ class Traced:
 
         Parameters and buffers are the model's own (move them with `stage.to` once there are stages), and the stages'
         state dicts together are the model's. What no operation uses belongs to the last stage. Modules without
-        parameters may be in several stages, and then share their training flag. Stages can be copied and pickled.
+        parameters may be in several stages, and then share their training flag.
 
         Raises:
             RecipeError: as `choose`.

@@ -20,6 +20,7 @@ from trainer.models.blocks import frozen_norms
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
+from trainer.recipe.versions import torch_has
 from trainer.tasks import Task
 
 
@@ -58,6 +59,19 @@ class Context:
     say: Callable[[str], None] = _silent
 
 
+def compile_in_place(module: nn.Module) -> None:
+    """`module.compile()`: calls of it are compiled from now on, its parameters keep their names."""
+    of_torch = (type(module).forward.__module__ or "").startswith("torch.nn.")
+    if not of_torch or torch_has("compile() of torch.nn's own modules"):
+        module.compile()
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call)
+
+
 class Strategy:
     """One model on one device (mode `single`)."""
 
@@ -81,7 +95,7 @@ class Strategy:
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
         if self.recipe.compile:
-            self.module.compile()
+            compile_in_place(self.module)
         self._parameters = list(self.module.parameters())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

@@ -21,6 +21,7 @@ SINCE = {
     "forward_sync_buffers": Since((2, 13), "DistributedDataParallel knows it as broadcast_buffers"),
     "stage inputs of any layout": Since((2, 12), "the check that compares the first stage's strides is left out"),
     "gradients through a group of their own": Since((2, 14), "a pipeline's messages of both ways share one"),
+    "compile() of torch.nn's own modules": Since((2, 14), "it compiles nothing: a function that calls one is compiled"),
     "backward passes in two parts": Since((2, 14), "use pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"),
 }
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs, undisturbed
 from trainer.models.partition import Traced, trace
-from trainer.modes.base import Context, Strategy
+from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Span
@@ -188,7 +188,7 @@ class Staged(Strategy):
                 stage, self._values, pooled=self.recipe.pipeline.deferred_batch_norm
             )
         if self.recipe.compile:
-            stage.compile()
+            compile_in_place(stage)
         return stage
 
     def run_stage(self, stage: nn.Module, inputs: Tensor, rows: int | None = None) -> Tensor:

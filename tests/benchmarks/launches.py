@@ -4,9 +4,9 @@
 
 Counted where torch dispatches to a device's kernels, on the CPU and on small images: each operator that computes is a
 launch (views and allocations are none), whatever the shapes. Modes run through the command line; a step of theirs is
-counted on rank 0, of 1f1b on its stage alone. A bare loop is of the same kind: DDP beside ddp, two micro-batches beside
-pipelines. `loop` is what neither the mode nor the optimizer asks for: finishing the
-images, adding up the loss. A fused optimizer is one operator here.
+counted on rank 0, of 1f1b on its stage alone, and away from where ranks meet, which is once a second. A bare loop is of
+the same kind: DDP beside ddp, two micro-batches beside pipelines. `loop` is what neither the mode nor the optimizer
+asks for: finishing the images, adding up the loss. A fused optimizer is one operator here.
 """
 
 from __future__ import annotations
@@ -67,9 +67,13 @@ def install() -> None:
     """As a plugin: count one step of this rank's, and write it down."""
     from trainer.modes import STRATEGIES
     from trainer.modes.pipeline.ranks import ProcessPipeline
+    from trainer.training.meeting import Meeting
     from trainer.training.optimization import Updater
 
-    counter, steps, plain = Counter(), [0], Updater.step
+    counter, steps, plain, exchange = Counter(), [0], Updater.step, Meeting.exchange
+
+    def exchange_seldom(self: Any, done: int, pace: float, *args: Any, **kwargs: Any) -> Any:
+        return exchange(self, done, 1 / (2 * STEP), *args, **kwargs)
 
     def counted_pass(run: Any) -> Any:
         def forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +98,7 @@ def install() -> None:
                 Path(os.environ["TRAINER_LAUNCHES"]).write_text(json.dumps(counter.found))
         return out
 
-    Updater.step = step  # type: ignore[method-assign]
+    Updater.step, Meeting.exchange = step, exchange_seldom  # type: ignore[method-assign]
     for kind in {*STRATEGIES.values(), ProcessPipeline}:
         if "forward_backward" in vars(kind):
             kind.forward_backward = counted_pass(kind.forward_backward)  # type: ignore[method-assign]

@@ -25,7 +25,6 @@ WAYS = {
     "interleaved1f1b": ["mode=pipeline", "nproc=2", "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=2"],
     "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
     "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "dp": ["mode=dp", "devices=[cpu,cpu]"],
 }
 OFTEN = ("single", "ddp", "streams", "1f1b")
 

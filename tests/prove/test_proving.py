@@ -136,6 +136,28 @@ def test_stopped_it_keeps_what_is_done_and_goes_on(number, code, tmp_path, full)
     assert done.stdout.count("] ") == 1 and found(folder, "mode ddp")["status"] == "right"
 
 
+@pytest.mark.parametrize("again", [["minutes=60"], ["minutes=0.01"]], ids=["asked again", "no time to ask again"])
+def test_a_machine_that_was_found_wrong_stays_wrong_after_a_stop(again, tmp_path, full):
+    if again != ["minutes=60"] and not full:
+        pytest.skip("one of two ways to go on in the fast tests: --all")
+    folder = begin(tmp_path / "proof", "copies", "links")
+    words = [sys.executable, "-m", "trainer", "prove", "devices=[cpu,cpu]", f"output={folder}", "minutes=60"]
+    fault = {"FAULTY_MACHINE": "wrong_copy", "PYTHONPATH": f"{FAULTY}:{PROJECT}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = subprocess.Popen(words, env=environment(**fault), **pipes)
+    end = time.monotonic() + 120
+    while "copies" not in json.loads((folder / kept.KEPT).read_text())["checks"] and time.monotonic() < end:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 143 and "WRONG" in out, out + err
+    assert proof(folder)["status"] == "wrong" and "links" not in json.loads((folder / kept.KEPT).read_text())["checks"]
+    done = prove(folder, *again, fault="wrong_copy")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert found(folder, "copies")["status"] == "wrong" and "WRONG" in done.stdout.splitlines()[-1]
+    assert (found(folder, "links")["status"] == "left out") == (again == ["minutes=0.01"])
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")

@@ -6,7 +6,7 @@ import torchvision
 from torch import nn
 
 from trainer.errors import RecipeError
-from trainer.models.blocks import blocks, freeze, frozen, frozen_norms
+from trainer.models.blocks import blocks, freeze, frozen, frozen_norms, hold_statistics
 from trainer.models.small import SMALL
 from trainer.models.zoo import build
 from trainer.recipe import ModelRecipe
@@ -106,6 +106,30 @@ def test_normalisation_without_parameters_is_frozen_with_its_part():
     assert frozen_norms(model) == [model[0][0], model[0][2]]
     freeze(model, ["2"], "two parts")
     assert frozen_norms(model) == [model[0][0], model[0][2], model[3]], "a layer among others: as the one before it"
+
+
+class NormDrop(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: dropout within the layer."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, inputs):
+        return self.drop(super().forward(inputs))
+
+
+@pytest.mark.parametrize("layer", [nn.InstanceNorm2d(4, affine=True, track_running_stats=True), NormDrop(4)])
+def test_frozen_statistics_are_held_and_dropout_inside_goes_on(layer):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), layer, nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4))
+    freeze(model, ["0", "1"], "two parts")
+    model.train()
+    hold_statistics(model)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    first, second = (model[:2](torch.ones(2, 3, 3, 3)) for _ in range(2))
+    assert all(map(torch.equal, before, layer.buffers()))
+    assert torch.equal(first, second) == (not isinstance(layer, NormDrop)), "dropout goes on"
+    assert model[3].training and frozen_norms(model) == [layer]
 
 
 @pytest.mark.parametrize("wanted", [1, -1, ["2"]])

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainer.errors import RecipeError
 from trainer.recipe import nearest
@@ -146,9 +146,15 @@ def frozen(model: nn.Module) -> list[str]:
     return found
 
 
-def frozen_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Batch normalisation that `freeze` named, which goes on with the statistics that it has."""
-    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and keeps_statistics(layer)]
+def frozen_norms(model: nn.Module) -> list[_NormBase]:
+    """Normalisation that `freeze` named, which goes on with the statistics that it has."""
+    return [layer for layer in model.modules() if isinstance(layer, _NormBase) and keeps_statistics(layer)]
+
+
+def hold_statistics(model: nn.Module) -> None:
+    """Let what `frozen_norms` finds use its statistics in training too; dropout inside of such a layer goes on."""
+    for layer in frozen_norms(model):
+        layer.training = False  # not `eval()`, which is for its children as well
 
 
 def keeps_statistics(layer: nn.Module) -> bool:
@@ -156,8 +162,8 @@ def keeps_statistics(layer: nn.Module) -> bool:
     return bool(getattr(layer, "keeps_statistics", False))
 
 
-def _still(model: nn.Module) -> Iterator[_BatchNorm]:
-    """Batch normalisation that does not train.
+def _still(model: nn.Module) -> Iterator[_NormBase]:
+    """Batch normalisation, and instance normalisation with running statistics, that does not train.
 
     One without weight and bias is like the part around it, or where only some of that trains, like the layer before it;
     before all others, like the first that has any.
@@ -167,7 +173,8 @@ def _still(model: nn.Module) -> Iterator[_BatchNorm]:
     for name, layer in model.named_modules():
         own = [p.requires_grad for p in layer.parameters(recurse=False)]
         before = not any(own) if own else before
-        if isinstance(layer, _BatchNorm) and (before if own else _like_its_part(model, name, before)):
+        looks = isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.running_mean is not None)
+        if looks and (before if own else _like_its_part(model, name, before)):
             yield layer
 
 

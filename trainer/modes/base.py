@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.data import Batch, Example, Shard
 from trainer.devices.precision import AUTOCAST
-from trainer.models.blocks import frozen_norms
+from trainer.models.blocks import hold_statistics
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -113,9 +113,9 @@ class Strategy:
         self.keep_frozen([self.module])
 
     def keep_frozen(self, modules: Iterable[nn.Module]) -> None:
-        """Batch normalisation that `model.freeze` names goes on with the statistics that it has, in training too."""
-        for norm in (norm for module in modules for norm in frozen_norms(module)):
-            norm.eval()
+        """Normalisation that `model.freeze` names goes on with the statistics that it has, in training too."""
+        for module in modules:
+            hold_statistics(module)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Add the gradients of weight x the loss summed over the batch's rows.

@@ -21,7 +21,7 @@ from trainer.data import Example, TensorSpec
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost
-from trainer.models.blocks import frozen_norms
+from trainer.models.blocks import hold_statistics
 from trainer.models.partition import Traced, trace
 from trainer.modes.pipeline.wire import Wire
 from trainer.planning.allocations import Allocations, size_of
@@ -69,8 +69,7 @@ class Shadow:
         self._cpu = kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._build().train()
-        for norm in frozen_norms(self.model):
-            norm.eval()
+        hold_statistics(self.model)
         self._roles = roles_of(self.model, recipe)
         self._fit = cache(self._measure)
 

@@ -93,10 +93,11 @@ def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     if still:
         size = sum(p.numel() for p in named.values() if not p.requires_grad)
         lines["frozen"] = f"{', '.join(still)}: {size:,} of {sum(p.numel() for p in named.values()):,} parameters"
-        norms = len(frozen_norms(model))
+        norms = frozen_norms(model)
         if norms:
-            kept = "layer there keeps its" if norms == 1 else "layers there keep their"
-            lines["frozen"] += f"; {norms} BatchNorm {kept} statistics"
+            kind = "BatchNorm" if all(isinstance(norm, _BatchNorm) for norm in norms) else "normalisation"
+            kept = "layer there keeps its" if len(norms) == 1 else "layers there keep their"
+            lines["frozen"] += f"; {len(norms)} {kind} {kept} statistics"
     rate = f"{recipe.peak_lr:g}"
     if optimizer.lr_per is not None:
         rate += f": {optimizer.lr:g} for {optimizer.lr_per} images a step, and batch_size={recipe.batch_size}"

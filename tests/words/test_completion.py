@@ -11,7 +11,7 @@ import pytest
 
 from tests.commands import ok
 from trainer.exporting import SUFFIXES
-from trainer.recipe import shipped_recipes
+from trainer.recipe import checks, shipped_recipes
 from trainer.words.commands import COMMANDS
 from trainer.words.completion import script
 
@@ -55,10 +55,19 @@ def test_values(sourced: Path) -> None:
     assert {*completed(sourced, "trainer export runs/x format=")} == {*SUFFIXES}
     assert completed(sourced, "trainer mode=loc") == ["local_sgd"]
     assert {*completed(sourced, "trainer recipe=digits precision=")} == {"fp32", "tf32", "bf16", "fp16"}
-    assert {*completed(sourced, "trainer pipeline.schedule=inter")} == {"interleaved1f1b", "interleavedzerobubble"}
+    schedules = {"interleaved1f1b", "interleavedzerobubble"} - {*checks.refused_schedules()}
+    assert {*completed(sourced, "trainer pipeline.schedule=inter")} == schedules
     assert {*completed(sourced, "trainer compile=")} == {"true", "false"}
     assert completed(sourced, "trainer epochs=") == []
     assert {*shipped_recipes()} <= {*completed(sourced, "trainer recipe=")}
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_only_schedules_that_this_torch_runs_are_offered(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "torch_has", lambda what: newer)
+    text = script("bash")
+    assert all((f"pipeline.schedule={name}" in text) == newer for name in checks.SPLIT_BACKWARD)
+    assert "pipeline.schedule=interleaved1f1b" in text and "pipeline.schedule=null" in text
 
 
 def test_files(sourced: Path, tmp_path: Path) -> None:

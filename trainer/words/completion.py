@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
-from trainer.recipe.checks import DATASETS, SMALL_MODELS, TASKS, torchvision_classifiers
+from trainer.recipe.checks import DATASETS, SMALL_MODELS, TASKS, refused_schedules, torchvision_classifiers
 from trainer.words.commands import COMMANDS
 from trainer.words.guide import topics
 from trainer.words.keys import EXPORTS, FOLDERS, OWN, choices, keys, sections
@@ -311,8 +311,11 @@ def _commands() -> list[str]:
 
 def _values() -> Mapping[str, Sequence[str]]:
     """What can be typed for a key, where there is a list of it."""
+    known = choices()
+    refused = refused_schedules()
     return {
-        **choices(),
+        **known,
+        "pipeline.schedule": [name for name in known["pipeline.schedule"] if name not in refused],
         "model.name": [*SMALL_MODELS, *torchvision_classifiers()],
         "data.name": DATASETS,
         "task.name": TASKS,

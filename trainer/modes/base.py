@@ -67,7 +67,7 @@ def compile_in_place(module: nn.Module) -> None:
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     module._compiled_call_impl = torch.compile(call)
 

@@ -50,3 +50,20 @@ def test_the_first_line_tells_the_separator(file, text, separator, cells):
     file.write_text(text)
     found = read_lines(file)
     assert found.separator == separator and found.others[0].cells == cells
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('"file" "label"\n"1" "a 1.png" "cat"\n"2" "b.png" "dog"\n', ["blanks between", "row.names=FALSE"]),
+        ("file label\na.png cat\nb.png dog\n", ["blanks between", "write commas"]),
+        ('"file"\t"label"\n"1"\t"a.png"\t"cat"\n', ["line 2", "row.names=FALSE"]),
+        ('"file","label"\n"1","a.png","cat"\n"2","b.png","dog"\n', ["line 2", "row.names=FALSE"]),
+    ],
+)
+def test_tables_that_r_writes_are_told(text, words, tmp_path):
+    path = tmp_path / "labels.txt"
+    path.write_text(text)
+    with pytest.raises(SetupError) as caught:
+        read_lines(path)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

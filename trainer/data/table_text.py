@@ -17,6 +17,7 @@ NAMED = re.compile(r"sep=(.)\r?\n")  # the line by which Excel tells it
 UTF_16 = b"\xff\xfe", b"\xfe\xff"  # how such a file begins
 SAVE = "save it as UTF-8 (Excel: Save As, CSV UTF-8)"
 THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+")  # what a comma may stand between
+ROW_NAMES = "as R writes its row names: leave them out, write.csv(table, file, row.names=FALSE)"
 NUMBER = re.compile(r"[-+\d.,eE]+")
 
 
@@ -52,15 +53,34 @@ def read_lines(path: Path) -> Lines:
     except csv.Error as error:
         raise SetupError(f"data.labels={path} cannot be read (line {reader.line_num}: {error})") from None
     if len(lines) < 2 or len(lines[0].cells) < 2:
+        check_blanks(path, text)
         raise SetupError(
             f"data.labels={path} needs a header and rows, such as file,label and train/cat-1.jpg,cat below it"
         )
     first = lines[0].cells
     for number, cells in lines[1:]:
         if len(cells) != len(first):
+            if all(len(row.cells) == len(first) + 1 for row in lines[1:]):
+                raise SetupError(f"{path}, line {number}: each row has one cell more than the header, {ROW_NAMES}")
             several = "; classes of one image with ; between them need commas between columns" * (separator == ";")
             raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(first)}{several}")
     return Lines(first, lines[1:], separator)
+
+
+def check_blanks(path: Path, text: str) -> None:
+    """Refuse a table with blanks between its cells, as R's write.table makes it.
+
+    Raises:
+        SetupError: what to write instead.
+    """
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=" ") if any(row)]
+    except csv.Error:
+        return
+    widths = {len(row) for row in rows[1:]}
+    if len(widths) == 1 and len(rows[0]) > 1 and widths <= {len(rows[0]), len(rows[0]) + 1}:
+        row_names = f", and {ROW_NAMES}" if len(rows[0]) not in widths else ""
+        raise SetupError(f"data.labels={path} seems to have blanks between its columns: write commas there{row_names}")
 
 
 def check_commas(path: Path, column: str, cells: Iterable[tuple[int, str]]) -> None:

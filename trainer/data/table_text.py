@@ -60,7 +60,7 @@ def read_lines(path: Path) -> Lines:
     first = lines[0].cells
     for number, cells in lines[1:]:
         if len(cells) != len(first):
-            if all(len(row.cells) == len(first) + 1 for row in lines[1:]):
+            if separator != ";" and all(len(row.cells) == len(first) + 1 for row in lines[1:]):
                 raise SetupError(f"{path}, line {number}: each row has one cell more than the header, {ROW_NAMES}")
             several = "; classes of one image with ; between them need commas between columns" * (separator == ";")
             raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(first)}{several}")

@@ -268,8 +268,8 @@ def take_over(job: Job, hit: Hit) -> Hit:
 
 
 def other_photos(job: Job, hit: Hit, dice: random.Random) -> Hit | None:
-    """Kill a run and change its photos: it does not go on with other classes, and a copy of it goes on with other files
-    of which it tells how many. Then all is as before."""
+    """Kill a run and change its photos: it does not go on with other classes or swapped ones, and a copy of it goes on
+    with other files of which it tells how many. Then all is as before."""
     job.main.kill()
     hit.code, hit.seconds = job.end(5.0 * slack())
     if '"completed"' in _read(job.folder / "result.json"):
@@ -284,21 +284,22 @@ def other_photos(job: Job, hit: Hit, dice: random.Random) -> Hit | None:
         one.rename(root / "other")
     elif hit.victim == "swapped":
         one.rename(root / "aside"), two.rename(one), (root / "aside").rename(two)
-        count = len(photos) + len(list(one.iterdir()))
     for photo in dice.sample(photos, count) if hit.victim in ("added", "removed") else ():
         photo.unlink() if hit.victim == "removed" else shutil.copy(photo, one / f"new {photo.name}")
-    told, code = {}, 3 * (hit.victim == "renamed")
+    told, code = {}, 3 * (hit.victim in ("renamed", "swapped"))
     folder = job.folder if code else Path(shutil.copytree(job.folder, f"{job.folder} {job.mark}"))
     again = Job(folder, *job.words)
     try:
         assert again.end(60.0 * slack())[0] == code and "Traceback" not in again.text(), again.text()
         if code:
-            assert f"(gone: {one.name}; new: other): put the old names back" in again.text(), again.text()
+            moved = f"{one.name} is now in {two.name}"
+            why = moved if hit.victim == "swapped" else f"(gone: {one.name}; new: other): put the old names back"
+            assert why in again.text(), again.text()
             return hit
         line = next(line for line in again.text().splitlines() if "the images changed since then" in line)
         for what in ("added", "removed"):
             told[what] = sum(int(found) for found in re.findall(rf"(\d+) {what}", line))
-        assert told == {what: count * (hit.victim in (what, "swapped")) for what in told}, (hit.victim, count, line)
+        assert told == {what: count * (hit.victim == what) for what in told}, (hit.victim, count, line)
     finally:
         again.clear()
         shutil.rmtree(root)
@@ -358,7 +359,7 @@ class Storms:
         root = self.home / "photos"
         for number in range(960) if not root.exists() else ():
             kind = number % 4
-            coloured(root / f"class{kind}" / f"{number}.png", (60 * kind, 90, 60), (8, 8), number)
+            coloured(root / f"class{kind}" / f"{number // 4}.png", (60 * kind, 90, 60), (8, 8), number)
         return [*PHOTOS, f"data.root={root}"]
 
     def storm(self, mode: str, kinds: list[str]) -> list[Hit]:

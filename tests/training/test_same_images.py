@@ -6,7 +6,7 @@ import pytest
 
 from tests.commands import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
-from tests.data.shards.making import tarred, with_classes
+from tests.data.shards.making import jpeg, tarred, with_classes
 from tests.worlds import on_ranks
 from trainer.data.splits import Before
 from trainer.errors import SetupError
@@ -113,6 +113,68 @@ def test_changed_files_are_told_where_a_run_goes_on(tmp_path):
     assert "the images changed" not in ok(*again).stdout
 
 
+def sizes_told(said):
+    return [line for line in said.splitlines() if "the images changed since then" in line and "another size" in line]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one folder", "train and val"])
+def test_swapped_class_folders_of_equal_names_are_not_continued(tmp_path, split):
+    root, counts = tmp_path / "photos", {"ant": 8, "bee": 8, "cow": 8}
+    for part in ("train", "val") if split else ("",):
+        photos_of(root / part, counts)
+    again = half_done(root, tmp_path / "run")
+    folder = root / "train" if split else root
+
+    def swap():
+        (folder / "ant").rename(folder / "aside")
+        (folder / "bee").rename(folder / "ant")
+        (folder / "aside").rename(folder / "bee")
+
+    swap()
+    done = trainer(*again)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert "(ant is now in bee, bee is now in ant): put them back, or choose another output=" in done.stderr
+    anew = [word for word in again if not word.startswith(("output=", "resume="))]
+    ok(*anew, f"output={tmp_path / 'other'}", f"model.init_from={tmp_path / 'run'}")
+    swap()
+    assert "the images changed" not in ok(*again).stdout
+
+
+def test_a_photo_replaced_under_its_name_is_told_once(tmp_path):
+    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
+    again = half_done(root, tmp_path / "run")
+    trained = (tmp_path / "run" / "split.csv").read_text().splitlines()
+    name = next(line for line in trained if line.endswith(",train")).split(",")[0]
+    photo(root / name, (12, 12))
+    (root / "bee" / "new.png").write_bytes((root / "bee" / "1.png").read_bytes())
+    (line,) = sizes_told(ok(*again).stdout)
+    assert f"training photos looked at have another size than when the run began ({name})" in line
+    assert "1 added, 0 removed" in line and "; 1 of " in line
+    assert "the images changed" not in ok(*again).stdout
+
+
+def test_photos_that_were_all_written_anew_are_told_and_go_on(tmp_path):
+    """Their sizes are no other class's."""
+    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
+    again = half_done(root, tmp_path / "run", "data.val_fraction=0.5")
+    for path in root.glob("*/*.png"):
+        photo(path, (24, 24), seed=int(path.stem))
+    (line,) = sizes_told(ok(*again).stdout)
+    assert "8 of 8 training photos" in line and "8 of 8 held out photos" in line
+
+
+def test_an_image_replaced_in_a_shard_is_told(tmp_path):
+    root, env = tmp_path / "shards", {"TRAINER_DATA": str(tmp_path / "kept")}
+    members = with_classes([0, 1] * 10)
+    tarred(root / "a-000.tar", members)
+    again = half_done(root, tmp_path / "run", "data.image_size=16", name="shards", **env)
+    at, (name, _) = next((at, one) for at, one in enumerate(members) if one[0].endswith(".jpg"))
+    members[at] = (name, jpeg(99, (50, 50)))
+    tarred(root / "a-000.tar", members)
+    (line,) = sizes_told(ok(*again, env=env).stdout)
+    assert " 1 of " in line and name in line and "added" not in line
+
+
 def test_a_lost_split_is_told(tmp_path):
     """Without its split.csv another seed's split is not that of the run."""
     root = photos_of(tmp_path / "photos", {"ant": 10, "bee": 10})
@@ -126,16 +188,22 @@ def test_a_lost_split_is_told(tmp_path):
     assert "training 4 added, 4 removed; held out 4 added, 4 removed; 4 that are held out now were trained on" in said
 
 
-def test_a_checkpoint_that_tells_no_classes_is_continued(tmp_path):
+@pytest.mark.parametrize("lacks", ["classes and samples", "sizes"])
+def test_a_checkpoint_that_tells_less_is_continued(tmp_path, lacks):
     """As versions before had it."""
     root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
     again = half_done(root, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         state = load(folder)
-        state.facts.pop("classes")
-        state.tensors.pop("samples")
+        samples = state.tensors.pop("samples")
+        if lacks == "sizes":
+            state.tensors["samples"] = {role: samples[role] for role in ("train", "val")}
+        else:
+            state.facts.pop("classes")
         shutil.rmtree(folder)
         commit(tmp_path / "run", state, keep=5)
-    (root / "ant" / "1.png").unlink()
+    photo(root / "ant" / "1.png", (24, 24))
+    if lacks != "sizes":
+        (root / "ant" / "2.png").unlink()
     said = ok(*again).stdout
     assert "resuming at step" in said and "changed since then" not in said

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from trainer.data.encoded import EncodedPhotos
+from trainer.data.encoded import EncodedPhotos, size_of
 from trainer.data.items import own_targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import Datasets, ImageSet, TensorSet
 
 AT_ONCE = 2**16  # samples
+SIZED = 256  # photos of a part
 LOOKED_AT = 1024  # bytes of a sample in memory: more would take long where there are gigabytes
 
 Array = npt.NDArray[Any]
@@ -26,6 +27,14 @@ def contents_of(data: Datasets) -> dict[str, Tensor]:
     """The numbers (samples,) int64 of the training and the held-out samples, in their order."""
     parts = data.sources or (data.train, data.val)
     return {name: torch.from_numpy(_keys(part)) for name, part in zip(("train", "val"), parts, strict=True)}
+
+
+def sizes_of(part: Any, keys: Tensor, known: Tensor) -> Tensor:
+    """The places of some photos and their sizes in bytes, (photos, 2) int64: of those with `known` keys first."""
+    if not isinstance(part, EncodedPhotos):
+        return torch.zeros(0, 2, dtype=torch.int64)
+    places = np.lexsort((keys.numpy(), ~torch.isin(keys, known).numpy()))[:SIZED]
+    return torch.tensor([[place, size_of(part.address(place))] for place in places.tolist()])
 
 
 def difference(was: Tensor, now: Tensor) -> str:

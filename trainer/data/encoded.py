@@ -76,6 +76,13 @@ def identity(address: bytes) -> bytes:
     return b"%b\0%d\0%d" % (address, size, changed)
 
 
+def size_of(address: bytes) -> int:
+    """The bytes that an image has; -1 where it is not there, or only reading it would tell."""
+    parts = identity(address).split(b"\0")
+    in_file, in_tar = b"\0" not in address, parts[1] == tars.KIND
+    return int(parts[1]) if in_file else int(parts[-1]) if in_tar else -1
+
+
 class EncodedPhotos(ABC):
     """The images of one split. A million names are one block of bytes: cheap to hold and to send to workers.
 

@@ -71,6 +71,7 @@ class Run:
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes per device
     counted: tuple[int, int] = 0, 0  # unreadable images and uncached photos of this rank that the history has
     samples: dict[str, Tensor] = field(default_factory=dict)  # on rank 0 a number for each, as `contents_of`
+    resized: list[str] = field(default_factory=list)  # photos of other sizes than in the checkpoint, in words
     shift: int = 0  # steps that were counted beyond those of this mode's epochs, in another mode
 
     def __post_init__(self) -> None:

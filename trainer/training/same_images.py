@@ -5,19 +5,27 @@ Machines may hold different copies, and files may come and go while a run starts
 
 from __future__ import annotations
 
+import itertools
+import os
 import platform
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.data import Datasets
-from trainer.data.contents import difference
-from trainer.data.encoded import EncodedPhotos
+from trainer.data.contents import contents_of, difference, sizes_of
+from trainer.data.encoded import EncodedPhotos, size_of
 from trainer.data.scanning import few
 from trainer.errors import SetupError
 from trainer.processes.world import World
 from trainer.saving.checkpoint import State
 from trainer.training.run import Run
+
+ROLES = {"train": "training", "val": "held out"}
+ANEW = "or choose another output= to start anew (model.init_from=RUN keeps what it learned)"
 
 
 def check_same_images(world: World, data: Datasets) -> None:
@@ -55,7 +63,52 @@ def _difference(rank: int, its: tuple[str, dict[str, Any]], here: dict[str, Any]
     return f"rank {rank} on {host} found other data than rank 0 ({what}: {there[what]} there, {here[what]} here)"
 
 
-def check_classes(data: Datasets, state: State) -> None:
+def known_again(world: World, data: Datasets, state: State | None) -> tuple[dict[str, Tensor], list[str]]:
+    """What rank 0 keeps to know the images again, and how many have other sizes than in a checkpoint. Collective.
+
+    Raises:
+        SetupError: on every rank, where the classes are others, or their folders were exchanged.
+    """
+    if state is not None:
+        _check_classes(data, state)
+    was = state.tensors.get("samples", {}) if state is not None else {}
+    samples, resized = contents_of(data) if world.is_main else {}, []
+    moved: dict[str, str] = {}
+    for role, part in zip([*samples], data.sources or (data.train, data.val), strict=False):
+        places, sizes = was.get(f"{role}_sizes", torch.zeros(0, 2, dtype=torch.int64)).T
+        known = was.get(role, places)[places]
+        sized = samples[f"{role}_sizes"] = sizes_of(part, samples[role], known)
+        before = dict(zip(known.tolist(), sizes.tolist(), strict=True))
+        photos = [(part.name(at), before.get(int(samples[role][at]), -1), size) for at, size in sized.tolist()]
+        photos = [photo for photo in photos if min(photo[1:]) >= 0]
+        others = [name for name, then, now in photos if then != now]
+        if others:
+            counts = f"{len(others)} of {len(photos)} {ROLES[role]} photos looked at"
+            resized.append(f"{counts} have another size than when the run began ({few(others)})")
+            moved |= _moved(part, photos, data.classes)
+    moved = world.share(moved)
+    if moved:
+        told = few([f"{one} is now in {other}" for one, other in moved.items()])
+        raise SetupError(f"the class folders of this run changed places ({told}): put them back, {ANEW}")
+    return samples, resized
+
+
+def _moved(part: EncodedPhotos, photos: Sequence[tuple[str, int, int]], classes: Sequence[str]) -> dict[str, str]:
+    """Class folders of which one holds now what another one held, by `photos`: names, and bytes then and now."""
+    folders = defaultdict(list)
+    for name, then, now in photos:
+        folder, _, below = name.partition("/")
+        folders[folder].append((below, then, then != now))
+    others = [one for one in classes if sum(changed for *_, changed in folders[one]) > max(2, len(folders[one]) / 2)]
+    moved = {
+        one: other
+        for one, other in itertools.permutations(others, 2)
+        if all(size_of(os.fsencode(f"{part.root}/{other}/{below}")) == then for below, then, _ in folders[one])
+    }
+    return moved if {*moved} == {*moved.values()} else {}
+
+
+def _check_classes(data: Datasets, state: State) -> None:
     """Hold the classes against those that a checkpoint was trained on: an output is a class by its place.
 
     Raises:
@@ -70,10 +123,7 @@ def check_classes(data: Datasets, state: State) -> None:
         told = f"not those that this run was trained on ({'; '.join(changes)})"
     else:
         told = f"in another order than this run was trained on ({few(was)} then, {few(now)} now)"
-    raise SetupError(
-        f"the classes of data.name={data.name} are {told}: put the old names back, or choose another output= to start "
-        "anew (model.init_from=RUN keeps what it learned)"
-    )
+    raise SetupError(f"the classes of data.name={data.name} are {told}: put the old names back, {ANEW}")
 
 
 def tell_changes(run: Run, state: State) -> None:
@@ -81,9 +131,8 @@ def tell_changes(run: Run, state: State) -> None:
     was, now = state.tensors.get("samples"), run.samples
     if not was or not now:  # an older checkpoint; or rank 0 says it
         return
-    roles = {"train": "training", "val": "held out"}
-    found = {role: difference(was[part], now[part]) for part, role in roles.items()}
-    changes = [f"{role} {change}" for role, change in found.items() if change]
+    found = {role: difference(was[part], now[part]) for part, role in ROLES.items()}
+    changes = [f"{role} {change}" for role, change in found.items() if change] + run.resized
     if not changes:
         return
     seen = torch.isin(now["val"], was["train"]) & ~torch.isin(now["val"], was["val"])

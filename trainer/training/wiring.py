@@ -14,7 +14,6 @@ from torch import nn
 from trainer import modes, tasks
 from trainer.caching import cached
 from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, contact_sheet, open_datasets, steps_per_epoch
-from trainer.data.contents import contents_of
 from trainer.data.feeds import labels_at_hand
 from trainer.data.images import reason
 from trainer.data.splits import SPLIT_FILE, continued
@@ -42,7 +41,7 @@ from trainer.training.optimization import MovingAverage, Updater, loss_scaler, t
 from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import WORKERS, Run
-from trainer.training.same_images import check_classes, check_same_images
+from trainer.training.same_images import check_same_images, known_again
 from trainer.training.speed_test import speed_recipe
 from trainer.training.trainable import normalises_batches, notes, roles_of
 
@@ -66,9 +65,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     callbacks.connect(world)
     check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)
-    if state is not None:
-        check_classes(data, state)
-    samples = contents_of(data) if world.is_main else {}
+    samples, resized = known_again(world, data, state)
     data, recipe = cached(replace(data, sources=()), recipe, world, tracker.say, closing)
     tracker.settle(recipe)
     model = begun_model(recipe, task, data, state, world)
@@ -115,6 +112,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
         speed_only=speed_only,
         begun=begun,
         samples=samples,
+        resized=resized,
         flops_per_sample=flops,
         peak_flops=peak,
     )

@@ -64,9 +64,9 @@ def photos_of(root, counts):
     return root
 
 
-def half_done(root, output, *words, name="imagefolder", **env):
+def half_done(root, output, *words, name="imagefolder", mode=("mode=single",), **env):
     """A run of four epochs that ended after two."""
-    words = ["mode=single", f"data.name={name}", f"data.root={root}", "batch_size=4", "epochs=4", *words]
+    words = [*mode, f"data.name={name}", f"data.root={root}", "batch_size=4", "epochs=4", *words]
     words += [f"output={output}", "logging.verdict=false", *QUIET]
     assert trainer(*words, env={"TRAINER_FAULT": "kill@0:7", **env}).returncode
     assert (output / "checkpoints").is_dir()
@@ -138,6 +138,15 @@ def test_swapped_class_folders_of_equal_names_are_not_continued(tmp_path, split)
     ok(*anew, f"output={tmp_path / 'other'}", f"model.init_from={tmp_path / 'run'}")
     swap()
     assert "the images changed" not in ok(*again).stdout
+
+
+def test_class_folders_that_changed_places_in_a_ring_end_all_ranks(tmp_path):
+    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8, "cow": 8})
+    again = half_done(root, tmp_path / "run", mode=("mode=ddp", "devices=[cpu,cpu]"))
+    for one, other in (("ant", "aside"), ("bee", "ant"), ("cow", "bee"), ("aside", "cow")):
+        (root / one).rename(root / other)
+    done = trainer(*again)
+    assert done.returncode == 3 and "(ant is now in cow, bee is now in ant, cow is now in bee)" in done.stderr
 
 
 def test_a_photo_replaced_under_its_name_is_told_once(tmp_path):

@@ -99,7 +99,7 @@ def _moved(part: EncodedPhotos, photos: Sequence[tuple[str, int, int]], classes:
     for name, then, now in photos:
         folder, _, below = name.partition("/")
         folders[folder].append((below, then, then != now))
-    others = [one for one in classes if sum(changed for *_, changed in folders[one]) > max(2, len(folders[one]) / 2)]
+    others = [one for one in classes if sum(changed for *_, changed in folders[one]) > max(2, len(folders[one]) / 4)]
     moved = {
         one: other
         for one, other in itertools.permutations(others, 2)

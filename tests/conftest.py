@@ -13,7 +13,7 @@ import pytest
 
 from tests import warm
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `tests.commands.environment`
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `tests.command_line.environment`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, and all that is started from here
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it

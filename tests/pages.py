@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
+from trainer.cli.help import PAGES
 from trainer.recipe.editor import schema_file, schema_text
-from trainer.recipe.keys import reference_page
+from trainer.recipe.key_reference import reference_page
 from trainer.recipe.traits import readme_table
-from trainer.words.pages import PAGES
 
 GUIDE = Path(trainer.__file__).parent / "guide"
 README = GUIDE.parent.parent / "README.md"
@@ -53,7 +53,7 @@ def _result() -> str:
 
 
 def _proof() -> str:
-    from trainer.prove.proof import table
+    from trainer.commands.prove.proof import table
 
     return table()
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import blocks, environment, orphaned_blocks, result, steps
+from tests.command_line import blocks, environment, orphaned_blocks, result, steps
 from tests.data.photo_folders import coloured
 
 WORDS = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "epochs=6", "ema=0.9"]

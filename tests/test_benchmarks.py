@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests import warm
-from tests.commands import PROJECT, environment
+from tests.command_line import PROJECT, environment
 
 FOLDER = PROJECT / "tests" / "benchmarks"
 COMMANDS = [

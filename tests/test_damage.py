@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.commands import PROJECT, QUIET, digest, environment, ok, result, steps, trainer
+from tests.command_line import PROJECT, QUIET, digest, environment, ok, result, steps, trainer
 from trainer.saving import checkpoint
 
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "epochs=2", "save.every_epochs=1"]

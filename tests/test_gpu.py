@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.commands import QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, losses, ok, result, trainer
 
 pytestmark = pytest.mark.gpu
 GPU = {"CUDA_VISIBLE_DEVICES": "0"}

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.commands import QUIET, environment, ok
+from tests.command_line import QUIET, environment, ok
 from trainer import __main__ as cli
 from trainer.errors import (
     LIBRARIES,
@@ -333,7 +333,7 @@ def test_training_happens_here_with_the_plugin_and_the_words(
     stand_in = SimpleNamespace(
         run=lambda recipe, own_process: ran.append(recipe), evaluate_run=lambda *words: ran.append(words)
     )
-    for name in ("trainer.training.loop", "trainer.training.trained"):
+    for name in ("trainer.training.loop", "trainer.commands.evaluate"):
         monkeypatch.setitem(sys.modules, name, stand_in)  # type: ignore[arg-type]
         monkeypatch.setattr(name, stand_in, raising=False)
     monkeypatch.setattr(launching, "load_plugin", lambda name: ran.append(name))

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from tests.commands import PROJECT, QUIET, ok, trainer
+from tests.command_line import PROJECT, QUIET, ok, trainer
 from tests.data.photo_folders import coloured
 from trainer.errors import RecipeError, without_secrets
 from trainer.recipe import load, word_values

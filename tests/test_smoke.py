@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.commands import PROJECT, QUIET, losses, ok, result
+from tests.command_line import PROJECT, QUIET, losses, ok, result
 from tests.training.test_resume_modes import ends_like, kill
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
 
@@ -99,7 +99,7 @@ def test_an_option_trains(option, tmp_path):
     assert len(found) == 2 if "swin" in option else sum(found[-5:]) < sum(found[:5])
 
 
-@pytest.mark.full("tests/inference and others test each of these")
+@pytest.mark.full("tests/commands/predict and others test each of these")
 def test_what_is_done_with_a_run(whole, tmp_path):
     """Evaluate, predict, plan and compare."""
     evaluated = ok("evaluate", f"checkpoint={whole}", "mode=single", *QUIET[:1])

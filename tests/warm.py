@@ -94,7 +94,7 @@ def ask(nursery: socket.socket) -> None:
 
 def _start_nursery() -> None:
     """A test process's, which has to import torch; gone with that process."""
-    from tests.commands import environment
+    from tests.command_line import environment
 
     ours, theirs = socket.socketpair()
     script = f"from tests.nursery import serve; serve({theirs.fileno()})"

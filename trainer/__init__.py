@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from trainer import errors
 
 if TYPE_CHECKING:
-    from trainer.comparison import compare
+    from trainer.commands.compare import compare
+    from trainer.commands.evaluate import evaluate_run as evaluate
+    from trainer.commands.plan import plan
+    from trainer.commands.predict import predict
     from trainer.data import register_dataset
-    from trainer.inference import predict
     from trainer.models.zoo import register_model
-    from trainer.planning import plan
     from trainer.pool import DevicePool, ItemError, current_device
     from trainer.recipe import Recipe
     from trainer.recipe import load as load_recipe
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from trainer.training.api import train
     from trainer.training.callbacks import EpochReport, StepReport
     from trainer.training.results import Result
-    from trainer.training.trained import evaluate_run as evaluate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -59,10 +59,10 @@ _HOME = {
     "Result": ("trainer.training.results", "Result"),
     "EpochReport": ("trainer.training.callbacks", "EpochReport"),
     "StepReport": ("trainer.training.callbacks", "StepReport"),
-    "plan": ("trainer.planning", "plan"),
-    "compare": ("trainer.comparison", "compare"),
-    "evaluate": ("trainer.training.trained", "evaluate_run"),
-    "predict": ("trainer.inference", "predict"),
+    "plan": ("trainer.commands.plan", "plan"),
+    "compare": ("trainer.commands.compare", "compare"),
+    "evaluate": ("trainer.commands.evaluate", "evaluate_run"),
+    "predict": ("trainer.commands.predict", "predict"),
     "register_model": ("trainer.models.zoo", "register_model"),
     "register_dataset": ("trainer.data", "register_dataset"),
     "register_task": ("trainer.tasks", "register_task"),

@@ -24,17 +24,17 @@ from trainer.processes.started import as_typed, plain
 
 try:
     from trainer import recipe
+    from trainer.cli import completion, guide, help
+    from trainer.cli.grammar import program, read
+    from trainer.cli.help import version_line
     from trainer.launch import endings, launching, topology
     from trainer.processes import family, interrupts
     from trainer.processes.interrupts import leave, leave_now
     from trainer.processes.rank import place
     from trainer.recipe import checks
-    from trainer.recipe import command as recipe_pages
-    from trainer.recipe.words import split_words
+    from trainer.recipe import recipes_command as recipe_pages
+    from trainer.recipe.recipe_words import split_words
     from trainer.saving.files import open_streams
-    from trainer.words import completion, guide, pages
-    from trainer.words.pages import version_line
-    from trainer.words.reading import program, read
 except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
     sys.exit(explain(fault)[1])
@@ -94,43 +94,43 @@ def run(words: Sequence[str]) -> int:
     if command == "evaluate":
         return evaluate(rest)
     if command == "compare":
-        from trainer import comparison
+        from trainer.commands import compare
 
         interrupts.raise_at_ctrl_c()
-        return comparison.command(rest)
+        return compare.command(rest)
     if command == "plan":
-        from trainer import planning
+        from trainer.commands import plan
 
         interrupts.raise_at_ctrl_c()
-        return planning.command(rest)
+        return plan.command(rest)
     if command == "predict":
-        from trainer import inference
+        from trainer.commands import predict
 
         interrupts.raise_at_ctrl_c()
-        return inference.command(rest)
+        return predict.command(rest)
     if command == "export":
-        from trainer import exporting
+        from trainer.commands import export
 
         interrupts.raise_at_ctrl_c()
-        _show(as_typed(exporting.command(rest)))
+        _show(as_typed(export.command(rest)))
         return 0
     if command == "runs":
-        from trainer import runs
+        from trainer.commands import runs
 
         interrupts.raise_at_ctrl_c()
         _show(as_typed(runs.command(rest)))
         return 0
     if command == "cache":
-        from trainer.caching import command as caches
+        from trainer.data.cache import cache_command as caches
 
         interrupts.raise_at_ctrl_c()
         return caches.command(rest)
     if command == "doctor":
-        from trainer import doctor
+        from trainer.commands import doctor
 
         return doctor.command(rest)
     if command == "prove":
-        from trainer import prove
+        from trainer.commands import prove
 
         interrupts.raise_at_ctrl_c()
         return prove.command(rest)
@@ -150,8 +150,8 @@ def run(words: Sequence[str]) -> int:
 
 def show_help(words: Sequence[str]) -> int:
     """Print the page of the command that is among the words, or the first page."""
-    named = [word.lstrip("-") for word in words if word.lstrip("-") in pages.PAGES]
-    _show(pages.page(named[0]) if named else pages.first(recipe_pages.listed("  ")))
+    named = [word.lstrip("-") for word in words if word.lstrip("-") in help.PAGES]
+    _show(help.page(named[0]) if named else help.first(recipe_pages.listed("  ")))
     return 0
 
 
@@ -184,7 +184,7 @@ def evaluate(words: Sequence[str]) -> int:
         if key in own:
             raise RecipeError(f"{key}= is not for evaluate: {instead}")
     launching.load_plugin(own.get("plugin"))
-    from trainer.training import trained
+    from trainer.commands import evaluate as trained
 
     interrupts.raise_at_ctrl_c()
     trained.evaluate_run(own["checkpoint"], *rest)

@@ -25,8 +25,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from trainer.comparison import compare, running
-from trainer.comparison.significance import Difference, mean_and_std, ratios
+from trainer.commands.compare import compare, running
+from trainer.commands.compare.significance import Difference, mean_and_std, ratios
 
 PLUGIN = """
 import time

@@ -67,8 +67,8 @@ def install() -> None:
     """As a plugin: count one step of this rank's, and write it down."""
     from trainer.modes import STRATEGIES
     from trainer.modes.pipeline.ranks import ProcessPipeline
+    from trainer.optim.optimization import Updater
     from trainer.training.meeting import Meeting
-    from trainer.training.optimization import Updater
 
     counter, steps, plain, exchange = Counter(), [0], Updater.step, Meeting.exchange
 

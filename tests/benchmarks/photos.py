@@ -36,8 +36,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, io, transforms
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.caching import cached
 from trainer.data import Loader, Shard, open_datasets
+from trainer.data.cache import cached
 from trainer.processes.allocation import keep_freed_memory
 from trainer.processes.world import locate
 from trainer.recipe import load

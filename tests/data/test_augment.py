@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated.simcuda import simulated
-from trainer.data import Example, TensorSpec, augment, policies, sampling
+from trainer.data import Example, TensorSpec, augment, sampling
 from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
-from trainer.data.images import with_channels
-from trainer.data.photos import held_out
-from trainer.data.pictures import Picture
+from trainer.data.photos import policies
+from trainer.data.photos.decoding import with_channels
+from trainer.data.photos.lazy_images import Picture
+from trainer.data.photos.photo_reader import held_out
 from trainer.recipe import AugmentRecipe
 
 CPU = torch.device("cpu")

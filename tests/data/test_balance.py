@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.commands import QUIET, losses, ok, trainer
+from tests.command_line import QUIET, losses, ok, trainer
 from tests.data.photo_folders import coloured, photo_set
 from trainer import tasks
 from trainer.data import Loader, Shard, open_datasets
-from trainer.data.photos import Reader
+from trainer.data.photos.photo_reader import Reader
 from trainer.errors import RecipeError
 from trainer.recipe import AugmentRecipe, load
 

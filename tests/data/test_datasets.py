@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
+from trainer.commands.predict.sources import image_files
 from trainer.data import ImageSet, LabelledSource, downloads, open_datasets
-from trainer.data.images import jpeg_header
+from trainer.data.photos.decoding import jpeg_header
 from trainer.errors import RecipeError, SetupError
-from trainer.inference.sources import image_files
 from trainer.recipe import load
 from trainer.recipe.checks import DATASETS
 

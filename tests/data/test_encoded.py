@@ -9,10 +9,10 @@ import pytest
 
 from tests.data.shards.making import in_folders, jpeg, tarred
 from trainer.data.encoded import encoded, identity, in_shard, open_address, to_look_at
-from trainer.data.folders import PhotoFolder
+from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.shards import tars
-from trainer.data.shards.photos import ShardPhotos
 from trainer.data.shards.shard_files import ShardFile
+from trainer.data.shards.shard_photos import ShardPhotos
 
 
 @pytest.fixture

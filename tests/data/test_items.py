@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from trainer.data import ImageSet, TensorSet
 from trainer.data.datasets import open_datasets
 from trainer.data.items import as_input, names_of, pair
-from trainer.data.photos import own_draws, seed_draws
+from trainer.data.photos.photo_reader import own_draws, seed_draws
 from trainer.data.registered import lent, registered
 from trainer.errors import RecipeError
 from trainer.processes import carrying

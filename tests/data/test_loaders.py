@@ -19,22 +19,13 @@ import torch
 from PIL import Image
 
 from tests import warm
-from tests.commands import environment
+from tests.command_line import environment
 from tests.data.photo_folders import read_image
-from trainer.data import (
-    Datasets,
-    ImageSet,
-    Loader,
-    Shard,
-    loaders,
-    open_datasets,
-    sampling,
-    steps_per_epoch,
-    worker_counts,
-)
+from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, sampling, steps_per_epoch
+from trainer.data.folders.targets import Targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import CLASS
-from trainer.data.targets import Targets
+from trainer.data.workers import worker_counts
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.pool import DevicePool
 from trainer.processes import fork_server
@@ -650,7 +641,7 @@ def test_a_worker_outlives_sigterm_from_its_first_moment():
     forkserver._forkserver._stop()  # another test's may be running, which does not know of this
     with DevicePool(["cpu"], abs) as pool:  # it has the same server
         assert list(pool.map([-1])) == [1]
-        worker = fork_server.context("trainer.data.photos").Process(target=_signalled_as_it_starts)
+        worker = fork_server.context("trainer.data.photos.photo_reader").Process(target=_signalled_as_it_starts)
         worker.start()
         worker.join(60)
         assert worker.exitcode == 0

@@ -191,7 +191,7 @@ def test_ranks_on_cards_sum_a_pattern_first(joined, monkeypatch):
 
 
 def test_a_pool_says_what_is_wrong_with_the_cards(machine):
-    from trainer.pool.checks import check_devices
+    from trainer.pool.argument_checks import check_devices
 
     machine(1, reason="The NVIDIA driver on your system is too old")
     with pytest.raises(SetupError, match="too old"):

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from tests.commands import QUIET, losses, ok, result
+from tests.command_line import QUIET, losses, ok, result
+from trainer.commands.doctor import machine
+from trainer.commands.doctor.findings import Findings
 from trainer.devices import precision as precisions
 from trainer.devices.precision import computed_in, cpu_speed, set_precision, told
-from trainer.doctor import machine
-from trainer.doctor.findings import Findings
 from trainer.telemetry.verdict import _bf16_is_faster
 from trainer.training.randomness import seed_everything
 

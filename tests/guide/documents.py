@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.commands import PROJECT
+from tests.command_line import PROJECT
 from tests.pages import GUIDE, README
 
 CONTRIBUTING = PROJECT / ".github" / "CONTRIBUTING.md"

@@ -7,20 +7,20 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.commands import PROJECT
-from trainer.comparison import entries
+from tests.command_line import PROJECT
+from trainer.cli.command_names import COMMANDS
+from trainer.cli.grammar import read
+from trainer.commands.compare import entries
+from trainer.commands.export import SUFFIXES
+from trainer.commands.plan import OWN as PLAN
+from trainer.commands.plan import amounts
+from trainer.commands.prove import OWN as PROVE
+from trainer.commands.prove import find_devices
+from trainer.commands.runs import SYNONYMS
 from trainer.errors import RecipeError
-from trainer.exporting import SUFFIXES
 from trainer.launch.topology import Launch, choose_launch
-from trainer.planning import OWN as PLAN
-from trainer.planning import amounts
-from trainer.prove import OWN as PROVE
-from trainer.prove import find_devices
 from trainer.recipe import Recipe, checks, load
-from trainer.recipe.words import split_words
-from trainer.runs import SYNONYMS
-from trainer.words.commands import COMMANDS
-from trainer.words.reading import read
+from trainer.recipe.recipe_words import split_words
 
 OTHERS = {  # what other programs' lines may look like
     "git": r"clone URL trainer",

@@ -19,16 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import environment, ok
+from tests.command_line import environment, ok
 from tests.data.photo_folders import coloured
 from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
 from trainer import __main__ as cli
+from trainer.cli.command_names import COMMANDS
+from trainer.cli.known_keys import OWN, keys
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load
-from trainer.words.commands import COMMANDS
-from trainer.words.keys import OWN, keys
 
 RUNS = ("first", "second")  # that pages speak of, below runs
 WORDS = ("key", "section.key", "format", "yes", "extends", "plugin", "minutes")  # of commands, and what stands for any
@@ -144,7 +144,7 @@ NOT_RUN = {
         "./launch.sh predict model.name=resnet50 model.weights=DEFAULT data.root=photos",
         "python -m trainer predict model.name=resnet50 model.weights=DEFAULT data.root=photos",
     ),
-    "takes half an hour, and tests/comparison has sweeps": (
+    "takes half an hour, and tests/commands/compare has sweeps": (
         "./launch.sh compare recipe=resnet50 'modes=[single,pipeline]' nproc=2 repeats=1 batch_size=120 "
         "'sweep=pipeline.split_size:[1,3,5,8,10,12,20,40,60]' data.image_size=128 max_steps=4 logging.warmup_steps=1",
     ),

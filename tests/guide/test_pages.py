@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import PROJECT
+from tests.command_line import PROJECT
 from tests.guide.documents import CONTRIBUTING, LANGUAGES, PAGES, anchors, blocks, commands, links, name, prose, spans
 from tests.pages import GUIDE, PART, PARTS, README, filled
-from trainer.words.guide import INDEX, topics
-from trainer.words.terminal import cells
+from trainer.cli.guide import INDEX, topics
+from trainer.cli.terminal import cells
 
 UNCLEAR = (  # sentences that only their writer understood
     "tie-breaker",

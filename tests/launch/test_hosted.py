@@ -58,9 +58,9 @@ def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeyp
 def test_the_api_raises_by_exit_code_whatever_was_imported(
     work: Path, monkeypatch: pytest.MonkeyPatch, code: int, stderr: str, kind: type[TrainerError], expected: str
 ) -> None:
-    from trainer import comparison  # with a kind of TrainerError of its own
+    from trainer.commands import compare  # with a kind of TrainerError of its own
 
-    assert comparison.compare
+    assert compare.compare
     child = work / "child"
     child.write_text(f"#!/bin/sh\nprintf '%s' '{stderr}' >&2\nexit {code}\n")
     child.chmod(0o755)

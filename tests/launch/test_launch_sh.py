@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import PROJECT
-from trainer.words.commands import COMMANDS
+from tests.command_line import PROJECT
+from trainer.cli.command_names import COMMANDS
 
 WORKERS = min(len(os.sched_getaffinity(0)) + 1, 8)  # tests at once
 # `uv venv` makes an environment whose python records its words; both commands are written down.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.commands import PROJECT
+from tests.command_line import PROJECT
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
 from trainer.processes import early, family

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from tests.commands import PROJECT, QUIET, losses, ok, trainer
+from tests.command_line import PROJECT, QUIET, losses, ok, trainer
 from trainer import load_recipe
+from trainer.commands.evaluate import evaluate_run
 from trainer.data import open_datasets
 from trainer.training.api import train
-from trainer.training.trained import evaluate_run
 
 # The smallest of each family, and the smallest usual image size that it reads. BatchNorm of two values, as of two
 # images that have become one pixel, makes gradients of 1e9 in bare torch: those families have larger images.

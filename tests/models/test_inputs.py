@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.commands import QUIET, ok
+from tests.command_line import QUIET, ok
 from tests.data.photo_folders import photo_set
 from trainer.models.inputs import with_own_input
 from trainer.recipe import load

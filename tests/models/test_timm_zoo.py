@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tests.commands import QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, losses, ok, result, trainer
 from tests.contexts import mode_of
 from tests.data.photo_folders import photo_set
 from trainer.data import Batch

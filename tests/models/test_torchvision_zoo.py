@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchvision
 
-from tests.commands import PROJECT, QUIET, trainer
+from tests.command_line import PROJECT, QUIET, trainer
 from trainer.errors import RecipeError, SetupError
 from trainer.models import torchvision_zoo, zoo
 from trainer.recipe import ModelRecipe

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.commands import losses
+from tests.command_line import losses
 from tests.contexts import mode_of
 from tests.simulated.simcuda import runs, simulated
 from trainer.data import Batch

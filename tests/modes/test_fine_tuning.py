@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import losses, ok, steps, trainer
+from tests.command_line import losses, ok, steps, trainer
 from tests.training.test_resume_modes import kill
 from tests.training.test_training import SAME
 from trainer.models.zoo import build
+from trainer.optim.trainable import normalises_batches
 from trainer.recipe import load
-from trainer.training.trainable import normalises_batches
 
 SHORT = [word for word in SAME if not word.startswith(("max_steps", "optimizer.lr"))]
 SHORT += ["max_steps=8", "schedule.warmup_epochs=0", "logging.tensorboard=false", "logging.verdict=false"]

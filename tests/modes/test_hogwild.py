@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from tests import warm
-from tests.commands import QUIET, environment, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, environment, losses, ok, result, steps, trainer
 from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer import train
-from trainer.caching.homes import memory
+from trainer.data.cache.homes import memory
 from trainer.errors import SetupError
 from trainer.modes.hogwild import mapped, zeros
 from trainer.processes.memory_file import ALIGNMENT

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, losses, ok, result, steps, trainer
 from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer import train

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.commands import QUIET, environment, losses, ok, result, trainer
+from tests.command_line import QUIET, environment, losses, ok, result, trainer
 from tests.pages import GUIDE
 from tests.training.test_training import SAME
 from trainer.data import Shard

@@ -10,11 +10,11 @@ from tests.contexts import context
 from tests.saving.states import refuse
 from tests.worlds import on_ranks
 from trainer.modes import Strategy
+from trainer.optim.optimization import MovingAverage
+from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit, newest
 from trainer.saving.spreading import on_every_rank
-from trainer.training.optimization import MovingAverage
-from trainer.training.optimizers import build_optimizer, optimizer_state
 
 
 class Sharded(Strategy):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.commands import environment
+from tests.command_line import environment
 from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer.data import Batch

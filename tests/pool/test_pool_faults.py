@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.commands import blocks, environment, orphaned_blocks
+from tests.command_line import blocks, environment, orphaned_blocks
 from tests.pool import pool_workers as workers
 from trainer.errors import PredictionError, RecipeError, TrainerError, explain
 from trainer.pool import DevicePool, ItemError

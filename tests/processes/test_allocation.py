@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests import warm
-from tests.commands import environment
+from tests.command_line import environment
 
 PROGRAM = """
 import sys, torch

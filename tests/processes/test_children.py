@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.commands import PROJECT, environment
+from tests.command_line import PROJECT, environment
 from trainer.errors import SetupError
 from trainer.processes import children
 from trainer.processes.family import PARENT

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.commands import PROJECT, environment
+from tests.command_line import PROJECT, environment
 from trainer.processes.family import PARENT, PARENT_DIED
 
 ASKS = "from trainer.processes import family; family.die_with_parent(); print('alive')"

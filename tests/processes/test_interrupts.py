@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.commands import PROJECT, environment
+from tests.command_line import PROJECT, environment
 from trainer.processes import early
 from trainer.processes.interrupts import Interrupts, outlive_terminal
 

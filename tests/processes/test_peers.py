@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.commands import PROJECT, QUIET, trainer
+from tests.command_line import PROJECT, QUIET, trainer
 from tests.simulated.simcuda import simulated
 from trainer.errors import PeerError, SetupError, explain
 from trainer.processes import interrupts, peers, stacks

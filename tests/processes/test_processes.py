@@ -15,7 +15,7 @@ from PIL import Image
 
 import trainer
 from tests import warm
-from tests.commands import PROJECT, environment
+from tests.command_line import PROJECT, environment
 
 # --- the syntax trees ---------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ def context(method):
     if method == "spawn":
         return multiprocessing.get_context(method)
     from trainer.processes import fork_server
-    return fork_server.context("trainer.data.photos")
+    return fork_server.context("trainer.data.photos.photo_reader")
 
 if __name__ == "__main__":
     method, rounds = sys.argv[1], int(sys.argv[2])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import QUIET, free_port, trainer
+from tests.command_line import QUIET, free_port, trainer
 from trainer.processes.waiting import telling, within
 
 

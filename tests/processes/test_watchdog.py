@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from tests import warm
-from tests.commands import PROJECT, QUIET, environment, torchrun
+from tests.command_line import PROJECT, QUIET, environment, torchrun
 from trainer.launch.endings import Ending, first_cause
 from trainer.processes.watchdog_process import GIVEN_UP
 

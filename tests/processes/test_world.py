@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.commands import QUIET, trainer
+from tests.command_line import QUIET, trainer
 from trainer.errors import PeerError, SetupError
 from trainer.processes import world
 from trainer.processes.peers import no_way

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.commands import ok
+from tests.command_line import ok
 from trainer.errors import RecipeError
 from trainer.recipe import load, shipped_recipes
 from trainer.recipe.editor import FILE, MODELINE, schema_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import QUIET, ok, trainer
+from tests.command_line import QUIET, ok, trainer
 from trainer.errors import RecipeError
 from trainer.recipe import load, origins
 

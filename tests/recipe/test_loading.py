@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.commands import ok, trainer
+from tests.command_line import ok, trainer
 from trainer import recipe as recipes
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, changed_keys, flatten, load, word_values

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import trainer
+from tests.command_line import trainer
 from trainer.errors import RecipeError
 from trainer.recipe import load, shipped_recipes
-from trainer.recipe.pages import commented, write_new
+from trainer.recipe.recipe_pages import commented, write_new
 from trainer.recipe.slips import first_slip
 
 TABLE = [

@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from tests.commands import PROJECT, QUIET, losses, ok, trainer
-from trainer.comparison.entries import entries
+from tests.command_line import PROJECT, QUIET, losses, ok, trainer
+from trainer.commands.compare.entries import entries
 from trainer.recipe import load, versions
 from trainer.recipe.checks import SPLIT_BACKWARD, TWO_PARTS
 from trainer.recipe.versions import SINCE, release, torch_has
@@ -77,7 +77,7 @@ def test_what_crashes_is_refused_at_once(schedule, command, older):
 
 def test_a_plan_says_what_it_leaves_out(monkeypatch):
     from trainer import plan
-    from trainer.planning import schedules
+    from trainer.commands.plan import schedules
 
     kinds = {name: kind for name, kind in schedules.SCHEDULES.items() if name not in SPLIT_BACKWARD}
     monkeypatch.setattr(schedules, "SCHEDULES", kinds)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.commands import digest, environment
+from tests.command_line import digest, environment
 from tests.saving.states import flip, make, names, newest_state, one_line, refuse, same, trace
 from trainer.errors import CheckpointError, DiskFullError, FolderInUseError, SetupError
 from trainer.processes import faults

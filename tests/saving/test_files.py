@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.commands import environment
+from tests.command_line import environment
 from trainer.errors import DiskFullError, SetupError
 from trainer.saving import files
 

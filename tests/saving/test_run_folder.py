@@ -17,13 +17,13 @@ from subprocess import DEVNULL, PIPE
 import pytest
 from PIL import Image
 
-from tests.commands import QUIET, environment, free_port, ok, steps, trainer
+from tests.command_line import QUIET, environment, free_port, ok, steps, trainer
 from tests.warm import Popen
+from trainer.commands.evaluate import evaluate_run
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving import locks
 from trainer.saving.run_folder import STEP_COLUMNS, RunFolder, StepsFile, as_before, write_atomically
-from trainer.training.trained import evaluate_run
 
 
 def recipe(folder, *words):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import nn
 
-from tests.commands import QUIET, trainer
+from tests.command_line import QUIET, trainer
 from tests.contexts import mode_of
 from tests.simulated.call_recorder import read
 from tests.simulated.nccl_order import Call, on_ranks, stuck

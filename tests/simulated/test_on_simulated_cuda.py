@@ -6,28 +6,28 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.commands import QUIET, result, trainer
+from tests.command_line import QUIET, result, trainer
 from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
-from trainer.comparison.entries import Entry
-from trainer.comparison.predictions import _stands_in
+from trainer.commands.compare.entries import Entry
+from trainer.commands.compare.predictions import _stands_in
+from trainer.commands.doctor import software
+from trainer.commands.doctor.device_checks import look_at_cards
+from trainer.commands.doctor.findings import Findings
+from trainer.commands.plan import plan
+from trainer.commands.plan.planned_layout import Layout
+from trainer.commands.plan.planned_memory import own_memory
+from trainer.commands.predict.labelling import Forward, Labeller, Preparation
 from trainer.data import Batch, open_datasets
 from trainer.devices.assignment import prediction_devices, present
 from trainer.devices.precision import has_bf16
-from trainer.doctor import software
-from trainer.doctor.devices import look_at_cards
-from trainer.doctor.findings import Findings
 from trainer.errors import TrainerError
-from trainer.inference.labelling import Forward, Labeller, Preparation
 from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes import Strategy
-from trainer.planning import plan
-from trainer.planning.layout import Layout
-from trainer.planning.memory import own_memory
-from trainer.pool.checks import check_devices
+from trainer.pool.argument_checks import check_devices
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
@@ -118,30 +118,30 @@ def test_a_wait_in_a_step_is_counted(monkeypatch):
 
 # Conditions that ask for CUDA and do not come out so here, each with its reason.
 ELSEWHERE = {
-    "planning/probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, where several cards are",
-    "inference/command.py _decoders: name != 'cpu'": "starts processes of its own, which are not simulated",
+    "commands/plan/speed_probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
+    "commands/predict/predict_command.py _decoders: name != 'cpu'": "starts processes, which are not simulated",
     "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
-    "doctor/groups.py _take_part: device.type == 'cuda'": "the same",
+    "commands/doctor/process_groups.py _take_part: device.type == 'cuda'": "the same",
     "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
     "processes/peers.py no_way: cuda": "ranks that cannot reach each other: tests/processes/test_world.py",
     "processes/world.py World.connect: cuda and (not dist.is_nccl_available())": "tests/devices/test_cards.py",
-    "planning/summary.py _assumptions: layout.kind == 'cuda' and (not cards.look().count)": "a plan for absent cards",
-    "planning/page.py _memory: cuda": "the same: tests/planning/test_memory.py",
-    "planning/memory.py _accumulation: layout.kind == 'cuda'": "the same",
-    "planning/memory.py _tried: layout.kind == 'cuda'": "the same",
+    "commands/plan/summary.py _assumptions: layout.kind == 'cuda' and (not cards.look().count)": "absent cards",
+    "commands/plan/plan_page.py _memory: cuda": "the same: tests/commands/plan/test_planned_memory.py",
+    "commands/plan/planned_memory.py _accumulation: layout.kind == 'cuda'": "the same",
+    "commands/plan/planned_memory.py _tried: layout.kind == 'cuda'": "the same",
     "models/given.py Given.__getstate__: p.device.type != 'cpu'": "a user's model on its way to other processes",
     "training/randomness.py as_before: torch.cuda.is_available() and torch.cuda.is_initialized()": (
         "puts back the generators of a user's program, which has used a card"
     ),
     "training/presenting.py _machine: torch.cuda.is_available()": "asks for the name of the machine's card",
-    "planning/probe.py here: layout.kind == 'cuda'": "measures in processes of its own, which are not simulated",
-    "planning/probe.py _at_once: layout.kind == 'cuda'": "the same",
-    "planning/probe.py _measure: task['kind'] == 'cuda'": "the same",
-    "planning/forecast.py forecast: recipe.traits.exchanges == 'copies' and layout.kind == 'cuda'": (
+    "commands/plan/speed_probe.py here: layout.kind == 'cuda'": "measures in processes that are not simulated",
+    "commands/plan/speed_probe.py _at_once: layout.kind == 'cuda'": "the same",
+    "commands/plan/speed_probe.py _measure: task['kind'] == 'cuda'": "the same",
+    "commands/plan/forecast.py forecast: recipe.traits.exchanges == 'copies' and layout.kind == 'cuda'": (
         "wants speeds measured on cards"
     ),
-    "planning/forecast.py _of_replicas: reduced and layout.kind == 'cuda'": "the same",
-    "planning/forecast.py _step: recipe.traits.one_stage_at_a_time "
+    "commands/plan/forecast.py _of_replicas: reduced and layout.kind == 'cuda'": "the same",
+    "commands/plan/forecast.py _step: recipe.traits.one_stage_at_a_time "
     "or (layout.schedule == STREAMS and layout.kind == 'cpu')": "the same",
 }
 

@@ -16,21 +16,21 @@ from torch.nn.functional import cross_entropy
 from tests.contexts import context, mode_of
 from tests.simulated.simcuda import simulated, sources
 from tests.simulated.simcuda.runs import MEASURING
+from trainer.commands.plan import speed_probe
+from trainer.commands.prove import bare_loop
+from trainer.commands.prove.prove_probe import Measurer, links
 from trainer.data import Batch
-from trainer.data.copies import Copies
+from trainer.data.photos.copies import Copies
 from trainer.devices.health import unfinished
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.tuning import Plan
-from trainer.planning import probe
 from trainer.pool.transport import pack, pack_rows
 from trainer.pool.worker import Caller
 from trainer.processes.rank import Place
 from trainer.processes.world import World
-from trainer.prove import bare
-from trainer.prove.probe import Measurer, links
 from trainer.recipe import ModelRecipe, load
 from trainer.telemetry.clocks import Ledger, StepTimer, Stopwatch
 
@@ -165,13 +165,13 @@ def communicated(machine):
 
 def probed(machine):
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
-    passes, probe.PASS = probe.PASS, 0.0
+    passes, speed_probe.PASS = speed_probe.PASS, 0.0
     try:
-        probe._whole(context(load(None, "mode=single"), PEERS, (2, 1, 4, 4)), model, 2)
+        speed_probe._whole(context(load(None, "mode=single"), PEERS, (2, 1, 4, 4)), model, 2)
         torch.ones(3, device=CARD)
-        probe._exchange(PEERS, CARD, reduce=True)
+        speed_probe._exchange(PEERS, CARD, reduce=True)
     finally:
-        probe.PASS = passes
+        speed_probe.PASS = passes
 
 
 def copied(machine):
@@ -199,8 +199,8 @@ def proved(machine):
         here.seconds(lambda: torch.ones(3, device=CARD))
         links(here)
         before = torch.backends.cudnn.benchmark
-        with mock.patch.object(bare, "step_of", lambda *_: lambda *_: torch.ones(3, device=CARD)):
-            bare.speeds(here, 1, "fp32", False, 0.0)
+        with mock.patch.object(bare_loop, "step_of", lambda *_: lambda *_: torch.ones(3, device=CARD)):
+            bare_loop.speeds(here, 1, "fp32", False, 0.0)
         torch.backends.cudnn.benchmark = before
 
 
@@ -217,11 +217,11 @@ def hung(machine):
 USES = {
     "devices/health.py": [hung],
     "models/balance.py": [costs],
-    "data/copies.py": [copied],
+    "data/photos/copies.py": [copied],
     "telemetry/clocks.py": [timed, communicated, probed],
-    "planning/probe.py": [probed],
-    "prove/bare.py": [proved],
-    "prove/probe.py": [proved],
+    "commands/plan/speed_probe.py": [probed],
+    "commands/prove/bare_loop.py": [proved],
+    "commands/prove/prove_probe.py": [proved],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],
     "modes/ddp.py": [communicated],

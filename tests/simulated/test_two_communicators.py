@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.commands import QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, result, trainer
 
 WORDS = ["recipe=digits", "model.name=mlp", "mode=ddp", "nproc=2", "max_steps=9", "timeout=5", *QUIET]
 PLUGIN = "plugin=tests.simulated.two_communicators"

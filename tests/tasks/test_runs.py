@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, losses, ok, result, steps, trainer
 from tests.training.test_resume_modes import APART, MODES
 
 PLUGIN = """

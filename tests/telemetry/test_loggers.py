@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.commands import QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, result, trainer
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import load
 from trainer.recipe.checks import check_loggers

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.commands import steps
+from tests.command_line import steps
 from tests.telemetry.event_values import written
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load

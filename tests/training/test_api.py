@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainer
 from tests import warm
-from tests.commands import PROJECT, environment, result
+from tests.command_line import PROJECT, environment, result
 from tests.data.photo_folders import photo_set
 from trainer import EpochReport, StepReport, train
 from trainer.errors import Interrupted, RecipeError, SetupError

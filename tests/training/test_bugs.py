@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.commands import result, trainer
+from tests.command_line import result, trainer
 
 OWN = """
 from torch import nn

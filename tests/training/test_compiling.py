@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.commands import QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, losses, ok, result, trainer
 
 WORDS = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=20", "model.name=cnn"]
 WORDS += ["compile=true", "batch_size=32", "optimizer.lr=0.01", "threads=1", "data.workers=0"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import losses, ok, result
+from tests.command_line import losses, ok, result
 
 SLOW = """
     import time

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.commands import ok, result, steps
+from tests.command_line import ok, result, steps
 from trainer.recipe import load
 from trainer.tasks.classification import Classification
 from trainer.training import reporting

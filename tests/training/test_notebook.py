@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import environment, result
+from tests.command_line import environment, result
 
 nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel ipywidgets")
 nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel ipywidgets")

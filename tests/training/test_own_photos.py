@@ -9,7 +9,7 @@ import pytest
 from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 
-from tests.commands import QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured
 from trainer.recipe import load
 

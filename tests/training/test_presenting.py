@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.commands import environment, ok, trainer
+from tests.command_line import environment, ok, trainer
 from trainer.data import Batch
 from trainer.recipe import load
 from trainer.tasks import Classification, Multilabel, Regression

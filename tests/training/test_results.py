@@ -4,7 +4,7 @@ from typing import get_args, get_type_hints, is_typeddict
 
 from pydantic import TypeAdapter
 
-from tests.commands import QUIET, ok, result
+from tests.command_line import QUIET, ok, result
 from tests.pages import GUIDE
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.training.results import Metrics, Result, table

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, losses, ok, result, steps, trainer
 from tests.training.test_training import PLUGIN, same_run
 
 # ------------------------------------------------------------------------------------- from mode to mode

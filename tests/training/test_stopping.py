@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.commands import QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, losses, ok, result, steps, trainer
 from trainer.recipe import load
 from trainer.training import stopping
 

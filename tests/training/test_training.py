@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.commands import QUIET, environment, losses, ok, result, steps, torchrun, trainer
+from tests.command_line import QUIET, environment, losses, ok, result, steps, torchrun, trainer
 from trainer import train
 from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes

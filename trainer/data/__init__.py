@@ -1,11 +1,12 @@
 """Data: sets of images, their order, and the batches that a rank reads of them.
 
 No model and no mode: what a rank reads is told by a `Shard`.
-Imports: errors, recipe, processes, saving, tasks.
+Imports: errors, recipe, tasks, processes, saving, models, telemetry.
 """
 
 from trainer.data.datasets import open_datasets
 from trainer.data.loaders import Loader, steps_per_epoch
+from trainer.data.photos.viewing import as_pictures, held_out_pictures
 from trainer.data.registered import register_dataset
 from trainer.data.sets import (
     Batch,
@@ -19,7 +20,6 @@ from trainer.data.sets import (
     TensorSet,
     TensorSpec,
 )
-from trainer.data.viewing import as_pictures, held_out_pictures
 
 __all__ = [
     "Batch",

@@ -18,8 +18,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.data import policies, sampling
-from trainer.data.copies import on_device, set_on_device
+from trainer.data import sampling
+from trainer.data.photos import policies
+from trainer.data.photos.copies import on_device, set_on_device
 from trainer.data.sampling import Array, Mix
 from trainer.recipe import AugmentRecipe
 

@@ -15,16 +15,16 @@ from trainer import tasks
 from trainer.data import sampling
 from trainer.data.downloads import PUBLISHED, load_published
 from trainer.data.encoded import EncodedPhotos
-from trainer.data.folders import open_folder, statistics
-from trainer.data.images import reason
-from trainer.data.memory import in_memory
+from trainer.data.folders.label_tables import open_table
+from trainer.data.folders.photo_folders import open_folder, statistics
+from trainer.data.folders.splits import NOTHING_BEFORE, Before
+from trainer.data.folders.targets import Targets, TaskSource, target_of
+from trainer.data.in_memory import in_memory
+from trainer.data.photos.decoding import reason
 from trainer.data.registered import UserItems, open_registered, registered
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
 from trainer.data.shards.opening import open_shards
 from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
-from trainer.data.splits import NOTHING_BEFORE, Before
-from trainer.data.tables import open_table
-from trainer.data.targets import Targets, TaskSource, target_of
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
 from trainer.recipe.checks import DATASETS, OWN_PHOTOS

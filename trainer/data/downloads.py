@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchvision import datasets as published
 
-from trainer.data.images import reason
+from trainer.data.photos.decoding import reason
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 from trainer.saving import locks

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.data.images import Bytes, open_encoded, read_file
-from trainer.data.pictures import Picture
-from trainer.data.pixel_range import Range
+from trainer.data.photos.decoding import Bytes, open_encoded, read_file
+from trainer.data.photos.lazy_images import Picture
+from trainer.data.photos.pixel_range import Range
 from trainer.data.shards import parquet, tars
 from trainer.data.shards.shard_files import ShardFile
 from trainer.saving import files

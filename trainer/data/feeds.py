@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
-from trainer.data.copies import on_device, set_on_device
-from trainer.data.photos import Unreadable
+from trainer.data.photos.copies import on_device, set_on_device
+from trainer.data.photos.photo_reader import Unreadable
 from trainer.data.sampling import Array
 from trainer.data.sets import ImageSet, LabelledSource, PhotoSource, TensorSet
 from trainer.recipe import AugmentRecipe

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from trainer.data.targets import sparse
+from trainer.data.folders.targets import sparse
 from trainer.errors import RecipeError
 from trainer.tasks import Task
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from trainer.data import sampling
 from trainer.data.augment import Finish
-from trainer.data.buffers import buffered
 from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, TensorFeed, labels_at_hand
 from trainer.data.photo_feeds import PhotoFeed, readers_of
-from trainer.data.photos import Unreadable
+from trainer.data.photos.photo_reader import Unreadable
 from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
-from trainer.data.worker_counts import Search, allowed, check_shared_memory, here, slots
+from trainer.data.workers.buffers import buffered
+from trainer.data.workers.worker_counts import Search, allowed, check_shared_memory, here, slots
 from trainer.errors import RecipeError
 from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.buffers import Buffers, Filled
-from trainer.data.copies import Copies, Copy
-from trainer.data.folders import unreadable
-from trainer.data.photos import DenseReader, Key, PlainReader, Reader, Report, Unreadable
+from trainer.data.folders.photo_folders import unreadable
+from trainer.data.photos.copies import Copies, Copy
+from trainer.data.photos.photo_reader import DenseReader, Key, PlainReader, Reader, Report, Unreadable
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, PhotoSource
-from trainer.data.worker_counts import Search
-from trainer.data.workers import Here, Workers
+from trainer.data.workers.buffers import Buffers, Filled
+from trainer.data.workers.worker_counts import Search
+from trainer.data.workers.worker_pool import Here, Workers
 from trainer.recipe import Recipe
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import tasks
-from trainer.data.folders import IMAGENET, Shape, image_shape, shape_of, statistics
-from trainer.data.images import from_item
+from trainer.data.folders.photo_folders import IMAGENET, Shape, image_shape, shape_of, statistics
+from trainer.data.folders.targets import Targets, target_of
+from trainer.data.in_memory import in_memory
 from trainer.data.items import as_input, names_of, pair, tensors_of
-from trainer.data.memory import in_memory
-from trainer.data.pixel_range import wanted_of
+from trainer.data.photos.decoding import from_item
+from trainer.data.photos.pixel_range import wanted_of
 from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
-from trainer.data.targets import Targets, target_of
 from trainer.errors import RecipeError
 from trainer.processes import carrying
 from trainer.recipe import DataRecipe, Recipe

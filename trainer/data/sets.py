@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.data.pictures import Picture
+from trainer.data.photos.lazy_images import Picture
 
 
 @dataclass(frozen=True)

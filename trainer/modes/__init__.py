@@ -1,7 +1,7 @@
 """One file a mode: how it does forward, loss and backward, and what ranks exchange. `base` is the contract.
 
 The loop that drives them is in `training`.
-Imports: errors, recipe, devices, processes, saving, tasks, data, models, telemetry.
+Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry, data.
 """
 
 from __future__ import annotations

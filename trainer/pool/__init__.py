@@ -4,8 +4,8 @@ It knows nothing of images and models.
 Imports: errors, devices, processes.
 """
 
+from trainer.pool.device_pool import DevicePool
 from trainer.pool.failures import ItemError
-from trainer.pool.pool import DevicePool
 from trainer.pool.worker import current_device
 
 __all__ = ["DevicePool", "ItemError", "current_device"]

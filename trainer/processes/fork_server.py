@@ -31,7 +31,7 @@ def context(*preload: str) -> Any:
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
     if server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything
-        known = [name for name in ("torchvision", "trainer.data.photos") if name in sys.modules]
+        known = [name for name in ("torchvision", "trainer.data.photos.photo_reader") if name in sys.modules]
         context.set_forkserver_preload(["trainer.processes.preload", "torch", *dict.fromkeys([*preload, *known])])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     resource_tracker.ensure_running()  # whose start unblocks some

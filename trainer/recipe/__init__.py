@@ -5,9 +5,9 @@ Imports: errors.
 """
 
 from trainer.recipe.changes import changed_keys
-from trainer.recipe.files import describe, find, shipped_recipes
 from trainer.recipe.kinds import DEVICE
 from trainer.recipe.loading import load, origins, words_of
+from trainer.recipe.recipe_files import describe, find, shipped_recipes
 from trainer.recipe.schema import (
     IN_TURN,
     STREAMS,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.recipe.checks import DATASETS, SMALL_MODELS, TASKS
-from trainer.recipe.files import shipped_folder, shipped_recipes
+from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
 
 FILE = "recipe.schema.json"

@@ -15,8 +15,8 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.files import ENDINGS, find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
 from trainer.recipe.keywords import as_keyword, nested
+from trainer.recipe.recipe_files import ENDINGS, find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from trainer.recipe.files import check_shape
+from trainer.recipe.recipe_files import check_shape
 from trainer.recipe.schema import Recipe
 from trainer.recipe.text import shown, typed
 

@@ -4,10 +4,10 @@ No model, no devices, no mode: a task sees outputs and targets, wherever they ar
 Imports: errors, recipe.
 """
 
-from trainer.tasks.base import Task, create, kind, known, register_task
 from trainer.tasks.classification import Classification
 from trainer.tasks.multilabel import Multilabel
 from trainer.tasks.regression import Regression
+from trainer.tasks.task import Task, create, kind, known, register_task
 
 SHIPPED: tuple[type[Task], ...] = (Classification, Multilabel, Regression)
 __all__ = ["SHIPPED", "Classification", "Multilabel", "Regression", "Task", "create", "kind", "known", "register_task"]

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.base import OnDevices, Task, register_task
+from trainer.tasks.task import OnDevices, Task, register_task
 
 TOP = 5  # classes that are told of a prediction
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from trainer.recipe import Recipe
-from trainer.tasks.base import OnDevices, Reads, Task, register_task
 from trainer.tasks.classification import TOP, check_range, described, given_weights, known
+from trainer.tasks.task import OnDevices, Reads, Task, register_task
 
 
 @register_task("multilabel")

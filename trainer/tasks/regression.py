@@ -11,8 +11,8 @@ from torch.nn.functional import mse_loss
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.base import Reads, Task, register_task
 from trainer.tasks.classification import described
+from trainer.tasks.task import Reads, Task, register_task
 
 
 @register_task("regression")

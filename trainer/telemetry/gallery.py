@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from trainer.saving import lettering
+from trainer.telemetry import fonts
 
 TILE, LARGEST = 72, 128  # pixels of an image's side: tiny ones are enlarged to the first, large ones made smaller
 ROOM, SHEET = 180, 1200  # pixels that a name may take beside a table, and a row of images at most
@@ -105,13 +105,13 @@ def _mixed(colour: tuple[int, int, int], share: float) -> tuple[int, int, int]:
 
 
 def _write(draw: ImageDraw.ImageDraw, at: tuple[float, float], words: str, anchor: str = "la", ink: str = INK) -> None:
-    written, font = lettering.set_in(words, FONT)
+    written, font = fonts.set_in(words, FONT)
     draw.text(at, written, fill=ink, font=font, anchor=anchor)
 
 
 def _upright(sheet: Image.Image, at: tuple[int, int], words: str) -> None:
     """Words that are read from below, their end at the top: the middle of that is `at`."""
-    written, font = lettering.set_in(words, FONT)
+    written, font = fonts.set_in(words, FONT)
     strip = Image.new("RGB", (round(font.getlength(written)) + 2, FONT + 4), GROUND)
     ImageDraw.Draw(strip).text((0, (FONT + 4) / 2), written, fill=INK, font=font, anchor="lm")
     turned = strip.transpose(Image.Transpose.ROTATE_90)
@@ -119,11 +119,11 @@ def _upright(sheet: Image.Image, at: tuple[int, int], words: str) -> None:
 
 
 def _width(words: str) -> int:
-    return lettering.width(words, FONT)
+    return fonts.width(words, FONT)
 
 
 def _fit(words: str, room: float, end: str = "") -> str:
-    return lettering.fit(words, FONT, room, end)
+    return fonts.fit(words, FONT, room, end)
 
 
 def _encoded(sheet: Image.Image, photos: bool = False) -> EncodedImage:

@@ -16,7 +16,7 @@ from trainer.launch import hosted, launching
 from trainer.models.given import bare
 from trainer.models.zoo import initialise
 from trainer.recipe import Recipe, load
-from trainer.recipe.words import split_words
+from trainer.recipe.recipe_words import split_words
 from trainer.saving.weights import read_weights
 from trainer.training import loop, objects
 from trainer.training.callbacks import Callbacks, OnEpoch, OnStep

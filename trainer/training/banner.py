@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import trainer
-from trainer.data import contact_sheet
+from trainer.data.photos import contact_sheet
 from trainer.devices import precision
 from trainer.training.run import Run
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from trainer.caching.pace import SECONDS, pace
+from trainer.data.cache.cache_speed import SECONDS, pace
 from trainer.data.encoded import EncodedPhotos
 from trainer.processes.world import cores
 from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares

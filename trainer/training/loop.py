@@ -10,6 +10,7 @@ import torch
 
 from trainer.errors import Interrupted, Preempted, TrainerError, in_one_line
 from trainer.modes.pipeline import timeline
+from trainer.optim.optimization import learning_rate
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
@@ -20,7 +21,6 @@ from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.meeting import Meeting, leave
 from trainer.training.mistakes import Mistakes
-from trainer.training.optimization import learning_rate
 from trainer.training.results import Result
 from trainer.training.run import WORKERS, Run
 from trainer.training.wiring import prepare

@@ -11,9 +11,10 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from trainer.data.photos import shorter_side_of
+from trainer.data.photos.photo_reader import shorter_side_of
 from trainer.errors import CheckpointError, SetupError, TrainerError, is_out_of_memory, text_of
 from trainer.models.zoo import bare
+from trainer.optim.optimizers import optimizer_state
 from trainer.processes.rank import is_restart, job_id
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -21,7 +22,6 @@ from trainer.saving import checkpoint
 from trainer.saving.spreading import on_every_rank
 from trainer.saving.weights import save_weights
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training.optimizers import optimizer_state
 from trainer.training.randomness import random_states, restore_random_states, seed_ranks
 from trainer.training.run import History, Run
 from trainer.training.same_images import tell_changes

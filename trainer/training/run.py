@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer.data import Datasets, Loader
 from trainer.modes import Strategy
+from trainer.optim.optimization import MovingAverage, Updater
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -18,7 +19,6 @@ from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.callbacks import Callbacks
-from trainer.training.optimization import MovingAverage, Updater
 
 WORKERS = "workers"  # what is known of the number that reads photos
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.data import Datasets
 from trainer.data.contents import contents_of, difference, sizes_of
 from trainer.data.encoded import EncodedPhotos, size_of
-from trainer.data.scanning import few
+from trainer.data.folders.scanning import few
 from trainer.errors import SetupError
 from trainer.processes.world import World
 from trainer.saving.checkpoint import State

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from trainer import modes, tasks
-from trainer.caching import cached
-from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, contact_sheet, open_datasets, steps_per_epoch
+from trainer.data import Datasets, Example, Loader, Shard, TensorSpec, open_datasets, steps_per_epoch
+from trainer.data.cache import cached
 from trainer.data.feeds import labels_at_hand
-from trainer.data.images import reason
-from trainer.data.splits import SPLIT_FILE, continued
+from trainer.data.folders.splits import SPLIT_FILE, continued
+from trainer.data.photos import contact_sheet
+from trainer.data.photos.decoding import reason
 from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.models.given import Given
@@ -24,6 +25,9 @@ from trainer.models.inputs import with_own_input
 from trainer.models.norms import check_alone
 from trainer.models.zoo import build, initialise, known_classes, registered_model
 from trainer.modes import Context, Strategy
+from trainer.optim.optimization import MovingAverage, Updater, loss_scaler, total_steps
+from trainer.optim.optimizers import build_optimizer
+from trainer.optim.trainable import normalises_batches, notes, roles_of
 from trainer.processes import stacks
 from trainer.processes.allocation import keep_freed_memory
 from trainer.processes.interrupts import Interrupts
@@ -37,13 +41,10 @@ from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import banner, presenting, resuming
 from trainer.training.callbacks import Callbacks
-from trainer.training.optimization import MovingAverage, Updater, loss_scaler, total_steps
-from trainer.training.optimizers import build_optimizer
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import WORKERS, Run
 from trainer.training.same_images import check_same_images, known_again
 from trainer.training.speed_test import speed_recipe
-from trainer.training.trainable import normalises_batches, notes, roles_of
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import warm
-from tests.commands import environment
+from tests.command_line import environment
 from tests.data.shards.making import tarred, with_classes
 from trainer.data.shards import tars
 from trainer.data.shards.indexes import ARRAYS, kept, place_of, read

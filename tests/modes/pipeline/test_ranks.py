@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import QUIET, ok
+from tests.command_line import QUIET, ok
 
 # A compiler that only writes down what it is given, and whether the ranks had met in the pipeline by then.
 COMPILER = """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.commands import PROJECT
+from tests.command_line import PROJECT
 
 SYNC_BN = "mode=ddp model.name=cnn sync_bn=true ema=0.9"
 CASES = {

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.commands import losses
+from tests.command_line import losses
 from tests.simulated.simcuda.machine import Card
 from tests.simulated.simcuda.sources import Branch, watched
 from tests.simulated.simcuda.stubs import simulated
@@ -37,11 +37,11 @@ MEASURING = frozenset(
     {
         "models.balance._clock",
         "telemetry.clocks.Ledger.span",
-        "planning.probe._whole.<locals>.timed",
-        "prove.bare.speeds",
-        "prove.probe.Measurer.seconds",
-        "prove.probe.links",
-        "planning.probe._exchange",
+        "commands.plan.speed_probe._whole.<locals>.timed",
+        "commands.prove.bare_loop.speeds",
+        "commands.prove.prove_probe.Measurer.seconds",
+        "commands.prove.prove_probe.links",
+        "commands.plan.speed_probe._exchange",
         "modes.ddp.DistributedDataParallel._exchange",
         "modes.ddp.DistributedDataParallel._exposed",
         "modes.pipeline.spans.Recorder._now",

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.scanning import few
+from trainer.data.folders.scanning import few
+from trainer.data.folders.targets import sparse
 from trainer.data.shards.indexes import ShardIndex
 from trainer.data.shards.patterns import part_of_folder
-from trainer.data.targets import sparse
 from trainer.errors import SetupError
 from trainer.saving import files
 

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.encoded import in_shard
-from trainer.data.folders import divided, photos
-from trainer.data.scanning import LeftOut, few
+from trainer.data.folders.photo_folders import divided, photos
+from trainer.data.folders.scanning import LeftOut, few
+from trainer.data.folders.splits import Before
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.shards import parquet, tars
 from trainer.data.shards.classes import Classes, classes_of
 from trainer.data.shards.indexes import ShardIndex
 from trainer.data.shards.patterns import EXAMPLE, part_of, part_of_folder, shards_of
-from trainer.data.shards.photos import ShardPhotos
 from trainer.data.shards.shard_files import ShardFile
-from trainer.data.splits import Before
+from trainer.data.shards.shard_photos import ShardPhotos
 from trainer.errors import SetupError
 from trainer.processes.rank import place
 from trainer.recipe import Recipe

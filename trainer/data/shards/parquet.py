@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.images import LARGEST, reason
 from trainer.data.items import INPUTS, TARGETS
+from trainer.data.photos.decoding import LARGEST, reason
 from trainer.data.shards.indexes import Contents, ShardIndex, kept
 from trainer.data.shards.shard_files import OPEN, Bytes, ShardFile
 from trainer.errors import SetupError

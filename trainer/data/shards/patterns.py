@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
-from trainer.data.layout import HELD_OUT, TEST, TRAIN
-from trainer.data.scanning import few, is_junk
+from trainer.data.folders.layout import HELD_OUT, TEST, TRAIN
+from trainer.data.folders.scanning import few, is_junk
 from trainer.errors import SetupError
 
 SUFFIXES = (".tar", ".parquet")

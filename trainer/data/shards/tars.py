@@ -14,21 +14,15 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from trainer.data.images import LARGEST
-from trainer.data.scanning import NEEDS, is_junk, readable_suffixes
+from trainer.data.folders.scanning import NEEDS, is_junk, readable_suffixes
+from trainer.data.folders.table_text import COMPRESSED
+from trainer.data.photos.decoding import LARGEST
 from trainer.data.shards.indexes import Contents, ShardIndex, kept
 from trainer.data.shards.shard_files import Bytes, ShardFile, opened
 from trainer.data.shards.tar_headers import BrokenError, Member, Window, members
 from trainer.errors import SetupError
 
 KIND = b"tar"
-PACKED = {  # how compressed files begin, and what unpacks them
-    b"\x1f\x8b": "gunzip",
-    b"BZh": "bunzip2",
-    b"\xfd7zXZ\0": "unxz",
-    b"\x28\xb5\x2f\xfd": "unzstd",
-    b"\x04\x22\x4d\x18": "unlz4",
-}
 IMAGE, CLASS, JSON = ".img", ".cls", ".json"
 CLASS_KEYS = ("cls", "label", "class")  # in JSON
 LONGEST = {CLASS: 4096, JSON: 2**20}  # bytes
@@ -74,7 +68,7 @@ def look(shard: ShardFile) -> ShardIndex:
 
 
 def _check_unpacked(shard: ShardFile, begin: bytes) -> None:
-    unpack = next((program for mark, program in PACKED.items() if begin.startswith(mark)), None)
+    unpack = next((program for mark, program in COMPRESSED.items() if begin.startswith(mark)), None)
     if unpack is not None:
         raise SetupError(
             f"{shard} is compressed, and images are read from the middle of shards: {unpack} it, which takes hardly "

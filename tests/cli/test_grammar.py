@@ -1,0 +1,711 @@
+"""What people who come from other programs type: each is taken as meant, or answered by what to type."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.dialects import values
+from trainer.cli.dialects.meaning import Around
+from trainer.cli.grammar import program, read
+from trainer.cli.known_keys import OWN
+from trainer.commands.compare.entries import entries, parse_modes, parse_sweep
+from trainer.errors import RecipeError
+from trainer.processes import family
+from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe.checks import (
+    check_dataset_name,
+    check_model_name,
+    check_processes,
+    check_task_name,
+    torchvision_classifiers,
+)
+from trainer.recipe.recipe_words import split_words
+from trainer.recipe.text import typed as as_typed
+
+TRAIN = "python -m trainer"
+
+# Typed, and the words that it is taken as: where dashes and blanks are all that differs from key=value.
+TAKEN = {
+    "recipe=digits": "recipe=digits",
+    "train recipe=digits": "recipe=digits",
+    "--recipe=digits": "recipe=digits",
+    "--recipe resnet50": "recipe=resnet50",
+    "-recipe digits": "recipe=digits",
+    "recipe = digits": "recipe=digits",
+    "recipe= digits": "recipe=digits",
+    "recipe =digits": "recipe=digits",
+    "recipe=digits --batch_size 64": "recipe=digits batch_size=64",
+    "recipe=digits batch-size=64": "recipe=digits batch_size=64",
+    "recipe=digits --batch-size=64": "recipe=digits batch_size=64",
+    "recipe=digits --epochs 5": "recipe=digits epochs=5",
+    "--epochs 5": "epochs=5",
+    "recipe=digits --optimizer.lr 0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits --nproc 2": "recipe=digits nproc=2",
+    "recipe=digits \N{EN DASH}epochs=5": "recipe=digits epochs=5",
+    "recipe=digits 'devices=[cuda:0, cuda:1]'": "recipe=digits 'devices=[cuda:0, cuda:1]'",
+    "recipe=digits data.root=/a/b=c": "recipe=digits data.root=/a/b=c",
+    "recipe=digits optimizer.norm_weight_decay=0": "recipe=digits optimizer.norm_weight_decay=0",
+    "recipe=digits model.name=my_net plugin=mine": "recipe=digits model.name=my_net plugin=mine",
+    "plugin=mine model.name=ResNet_18 task.name=bce": "plugin=mine model.name=ResNet_18 task.name=bce",
+    "recipe=digits optimizer.lr=1e-3 ema=null": "recipe=digits optimizer.lr=1e-3 ema=null",
+    "recipe=digits 'optimizer={lr: 0.1}'": "recipe=digits 'optimizer={lr: 0.1}'",
+    "recipe=digits logging.wandb=my_project": "recipe=digits logging.wandb=my_project",
+    "recipe=digits model.freeze=-1 data.workers=0": "recipe=digits model.freeze=-1 data.workers=0",
+    "recipe=digits optimizer.lr=.1 schedule.min_lr=1E-4": "recipe=digits optimizer.lr=.1 schedule.min_lr=1E-4",
+    "recipe=digits pipeline.microbatches=auto": "recipe=digits pipeline.microbatches=auto",
+    "recipe=digits 'epochs=3\r'": "recipe=digits epochs=3",  # a script that Windows wrote
+    "recipe=digits '\r'": "recipe=digits",
+    "recipe=digits , epochs=3": "recipe=digits epochs=3",
+    "--nproc 4": "nproc=4",
+    "recipe=digits epochs=1 seed=2 epochs=1": "recipe=digits epochs=1 seed=2",  # the same again
+    "recipe=digits --epochs 1 recipe=digits epochs=1": "recipe=digits epochs=1",
+    "recipe=digits epochs=1 epochs=2": "recipe=digits epochs=1 epochs=2",  # the recipe tells it
+    "recipe=": "recipe=",
+    "recipe= epochs=5": "recipe= epochs=5",
+}
+
+# Typed, and the words of the command that the answer tells to type.
+TOLD = {
+    # commands
+    "recipe resnet50": "recipe=resnet50",
+    "digits": "recipe=digits",
+    "train digits": "recipe=digits",
+    "list": "recipes",
+    "ls": "recipes",
+    "--list": "recipes",
+    "recipe=digits --list-models": "recipes",
+    "plan": "plan recipe=digits",
+    "train": "recipe=digits",
+    "compare": "compare recipe=digits",
+    "predict": "predict checkpoint=RUN data.root=FOLDER",
+    "evaluate": "evaluate checkpoint=RUN",
+    "python trainer/training.py": "recipe=digits",
+    "train.py": "recipe=digits",
+    "main.py recipe=digits": "recipe=digits",
+    "python train.py --lr 0.1 --epochs 5": "optimizer.lr=0.1 epochs=5",
+    "python -m trainer recipe=digits": "recipe=digits",
+    "python -m trainer plan recipe=digits": "plan recipe=digits",
+    "torchrun --nproc_per_node=2 -m trainer recipe=digits": "nproc=2 recipe=digits",
+    "accelerate launch train.py recipe=digits": "recipe=digits",
+    "val": "evaluate checkpoint=RUN",
+    "test": "evaluate checkpoint=RUN",
+    "eval checkpoint=runs/x": "evaluate checkpoint=runs/x",
+    "validate": "evaluate checkpoint=RUN",
+    "recipe=digits --test-only": "evaluate checkpoint=RUN",
+    "--evaluate recipe=digits checkpoint=runs/x": "evaluate checkpoint=runs/x",
+    "evaluate runs/foo": "evaluate checkpoint=runs/foo",
+    "detect": "predict checkpoint=RUN data.root=FOLDER",
+    "infer checkpoint=runs/x data.root=cat.jpg": "predict checkpoint=runs/x data.root=cat.jpg",
+    "predict checkpoint=runs/x photos": "predict checkpoint=runs/x data.root=photos",
+    "predict checkpoint=runs/x source=cat.jpg": "predict checkpoint=runs/x data.root=cat.jpg",
+    "fit recipe=digits": "recipe=digits",
+    "Train recipe=digits": "recipe=digits",
+    "benchmark recipe=digits": "compare recipe=digits",
+    "compare single ddp recipe=digits": "compare 'modes=[single,ddp]' recipe=digits",
+    "compare recipe=digits modes=single,ddp": "compare recipe=digits 'modes=[single,ddp]'",
+    "compare recipe=digits mode=single,ddp": "compare recipe=digits 'modes=[single,ddp]'",
+    "--dry-run recipe=digits": "plan recipe=digits",
+    "plan resnet50": "plan recipe=resnet50",
+    "info": "doctor",
+    "env": "doctor",
+    "resume": "recipe=RUN output=RUN resume=auto",
+    "onnx": "export RUN format=onnx",
+    "onnx runs/x": "export runs/x format=onnx",
+    "torchscript": "export RUN format=torchscript",
+    "-m trainer": "recipe=digits",
+    "-m trainer plan recipe=digits": "plan recipe=digits",
+    ".\\\\launch.sh recipe=digits": "recipe=digits",
+    "recipe": "recipe=digits",
+    "train --recipe": "recipe=digits",
+    "train --digits": "recipe=digits",
+    "digits 10": "recipe=digits",
+    "digits ddp": "recipe=digits mode=ddp",
+    "digits foo=1": "recipe=digits",
+    "plan resnet50 gpus=8": "plan recipe=resnet50 nproc=8",
+    "compare recipe=digits ddp,pipeline": "compare recipe=digits 'modes=[ddp,pipeline]'",
+    "compare recipe=digits --modes single ddp": "compare recipe=digits 'modes=[single,ddp]'",
+    "compare recipe=digits modes=all": "compare recipe=digits",
+    "predict model=runs/x data.root=photos": "predict checkpoint=runs/x data.root=photos",
+    "predict checkpoint=runs/x input=photos": "predict checkpoint=runs/x data.root=photos",
+    "evaluate weights=runs/x/best.safetensors": "evaluate checkpoint=runs/x/best.safetensors",
+    "bash": "completion bash",
+    "usage": "help",
+    # how a word is set
+    "recipe=digits optimizer.lr 0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits lr 0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits epochs: 5": "recipe=digits epochs=5",
+    "recipe=digits epochs:5": "recipe=digits epochs=5",
+    "recipe=digits epochs==5": "recipe=digits epochs=5",
+    "recipe=digits epochs=5,": "recipe=digits epochs=5",
+    "recipe=digits EPOCHS=5": "recipe=digits epochs=5",
+    "recipe=digits +epochs=5": "recipe=digits epochs=5",
+    "recipe=digits ++trainer.max_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits --epochs": "recipe=digits epochs=10",
+    "recipe=digits optimizer.lr=0,1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits \N{LEFT DOUBLE QUOTATION MARK}mode=ddp\N{RIGHT DOUBLE QUOTATION MARK}": "recipe=digits mode=ddp",
+    "recipe=digits --compile": "recipe=digits compile=true",
+    "recipe=digits --no-compile": "recipe=digits compile=false",
+    "recipe=digits compile=1": "recipe=digits compile=true",
+    "recipe=digits clip_grad_norm=none": "recipe=digits clip_grad_norm=null",
+    "recipe=digits ema=true": "recipe=digits ema=0.999",
+    "recipe=digits 'epochs=3,lr=0.1'": "recipe=digits epochs=3 optimizer.lr=0.1",
+    "recipe=digits,epochs=3": "recipe=digits epochs=3",
+    "recipe=digits;epochs=3": "recipe=digits epochs=3",
+    "'recipe=digits epochs=3'": "recipe=digits epochs=3",
+    "recipe=digits, epochs=3": "recipe=digits epochs=3",
+    "recipe=digits '\"epochs=3\"'": "recipe=digits epochs=3",
+    "recipe=digits optimizer:lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits optimizer/lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits optimizer[lr]=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits optimizer__lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "/recipe=digits": "recipe=digits",
+    "recipe=digits --config mnist": "recipe=mnist",
+    # numbers
+    "recipe=digits epochs=1e2": "recipe=digits epochs=100",
+    "recipe=digits epochs=3.0": "recipe=digits epochs=3",
+    "recipe=digits epochs=1,000": "recipe=digits epochs=1000",
+    "recipe=digits batch_size=1k": "recipe=digits batch_size=1000",
+    "recipe=digits \"epochs='3'\"": "recipe=digits epochs=3",
+    "recipe=digits lr=1e-1": "recipe=digits optimizer.lr=1e-1",
+    "recipe=digits lr=auto": "recipe=digits",
+    "recipe=digits lr=3*10^-4": "recipe=digits optimizer.lr=0.0003",
+    "recipe=digits batch_size=2**10": "recipe=digits batch_size=1024",
+    "recipe=digits ema=999/1000": "recipe=digits ema=0.999",
+    "recipe=digits lr=1e\N{EN DASH}4": "recipe=digits optimizer.lr=1e-4",
+    "recipe=digits label_smoothing=10%": "recipe=digits loss.label_smoothing=0.1",
+    "recipe=digits imgsz=224x224": "recipe=digits data.image_size=224",
+    "recipe=digits data.image_size=224,224": "recipe=digits data.image_size=224",
+    "recipe=digits timeout=30s": "recipe=digits timeout=30",
+    "optimizer.name=adam betas=0.9,0.999": "optimizer.name=adam 'optimizer.betas=[0.9,0.999]'",
+    "recipe=digits 'data.mean=(0.5, 0.5, 0.5)'": "recipe=digits 'data.mean=[0.5,0.5,0.5]'",
+    "recipe=digits data.std=[0.5 0.5 0.5]": "recipe=digits 'data.std=[0.5,0.5,0.5]'",
+    "recipe=digits workers=auto": "recipe=digits data.workers=auto",
+    "recipe=digits max_steps=-1": "recipe=digits max_steps=null",
+    "recipe=digits clip_grad=0": "recipe=digits clip_grad_norm=null",
+    "recipe=digits optimizer.norm_weight_decay=false": "recipe=digits optimizer.norm_weight_decay=0",
+    "recipe=digits optimizer.norm_weight_decay=None": "recipe=digits optimizer.norm_weight_decay=null",
+    "recipe=digits --mixup": "recipe=digits augment.mixup=0.2",
+    "recipe=digits mixup=false": "recipe=digits augment.mixup=0",
+    "recipe=digits freeze=true": "recipe=digits model.freeze=-1",
+    "recipe=digits early_stopping=3": "recipe=digits stop.patience=3",
+    "-n 4": "nproc=4",
+    "recipe=digits -np 4": "recipe=digits nproc=4",
+    "recipe=digits nproc=auto": "recipe=digits",
+    "recipe=digits -j4": "recipe=digits data.workers=4",
+    "recipe=digits -b64": "recipe=digits batch_size=64",
+    # recipes
+    "recipe=imagenet": "recipe=resnet50 data.root=/path/to/imagenet",
+    "recipe=vgg11": "recipe=resnet50 model.name=vgg11",
+    "recipe=vit_tiny": "recipe=digits model.name=vit_tiny",
+    "recipe=./digits.yml": "recipe=digits",
+    "recipe=configs/digits.yaml": "recipe=digits",
+    "recipe=CIFAR10": "recipe=cifar10",
+    "recipe=cifar-10": "recipe=cifar10",
+    "recipe=cifar": "recipe=cifar10",
+    "recipe=ddp": "recipe=digits mode=ddp",
+    "recipe=photos": "recipe=finetune data.root=FOLDER",
+    "--config digits": "recipe=digits",
+    "--config-name=digits": "recipe=digits",
+    "-c digits.yaml": "recipe=digits",
+    # training
+    "recipe=digits --lr=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits lr0=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits learning_rate=0.1": "recipe=digits optimizer.lr=0.1",
+    "recipe=digits batch=64": "recipe=digits batch_size=64",
+    "recipe=digits --per-device-train-batch-size 64": "recipe=digits batch_size=64",
+    "recipe=digits max_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits trainer.max_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits num_train_epochs=5": "recipe=digits epochs=5",
+    "recipe=digits steps=100": "recipe=digits max_steps=100",
+    "recipe=digits optimizer=adam": "recipe=digits optimizer.name=adam",
+    "recipe=digits optimizer=AdamW": "recipe=digits optimizer.name=adamw",
+    "recipe=digits --opt adamw --sched cosine": "recipe=digits optimizer.name=adamw schedule.name=cosine",
+    "recipe=digits scheduler=StepLR": "recipe=digits schedule.name=step",
+    "recipe=digits --wd 1e-4": "recipe=digits optimizer.weight_decay=1e-4",
+    "recipe=digits weight_decay=1e-4": "recipe=digits optimizer.weight_decay=1e-4",
+    "recipe=digits warmup_epochs=3": "recipe=digits schedule.warmup_epochs=3",
+    "recipe=digits label-smoothing=0.1": "recipe=digits loss.label_smoothing=0.1",
+    "recipe=digits gradient_accumulation_steps=4": "recipe=digits accumulate=4",
+    "recipe=digits accumulate_grad_batches=4": "recipe=digits accumulate=4",
+    "recipe=digits max_grad_norm=1": "recipe=digits clip_grad_norm=1",
+    "recipe=digits loss=bce": "recipe=digits task.name=multilabel",
+    "recipe=digits task=classify": "recipe=digits task.name=classification",
+    "recipe=digits freeze=3": "recipe=digits model.freeze=3",
+    "recipe=digits freeze=0": "recipe=digits model.freeze=null",
+    "recipe=digits freeze_backbone=true": "recipe=digits model.freeze=-1",
+    "recipe=digits --patience 5": "recipe=digits stop.patience=5",
+    "recipe=digits patience=0": "recipe=digits stop.patience=null",
+    "recipe=digits --early-stopping": "recipe=digits stop.patience=5",
+    "recipe=digits stop=3": "recipe=digits stop.patience=3",
+    "recipe=digits --layer-decay 0.75": "recipe=digits optimizer.layer_decay=0.75",
+    "recipe=digits --lr-base-size 256": "recipe=digits optimizer.lr_per=256",
+    "recipe=digits scale_lr=true": "recipe=digits optimizer.lr_per=256",
+    "recipe=digits optimizer=LARS": "recipe=digits optimizer.name=lars",
+    "recipe=digits --resume": "recipe=digits resume=auto",
+    "recipe=digits resume=true": "recipe=digits resume=auto",
+    "recipe=digits resume=runs/foo": "recipe=digits output=runs/foo resume=auto",
+    "resume=runs/foo": "recipe=runs/foo output=runs/foo resume=auto",
+    "recipe=digits --output-dir runs/x": "recipe=digits output=runs/x",
+    "recipe=digits log_every_n_steps=5": "recipe=digits logging.every_steps=5",
+    "recipe=digits seed_everything=1": "recipe=digits seed=1",
+    "recipe=digits save_top_k=3": "recipe=digits save.keep=3",
+    "recipe=digits save=false": "recipe=digits save.every_epochs=null",
+    "recipe=digits logging=false": "recipe=digits logging.tensorboard=false",
+    "recipe=digits logger=wandb": "recipe=digits logging.wandb=true",
+    "recipe=digits augment=false": "recipe=digits augment.auto=none",
+    "recipe=digits name=first": "recipe=digits output=runs/first",
+    "recipe=digits optimizer=lion": "recipe=digits",
+    "recipe=digits scheduler=plateau": "recipe=digits",
+    "recipe=digits val=false": "recipe=digits",
+    "recipe=digits dropout=0.5": "recipe=digits",
+    "recipe=digits backend=nccl": "recipe=digits",
+    "recipe=digits resume": "recipe=digits resume=auto",
+    "recipe=digits resume=runs/x/last.safetensors": "recipe=digits output=runs/x resume=auto",
+    "recipe=digits ckpt=runs/x": "recipe=digits",
+    # models and data
+    "recipe=digits model=resnet18": "recipe=digits model.name=resnet18",
+    "recipe=digits -a resnet18": "recipe=digits model.name=resnet18",
+    "recipe=digits --arch=resnet18": "recipe=digits model.name=resnet18",
+    "recipe=digits model=resnet50.pt": "recipe=digits model.name=resnet50 model.weights=DEFAULT",
+    "recipe=digits model=runs/x/last.safetensors": "recipe=digits model.init_from=runs/x/last.safetensors",
+    "recipe=digits model.name=ResNet-50": "recipe=digits model.name=resnet50",
+    "recipe=digits --pretrained": "recipe=digits model.weights=DEFAULT",
+    "recipe=digits pretrained=false": "recipe=digits model.weights=null",
+    "recipe=digits weights=best.pth": "recipe=digits model.init_from=best.pth",
+    "recipe=digits data=photos": "recipe=digits data.name=imagefolder data.root=photos",
+    "recipe=finetune data=photos": "recipe=finetune data.root=photos",
+    "recipe=finetune data=x/a.tar": "recipe=finetune data.name=shards data.root=x/a.tar",
+    "recipe=finetune data.name=webdataset data.root=x": "recipe=finetune data.name=shards data.root=x",
+    "recipe=finetune x/a.tar": "recipe=finetune data.name=shards data.root=x/a.tar",
+    "recipe=finetune x/a.tar x/b.tar": "recipe=finetune data.name=shards 'data.root=x/*.tar'",
+    "recipe=finetune data.root=x/a.tar x/b.tar": "recipe=finetune 'data.root=x/*.tar' data.name=shards",
+    "recipe=finetune --data-path photos": "recipe=finetune data.root=photos",
+    "recipe=digits dataset=cifar10": "recipe=digits data.name=cifar10",
+    "recipe=digits data.name=CIFAR-10": "recipe=digits data.name=cifar10",
+    "recipe=digits data=imagenet": "recipe=digits data.name=imagefolder data.root=/path/to/imagenet",
+    "recipe=digits imgsz=224": "recipe=digits data.image_size=224",
+    "recipe=digits num_workers=4": "recipe=digits data.workers=4",
+    "recipe=digits -j 4": "recipe=digits data.workers=4",
+    "recipe=digits model=timm/resnet50": "recipe=digits model.name=timm:resnet50",
+    "recipe=digits val_split=0.1": "recipe=digits data.val_fraction=0.1",
+    "recipe=digits channels=rgb": "recipe=digits data.channels=3",
+    "recipe=digits mixup_alpha=0.2 auto_augment=ra": "recipe=digits augment.mixup=0.2 augment.auto=rand",
+    # devices, modes, precision
+    "recipe=digits devices=0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits devices=[0,1]": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits devices=[cuda:0, cuda:1]": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits devices=cuda:0-2": "recipe=digits 'devices=[cuda:0,cuda:1,cuda:2]'",
+    "recipe=digits devices=gpu:0": "recipe=digits 'devices=[cuda:0]'",
+    "recipe=digits devices=cuda": "recipe=digits devices=auto",
+    "recipe=digits gpu=0": "recipe=digits 'devices=[cuda:0]'",
+    "recipe=digits device=mps": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits CUDA_VISIBLE_DEVICES=0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits cpu": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits cuda:1": "recipe=digits 'devices=[cuda:1]'",
+    "recipe=digits fp16": "recipe=digits precision=fp16",
+    "recipe=digits compile": "recipe=digits compile=true",
+    "recipe=digits --ddp": "recipe=digits mode=ddp",
+    "recipe=digits --distributed": "recipe=digits mode=ddp",
+    "recipe=digits devices=2": "recipe=digits nproc=2",
+    "recipe=digits gpus=2": "recipe=digits nproc=2",
+    "recipe=digits --gpus 0,1": "recipe=digits 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits mode=dp gpus=2": "recipe=digits mode=dp 'devices=[cuda:0,cuda:1]'",
+    "recipe=digits device=0": "recipe=digits 'devices=[cuda:0]'",
+    "recipe=digits device=cpu": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits --device cuda:1": "recipe=digits 'devices=[cuda:1]'",
+    "recipe=digits --device cuda": "recipe=digits devices=auto",
+    "recipe=digits devices=-1": "recipe=digits devices=auto",
+    "recipe=digits devices=mps": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits accelerator=gpu": "recipe=digits devices=auto",
+    "recipe=digits --cpu": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits --no-cuda": "recipe=digits 'devices=[cpu]'",
+    "recipe=digits --nproc_per_node=2": "recipe=digits nproc=2",
+    "recipe=digits --local-rank=0": "recipe=digits",
+    "recipe=digits --verbose": "recipe=digits",
+    "recipe=digits mode=DataParallel": "recipe=digits mode=dp",
+    "recipe=digits mode=DDP": "recipe=digits mode=ddp",
+    "recipe=digits mode=model_parallel": "recipe=digits mode=split",
+    "recipe=digits mode=gpipe": "recipe=digits mode=pipeline pipeline.schedule=gpipe",
+    "recipe=digits mode=local-sgd": "recipe=digits mode=local_sgd",
+    "recipe=digits strategy=ddp": "recipe=digits mode=ddp",
+    "recipe=digits pipeline=1f1b": "recipe=digits pipeline.schedule=1f1b",
+    "recipe=digits precision=amp": "recipe=digits precision=bf16",
+    "recipe=digits precision=16-mixed": "recipe=digits precision=fp16",
+    "recipe=digits precision=32": "recipe=digits precision=fp32",
+    "recipe=digits --amp": "recipe=digits precision=bf16",
+    "recipe=digits amp=true": "recipe=digits precision=bf16",
+    "recipe=digits amp=false": "recipe=digits precision=fp32",
+    "recipe=digits --fp16": "recipe=digits precision=fp16",
+    "recipe=digits mixed_precision=fp16": "recipe=digits precision=fp16",
+    # more of Lightning, Accelerate, timm, Ultralytics, Keras and Hugging Face's TrainingArguments
+    "recipe=digits checkpoint.steps=10": "recipe=digits save.every_steps=10",
+    "recipe=digits checkpoint.interval=2": "recipe=digits save.every_epochs=2",
+    "recipe=digits checkpointing_steps=10": "recipe=digits save.every_steps=10",
+    "recipe=digits every_n_train_steps=10": "recipe=digits save.every_steps=10",
+    "recipe=digits checkpoints_total_limit=3": "recipe=digits save.keep=3",
+    "recipe=digits checkpoint.dir=runs/x": "recipe=digits output=runs/x",
+    "recipe=digits log.interval=10": "recipe=digits logging.every_steps=10",
+    "recipe=digits logging.steps=10": "recipe=digits logging.every_steps=10",
+    "recipe=digits early_stop=3": "recipe=digits stop.patience=3",
+    "recipe=digits warmup=5": "recipe=digits schedule.warmup_epochs=5",
+    "recipe=digits grad_clip=1": "recipe=digits clip_grad_norm=1",
+    "recipe=digits workers=4": "recipe=digits data.workers=4",
+    "recipe=digits global_clipnorm=1.0": "recipe=digits clip_grad_norm=1.0",
+    "recipe=digits opt=adam adam_epsilon=1e-7": "recipe=digits optimizer.name=adam optimizer.eps=1e-7",
+    "optimizer.name=adamw adam_beta1=0.8": "optimizer.name=adamw 'optimizer.betas=[0.8,0.999]'",
+    "optimizer.name=adamw adam_beta1=0.8 adam_beta2=0.95": "optimizer.name=adamw 'optimizer.betas=[0.8,0.95]'",
+    "optimizer.name=adamw --beta2 0.95 --beta1 0.8": "optimizer.name=adamw 'optimizer.betas=[0.8,0.95]'",
+    "recipe=digits beta_2=0.99 opt=adam": "recipe=digits 'optimizer.betas=[0.9,0.99]' optimizer.name=adam",
+    "recipe=digits adam_beta1=0.8": "recipe=digits",  # which trains by sgd
+    "recipe=digits --lr-step-size 3": "recipe=digits",
+    "recipe=digits lr_step_size=3 sched=step": "recipe=digits schedule.step_epochs=3 schedule.name=step",
+    "recipe=digits label_smoothing_factor=0.1": "recipe=digits loss.label_smoothing=0.1",
+    "recipe=digits jit_compile=true": "recipe=digits compile=true",
+    "recipe=digits use_ema=true": "recipe=digits ema=0.999",
+    "recipe=digits data_seed=1": "recipe=digits seed=1",
+    "recipe=digits --full_determinism": "recipe=digits deterministic=true",
+    "recipe=digits --log-wandb": "recipe=digits logging.wandb=true",
+    "recipe=digits log_with=mlflow": "recipe=digits logging.mlflow=true",
+    "recipe=digits in_chans=1": "recipe=digits data.channels=1",
+    "recipe=digits color_mode=grayscale": "recipe=digits data.channels=1",
+    "recipe=digits fast_dev_run=true": "recipe=digits max_steps=1",
+    "recipe=digits trainer.limit_train_batches=10": "recipe=digits max_steps=10",
+    "recipe=digits args.lr=0.1 training.batch_size=32": "recipe=digits optimizer.lr=0.1 batch_size=32",
+    "recipe=digits disable_tqdm=true": "recipe=digits logging.progress=false",
+    "recipe=digits --deepspeed ds.json": "recipe=digits mode=pipeline",
+    "recipe=digits fsdp=false": "recipe=digits",
+    "recipe=digits val.every=1": "recipe=digits",
+    "recipe=digits eval_strategy=epoch": "recipe=digits",
+    "recipe=digits check_val_every_n_epoch=1": "recipe=digits",
+    "recipe=digits num_sanity_val_steps=0": "recipe=digits",
+    "recipe=digits per_device_eval_batch_size=8": "recipe=digits",
+    "recipe=digits load_best_model_at_end=true": "recipe=digits",
+    "recipe=digits gradient_clip_algorithm=norm": "recipe=digits",
+    "recipe=digits initial_epoch=3": "recipe=digits",
+    "recipe=digits ddp_find_unused_parameters=false": "recipe=digits",
+    "recipe=digits main_process_port=1": "recipe=digits",
+    "recipe=digits flipud=0.5": "recipe=digits",
+    # what would mean something else here
+    "recipe=digits schedule.warmup_epochs=10%": "recipe=digits schedule.warmup_epochs=3",
+    "recipe=digits epochs=5 warmup=10%": "recipe=digits epochs=5 schedule.warmup_epochs=0.5",
+    "recipe=digits --input-size 3 224 224": "recipe=digits data.image_size=224",
+    "recipe=digits --img-size 224 224": "recipe=digits data.image_size=224",
+    "recipe=digits input_size=224,224,3": "recipe=digits data.image_size=224",
+    "recipe=digits imgsz=224x320": "recipe=digits",
+    "recipe=digits --input-size 640 480": "recipe=digits",
+    "recipe=digits imgsz=640,480": "recipe=digits",
+    "recipe=digits imgsz=[3,640,480]": "recipe=digits",
+    "recipe=digits 'imgsz=[224, 224]'": "recipe=digits data.image_size=224",
+    "recipe=digits imgsz=1,024": "recipe=digits data.image_size=1024",
+    "recipe=digits --do_train --do_eval": "recipe=digits",
+    "recipe=digits --do_eval --do_train --do_predict": "recipe=digits",
+    "recipe=digits --do_eval": "evaluate checkpoint=RUN",
+    "recipe=digits project=p name=r": "recipe=digits output=p/r",
+    "recipe=digits name=r --output-dir p/": "recipe=digits output=p/r",
+    "recipe=digits --output_dir out --run_name x": "recipe=digits output=out/x",
+    "recipe=digits run_name=x out=out/": "recipe=digits output=out/x",
+    "recipe=digits --run_name x": "recipe=digits output=runs/x",
+    "recipe=digits output=p name=r": "recipe=digits output=p/r",
+    "recipe=digits --val-split val": "recipe=digits",
+    "recipe=digits classes=0,1": "recipe=digits",
+    "recipe=digits --model_name_or_path google/vit-base-patch16-224": "recipe=digits model.name=vit_b_16",
+    "recipe=digits model.name=microsoft/resnet-50": "recipe=digits model.name=resnet50",
+    "recipe=digits model.name=hf:google/vit": "recipe=digits",
+    "recipe=digits --gradient_checkpointing": "recipe=digits",
+    "recipe=digits --gradient_checkpointing mode=pipeline": "recipe=digits pipeline.recompute=true mode=pipeline",
+    "predict checkpoint=runs/x data.root=photos save=true": "predict checkpoint=runs/x data.root=photos",
+    "compare recipe=digits sweep=batch_size=32,64": "compare recipe=digits 'sweep=batch_size:[32,64]'",
+    "compare recipe=digits 'sweep=lr:[0.1, 0.2]'": "compare recipe=digits 'sweep=optimizer.lr:[0.1,0.2]'",
+    # what was answered by a neighbour that is far away
+    "recipe=digits rect=true": "recipe=digits",
+    "recipe=digits rescale=1": "recipe=digits",
+    "recipe=digits --plots": "recipe=digits",
+    "recipe=digits --topk 5": "recipe=digits",
+    "recipe=digits --bce-loss": "recipe=digits task.name=multilabel",
+    "recipe=digits loss=categorical_crossentropy": "recipe=digits task.name=classification",
+    "recipe=digits loss=focal": "recipe=digits",
+    "recipe=digits model.name=efficientnet": "recipe=digits model.name=efficientnet_b0",
+    "recipe=digits model=vgg": "recipe=digits model.name=vgg11",
+    "recipe=digits model=DenseNet": "recipe=digits model.name=densenet121",
+    "recipe=digits model=mobilenet-v3": "recipe=digits model.name=mobilenet_v3_small",
+    "export": "export RUN format=onnx",
+    "recipes keys learning_rate": "recipes keys optimizer.lr",
+    "predict checkpoint=runs/x data.root=p output=out.csv": "predict checkpoint=runs/x data.root=p output=out",
+    "predict checkpoint=runs/x data.root=p output=a/b.jsonl": (
+        "predict checkpoint=runs/x data.root=p output=a predict.format=jsonl"
+    ),
+    "compare recipe=digits output=table.json": "compare recipe=digits output=table",
+    # several at once
+    "recipe=digits --lr=0.1 batch=64 workers=2": "recipe=digits optimizer.lr=0.1 batch_size=64 data.workers=2",
+}
+
+# Answered by a sentence.
+SAID = {
+    "tensorboard": "python -m tensorboard.main --logdir runs",
+    "new": "python -m trainer recipes new my.yaml extends=digits",
+    "recipe=digits opt=lion": "optimizer.name is sgd, adam, adamw, muon or lars",
+    "recipe=digits --input-size 640 480": "images are square here: give one number, data.image_size=640:",
+    "recipe=digits imgsz=640,480": "images are square here: give one number, data.image_size=640:",
+    "recipe=digits data.image_size=3,224,320": "images are square here: give one number, data.image_size=224:",
+    "digits 10": "'10': not key=value, as in epochs=10",
+    "digits epoch_size=1": "'epoch_size=1': no key; did you mean epochs?",
+    "compare runs/a runs/b": "runs compare RUN RUN",
+    "recipe=digits nnodes=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
+    "recipe=digits mode=fsdp": "there is no fsdp here",
+    "recipe=digits warmup_ratio=0.1": "the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5",
+    "recipe=digits --warmup_steps 500": "the warm-up is counted in epochs",
+    "recipe=digits epochs=x warmup=10%": "schedule.warmup_epochs= is a number of epochs, not a share of them",
+    "recipe=digits --do_train --do_eval": "every epoch ends with an evaluation",
+    "recipe=digits --val-split val": "data.val_fraction is a number, and val is none",
+    "recipe=digits classes=0,1": "model.num_classes is a whole number, and 0,1 is none",
+    "recipe=digits model.name=hf:google/vit": "timm's name for them, as model.name=timm:vit_base_patch16_224",
+    "recipe=digits --gradient_checkpointing": "only mode=split and mode=pipeline have it",
+    "predict checkpoint=runs/x save=true": "predictions are always written",
+    "recipe=digits loss=focal": "the loss is the task's: cross-entropy for task.name=classification",
+    "export": "export what? type python -m trainer export RUN format=onnx",
+    "recipe=digits lr=0.1 learning_rate=0.2": "'optimizer.lr': given as 0.1 and as 0.2: keep the one that is meant",
+    "recipe=digits --config mnist": "'recipe': given as digits and as mnist",
+    "recipe=digits adam_beta1=0.8": "'optimizer.betas=[0.8,0.999]': does nothing with optimizer.name=sgd",
+    "recipe=digits hsv_h=0.1": "augment.auto=trivial turns, shifts, shears and recolours images",
+    "recipe=digits lrf=0.01": "schedule.min_lr= is the last learning rate itself",
+    "recipe=digits steps_per_epoch=10": "max_steps= ends a run earlier",
+    "recipe=digits num_machines=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
+    "recips": "did you mean recipes?",
+    "rect": "'rect' is not a command; there are: train, ",
+    "digits rectangle=1": "'rectangle=1': no key: type",
+    "resnet5": "did you mean recipe=resnet50?",
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TRAINER_COMMAND", family.PARENT):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("typed", TAKEN)
+def test_what_is_taken_as_it_is_meant(typed: str) -> None:
+    assert read(shlex.split(typed)) == ("train", shlex.split(TAKEN[typed]))
+
+
+@pytest.mark.parametrize("typed", TOLD)
+def test_what_is_answered_by_what_to_type(typed: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(shlex.split(typed))
+    assert str(error.value).endswith(f" type {TRAIN} {TOLD[typed]}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("typed", TOLD)
+def test_what_it_tells_to_type_is_taken(typed: str) -> None:
+    """But for files that are not here."""
+    command, words = read(shlex.split(TOLD[typed]))
+    assert [*words] == [word for word in shlex.split(TOLD[typed]) if word != command]
+
+
+@pytest.mark.parametrize("typed", SAID)
+def test_what_is_answered_by_a_sentence(typed: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(shlex.split(typed))
+    assert SAID[typed] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "typed", ["5", "=", "--", "-", "", "[", "recipe=digits =", "--=5", "\N{SNOWMAN}", "a:b", "x=", "=x"]
+)
+def test_what_nobody_understands_is_passed_on_or_one_line(typed: str) -> None:
+    try:
+        command, words = read(shlex.split(typed) or [""])
+    except RecipeError as error:
+        assert "is not a command" in str(error) and "\n" not in str(error)
+    else:
+        assert (command, words) == ("train", shlex.split(typed))
+
+
+@pytest.mark.parametrize("command", ["runs", "recipes", "doctor", "prove", "help"])
+def test_commands_that_read_their_words_themselves(command: str) -> None:
+    assert read([command]) == (command, [])
+    assert read([command, "help"]) == ("help", [command])
+    assert read(["export", "runs/x", "--format", "onnx"]) == ("export", ["runs/x", "format=onnx"])
+
+
+def test_torchrun_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read([]) == ("help", [])
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=r"^train what\? type torchrun --nproc_per_node=4 -m trainer recipe=digits$"):
+        read([])
+
+
+def test_folders_and_files_that_lie_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pets", "runs/first"):
+        Path(name).mkdir(parents=True)
+    for name in ("runs/first/recipe.yaml", "mine.yaml", "cat.jpg"):
+        Path(name).touch()
+    for typed, told in {
+        "pets": "recipe=finetune data.root=pets",
+        "recipe=pets": "recipe=finetune data.root=pets",
+        "mine.yaml": "recipe=mine.yaml",
+        "evaluate runs/first": "evaluate checkpoint=runs/first",
+        "predict runs/first cat.jpg": "predict checkpoint=runs/first data.root=cat.jpg",
+        "predict cat.jpg": "predict checkpoint=RUN data.root=cat.jpg",
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            read(typed.split())
+        assert str(error.value).endswith(f"type {TRAIN} {told}"), typed
+    assert read(["recipe=runs/first"]) == ("train", ["recipe=runs/first"])
+
+
+def test_a_recipe_of_every_name_is_taken() -> None:
+    for name in shipped_recipes():
+        assert read([f"recipe={name}"]) == ("train", [f"recipe={name}"])
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_what_a_recipe_says_itself_is_never_corrected(name: str) -> None:
+    words = [f"{key}={as_typed(value)}" for key, value in flatten(load(name).to_dict()).items()]
+    assert read(words) == ("train", words)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "python -m trainer"),
+        ({"TRAINER_COMMAND": "./launch.sh"}, "./launch.sh"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "torchrun --nproc_per_node=4 -m trainer"),
+        ({"RANK": "0", "WORLD_SIZE": "8", family.PARENT: "5"}, "python -m trainer"),
+    ],
+)
+def test_what_to_type_begins_as_the_user_did(environment: dict[str, str], expected: str) -> None:
+    assert program(environment) == expected
+
+
+def test_a_warm_up_in_steps_is_no_key_of_the_speed() -> None:
+    with pytest.raises(RecipeError, match=r"did you mean schedule\.warmup_epochs"):
+        load({"warmup_steps": 500})
+    with pytest.raises(RecipeError, match="did you mean schedule__warmup_epochs"):
+        load("digits", warmup_steps=500)
+
+
+def test_the_same_line_follows_from_the_same_words_each_time() -> None:
+    unread = ["schedule.gamma=0.3", "optimizer.trust=0.01", "optimizer.nesterov=true", "schedule.step_epochs=2"]
+    with pytest.raises(RecipeError) as error:
+        read(["recipe=digits", "opt=adamw", "schedule.name=cosine", "optimizer.momentum=0.8", *unread])
+    left_out = re.findall(r"'([\w.]+)=[^']*': does nothing", str(error.value))
+    assert left_out == sorted(left_out) and len(left_out) == 5
+
+
+def test_a_data_set_that_was_typed_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.cli.dialects.meaning.load", lambda _: pytest.fail("the recipe was loaded"))
+    assert Around("train", OWN["train"], {"recipe": "digits", "data.name": "shards"}).data_name == "shards"
+
+
+def test_a_model_of_a_folder_starts_from_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/first").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"type python -m trainer recipe=digits model\.init_from=runs/first$"):
+        read(["recipe=digits", "model=runs/first"])
+
+
+def test_several_images_or_folders_are_the_one_that_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ph/cat/0.jpg", "ph/cat/1.jpg", "ph/dog/0.jpg", "else/cow/0.jpg", "runs/x/recipe.yaml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for typed, told in {
+        "predict checkpoint=runs/x ph/cat/0.jpg ph/cat/1.jpg": "predict checkpoint=runs/x data.root=ph/cat",
+        "predict runs/x ph/cat/0.jpg ph/cat/1.jpg": "predict checkpoint=runs/x data.root=ph/cat",
+        "predict checkpoint=runs/x data.root=ph/cat/0.jpg ph/cat/1.jpg": "predict checkpoint=runs/x data.root=ph/cat",
+        "predict ph/cat/1.jpg checkpoint=runs/x data.root=ph/cat/0.jpg": "predict data.root=ph/cat checkpoint=runs/x",
+        "predict checkpoint=runs/x ph/cat/0.jpg ph/dog/0.jpg": "predict checkpoint=runs/x data.root=ph",
+        "predict checkpoint=runs/x ph/cat ph/dog": "predict checkpoint=runs/x data.root=ph",
+        f"predict checkpoint=R {tmp_path}/ph/cat {tmp_path}/ph/dog": f"predict checkpoint=R data.root={tmp_path}/ph",
+        "recipe=finetune data.root=ph/cat ph/dog": "recipe=finetune data.root=ph",
+        "recipe=finetune ph/dog data.root=ph/cat": "recipe=finetune data.root=ph",
+        "ph/cat/ ph/dog/": "recipe=finetune data.root=ph",
+        "recipe=finetune ph/cat else/cow": "recipe=finetune data.root=FOLDER",
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            read(typed.split())
+        assert str(error.value).endswith(f"type {TRAIN} {told}"), typed
+        assert read(told.split())[1]
+
+
+def test_the_smallest_of_each_family_is_a_model() -> None:
+    assert {*values.FAMILIES.values()} <= {*torchvision_classifiers()}
+
+
+def test_a_folder_of_runs_is_its_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, time in {"old": 200, "new": 300, "older": 100}.items():
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "recipe.yaml").touch()
+        os.utime(Path("runs", name, "recipe.yaml"), (time, time))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("cat", "dog"):
+        Path("ph", folder).mkdir(parents=True)
+    for typed, told in {
+        "evaluate checkpoint=runs": "evaluate checkpoint=runs/new",
+        "evaluate runs/": "evaluate checkpoint=runs/new",
+        "predict runs ph": "predict checkpoint=runs/new data.root=ph",
+        "predict ph/ ~/runs": "predict data.root=ph/ checkpoint=HOME/runs/new",
+        "predict runs ph/cat ph/dog": "predict checkpoint=runs/new data.root=ph",
+        "predict checkpoint=runs data.root=photos": "predict checkpoint=runs/new data.root=photos",
+        "recipe=runs": "recipe=runs/new",
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            read(typed.split())
+        told = told.replace("HOME", str(tmp_path))
+        assert re.search(r"\(the newest run in (runs|\S+/runs)", str(error.value))
+        assert str(error.value).endswith(f": type {TRAIN} {told}")
+        read(told.split())
+
+
+def test_a_folder_beside_a_recipe_of_photos_leaves_that_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pets").mkdir()
+    Path("mine.yaml").write_text("extends: finetune\nepochs: 3\n")
+    with pytest.raises(RecipeError, match=r"type python -m trainer recipe=mine\.yaml data\.root=pets$"):
+        read(["recipe=mine.yaml", "pets"])
+
+
+@pytest.mark.parametrize("typed", sorted({*TOLD.values()}))
+def test_what_it_tells_to_type_is_a_recipe_that_works(typed: str) -> None:
+    """No other advice follows, from whoever reads the words next; but for files and folders that are not here."""
+    check_that_it_works(typed)
+
+
+@pytest.mark.parametrize("typed", SAID)
+def test_what_a_sentence_tells_to_type_works(typed: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(shlex.split(typed))
+    told = str(error.value).rpartition(f" type {TRAIN} ")[2]
+    if told != str(error.value):
+        check_that_it_works(told)
+
+
+def check_that_it_works(typed: str) -> None:
+    if "timm:" in typed:
+        pytest.importorskip("timm")
+    command, words = read(shlex.split(typed))
+    own, rest = split_words(words, OWN.get(command, ()))
+    source = own.get("recipe", "")
+    if command not in OWN or source == "RUN" or source.startswith("runs/"):
+        return
+    if command == "compare":
+        modes = parse_modes(own["modes"]) if "modes" in own else None
+        assert entries(source, rest, modes, parse_sweep(own["sweep"]) if "sweep" in own else None)
+        return
+    made = load(source or None, *rest)
+    if command in ("train", "plan"):
+        check_processes(made, int(own.get("nproc", 2 if made.pipeline.schedule in ("gpipe", "1f1b") else 1)))
+        if "plugin" not in own:
+            check_model_name(made.model.name)
+            check_dataset_name(made.data.name)
+            check_task_name(made.task.name)

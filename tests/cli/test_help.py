@@ -1,0 +1,67 @@
+"""Help: a page for each command, whose words exist and whose examples can be typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from tests.command_line import ok
+from trainer.cli.command_names import COMMANDS
+from trainer.cli.grammar import read
+from trainer.cli.help import PAGES, first, page
+from trainer.cli.known_keys import OWN, keys
+from trainer.commands.compare import entries
+from trainer.commands.plan import OWN as PLAN_WORDS
+from trainer.recipe import load
+
+
+def test_every_command_has_a_page() -> None:
+    assert tuple(PAGES) == COMMANDS
+    assert all(f"\n  {about.usage.partition(' [')[0]} " in first("") for about in PAGES.values())
+
+
+def test_the_words_of_commands_are_those_that_they_read() -> None:
+    assert {*OWN["compare"]} == {*entries.OWN_WORDS}
+    assert {*OWN["plan"]} == {"recipe", "plugin", *PLAN_WORDS}
+
+
+@pytest.mark.parametrize("command", OWN)
+def test_words_and_keys_of_a_page_exist(command: str) -> None:
+    shown = {word.partition("=")[0] for word in PAGES[command].words} - {"key", "--json"}
+    assert shown <= {*OWN[command], *keys()}
+    assert {*OWN[command]} <= shown | {"output", "resume"}
+
+
+@pytest.mark.parametrize("example", [line for about in PAGES.values() for line in about.examples])
+def test_examples_can_be_typed(example: str) -> None:
+    words = shlex.split(re.split("[;>]", example.partition("-m trainer ")[2])[0])
+    command, rest = read(words)
+    assert command in COMMANDS
+    own = {word for word in rest if word.partition("=")[0] in OWN.get(command, ())}
+    if command in OWN:
+        recipe = next((word.partition("=")[2] for word in own if word.startswith("recipe=")), None)
+        load(recipe, *(word for word in rest if word not in own))
+
+
+@pytest.mark.parametrize("words", [("plan", "--help"), ("--help", "plan"), ("help", "plan"), ("-h", "plan", "nproc=2")])
+def test_help_of_a_command_however_it_is_asked_for(words: tuple[str, ...]) -> None:
+    done = ok(*words)
+    assert done.stdout == page("plan") and done.stderr == ""
+
+
+def test_pages_are_as_wide_as_a_terminal() -> None:
+    assert max(map(len, first("").splitlines())) <= 120
+    for command in COMMANDS:
+        assert max(map(len, page(command).splitlines())) <= 120
+
+
+def test_pages_say_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    assert page("plan").startswith("usage: ./launch.sh plan recipe=NAME")
+    assert "torchrun --nproc_per_node=4 -m trainer recipe=resnet50" in page("train")
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"trainer \d+\.\d+\.\d+, torch \d+\.\d+\S*, Python 3\.\d+\.\d+\n", ok("--version").stdout)

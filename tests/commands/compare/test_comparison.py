@@ -1,0 +1,445 @@
+"""`compare`: words, runs, tables. Most with a stand-in for the runs' processes, some through the real command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_type_hints
+from zlib import crc32
+
+import pytest
+
+from tests import warm
+from tests.command_line import environment, ok, trainer
+from tests.commands.compare.listing import SMALL
+from tests.typed import odd
+from trainer.commands import compare
+from trainer.commands.compare import comparing, entries, running
+from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
+from trainer.commands.compare.comparison_table import as_text, method
+from trainer.commands.compare.entries import parse_sweep
+from trainer.errors import FolderInUseError, Interrupted, RecipeError
+from trainer.recipe import MODES, load
+from trainer.telemetry.events import read_events
+
+BAD = [
+    (["modes=[sngle]"], "'sngle' is not a mode; did you mean single?"),
+    (["modes=[]"], "modes=[] compares nothing"),
+    (["modes=[1]"], "modes=[1] must be a list"),
+    (["modes=[single"], "modes=[single must be a list"),
+    (["modes=[single output=x]"], "output=x is not a word of an entry"),
+    (["modes=[single optimizer.lrr=1]"], "did you mean optimizer.lr?"),
+    (["""modes=["single 'x"]"""], "no closing quotation"),
+    (["mode=ddp", "modes=[single]"], "keep modes="),
+    (["repeats=0"], "repeats=0 must be a whole number, 1 or more"),
+    (["repeats=x"], "repeats=x must be a whole number"),
+    (["steps=0"], "steps=0 must be"),
+    (["nproc=two"], "nproc=two must be"),
+    (["sweep=foo"], "sweep=foo must be a key and a list of values"),
+    (["sweep=optimizer.lr:0.1"], "must be a key and a list of values"),
+    (["sweep=optimizer.lrr:[1]"], "did you mean optimizer.lr?"),
+    (["sweep=optimizer.lr:[]"], "has no value"),
+    (["sweep=optimizer.lr:[1,1]"], "lists 1 twice"),
+    (["sweep=optimizer.lr:[-1]"], "optimizer.lr=-1 must be above 0"),
+    (["sweep=mode:[ddp]"], "write modes=[...]"),
+    (["sweep=seed:[1]", "seed=3"], "keep the sweep"),
+    (["sweep=seed:[1]", "modes=[ddp seed=2]"], "keep the sweep"),
+    (["optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["resume=auto"], "say which with output="),
+    (["resume=yes", "output=x"], "resume=yes must be auto"),
+    (["model.name=cnnn"], "did you mean model.name=cnn?"),
+    (["plugin=no_such_module"], "plugin=no_such_module: no module"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_words_that_no_entry_can_run_with(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        compare.command(["recipe=digits", *words])
+    line = str(caught.value)
+    assert says in line and "\n" not in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["recipe=digitz"], "did you mean recipe=digits?"), ([], "compare what? type python -m trainer compare recipe=")],
+)
+def test_no_recipe(words, says):
+    done = trainer("compare", *words)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_under_torchrun_it_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RecipeError, match="without torchrun"):
+        compare.compare("digits")
+
+
+SPEEDS = {"single": 1000.0, "dp": 1000.0, "ddp": 1600.0, "split": 900.0, "pipeline": 1010.0, "local_sgd": 1700.0}
+
+
+class Machine:
+    """Stands in for the runs' processes: writes what a run of this speed would, at once."""
+
+    def __init__(self):
+        self.ran = []
+        self.faults = {}  # (mode, repeat) -> what happens instead: an exit code, or an exception
+        self.losses = {}  # mode -> factor
+        self.rounding, self.device = 1.0, "cpu"  # the factor where single's sums are in another order
+        self.noise, self.timed = 0.003, True
+
+    def __call__(self, command, log, environment=None):
+        words = dict(word.partition("=")[::2] for word in command[3:])
+        path, mode = Path(words["output"]), words["mode"]
+        repeat = int(path.name)
+        self.ran.append((path.parent.name, repeat))
+        fault = self.faults.pop((mode, repeat), None)
+        if isinstance(fault, BaseException):
+            raise fault
+        if fault:
+            log.write_text(f"hello\ntrainer: error: it broke in {mode}\n")
+            return fault
+        rate = SPEEDS.get(mode, 1000.0) * (1 + self.noise * (crc32(f"{mode} {repeat}".encode()) % 5))
+        steps, every = int(words["max_steps"]), int(words["logging.every_steps"])
+        factor = self.rounding if words.get("accumulate") == "2" else self.losses.get(mode, 1.0)
+        losses = [factor * 2.0 / step for step in range(1, steps + 1)]
+        lines = ["step,epoch,seconds,train_loss,lr,samples_per_sec"]
+        lines += [f"{n},0,{n / 10},{losses[n - 1]},0.1,{rate}" for n in range(every, steps + 1, every)]
+        (path / "steps.csv").write_text("\n".join(lines) + "\n")
+        for name in ("last.safetensors", "checkpoints/step-1/model"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text("big")
+        result = {
+            "status": "completed", "seconds": 1.0, "steps": steps, "batch_size": 32, "train_loss": losses[-1],
+            "val_loss": 1.0, "val_top1": 0.9, "seconds_in": {"steps": 1.0},
+            "devices": [f"{self.device}:{n}" for n in range(1 if mode == "single" else 2)], "data_wait_fraction": 0.0,
+            "data": {"train_samples": 1437, "synthetic": False},
+            "throughput": {"samples_per_sec": rate} if self.timed else None,
+            "step_time_s": {"mean": 32 / rate}, "peak_memory_bytes": {"cpu:0": 2**30}, "versions": {"torch": "2"},
+            "data_parallel": {"pass_through": True} if mode == "dp" else None,
+        }  # fmt: skip
+        (path / "result.json").write_text(json.dumps(result))
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = Machine()
+    monkeypatch.setattr(running, "execute", found)
+    monkeypatch.setattr(comparing, "predictions", lambda *_: {})  # they would measure this machine
+    return found
+
+
+def compared(*modes, **options):
+    report = compare.compare("digits", modes, words=SMALL, output="out", **{"repeats": 3, "steps": 40, **options})
+    return report, {row["entry"]: row for row in report["entries"]}
+
+
+def test_a_comparison_is_what_its_type_tells(machine, tmp_path):
+    machine.faults["split", 1] = 5
+    report, table = compared("single", "ddp", "split", "hogwild sync_bn=true", sweep="seed:[1,2]")
+    assert odd(report, ComparisonReport) == []
+    assert table["ddp seed=1"]["compared"] and table["split seed=1"]["error"] and report["pairs"]
+    kept = json.loads((tmp_path / "out/compare.json").read_text())
+    assert kept.keys() == ComparisonReport.__annotations__.keys()
+    assert all(row.keys() == get_type_hints(EntryFigures).keys() for row in kept["entries"])
+
+
+def test_repeats_are_interleaved_after_a_check(machine):
+    compared("single", "ddp", "split", repeats=2)
+    names = ["single", "ddp", "split"]
+    assert machine.ran == [(name, repeat) for repeat in range(3) for name in names]
+
+
+def test_losses_are_compared_in_full_precision(machine, monkeypatch):
+    """On a GPU: without TF32, and without a race among kernels that rounds otherwise for every shape."""
+    asked = []
+
+    def noted(command, log, environment=None):
+        asked.append(("precision=fp32" in command, dict(environment or {})))
+        return machine(command, log)
+
+    monkeypatch.setattr(running, "execute", noted)
+    compared("single", "ddp precision=tf32", "ddp precision=bf16", repeats=1)
+    exact = {"TRAINER_EXACT": "1"}
+    assert asked == [(False, exact), (True, exact), (False, exact), *[(False, {})] * 3]
+
+
+def test_repeats_of_which_nothing_is_said_are_as_many_as_it_takes(machine):
+    report, _ = compared("single", "pipeline", repeats=None)
+    assert report["repeats"] == 5 and machine.ran[-1] == ("pipeline", 5)
+    assert "over looks after 5, 10, 15 repeats" in method(report) and "repeats=" not in report["command"]
+
+
+def test_more_repeats_where_a_difference_could_hide(machine, capsys, tmp_path):
+    machine.noise = 0.04
+    report, _ = compared("single", "pipeline", repeats=None)
+    assert report["repeats"] == 15 and machine.ran[-1] == ("pipeline", 15)
+    assert "a difference of 10% may hide in the spread" in capsys.readouterr().out
+    machine.ran.clear()
+    (tmp_path / "out/compare.json").write_text(json.dumps({**report, "status": "interrupted"}))
+    again, _ = compared("single", "pipeline", repeats=None, resume="auto")
+    assert not machine.ran and again["repeats"] == 15
+
+
+def test_the_files(machine, tmp_path):
+    report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
+    out = tmp_path / "out"
+    assert json.loads((out / "compare.json").read_text())["entries"] == json.loads(json.dumps(report["entries"]))
+    with (out / "compare.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["entry"] for line in lines] == ["single", "ddp", "dp", "local_sgd"]
+    assert float(lines[1]["samples_per_sec"]) == table["ddp"]["samples_per_sec"]["mean"]
+    assert lines[1]["compared"] == "faster" and lines[1]["exactness"] == "exact"
+    markdown = (out / "compare.md").read_text()
+    assert "| entry | ranks x threads | images/s |" in markdown and "Machine: " in markdown
+    assert "python -m trainer compare recipe=digits 'modes=[single,ddp,dp,local_sgd]'" in markdown
+    assert (out / "compare.png").stat().st_size > 5000 and (out / "memory.png").exists()
+    shown = {path.name for path in (out / "tensorboard").iterdir()}
+    assert shown == {"single", "ddp", "dp", "local_sgd"}, "each has curves"
+    files = (out / "tensorboard/single").glob("events*")
+    first = {value.tag for path in files for event in read_events(path) for value in event.summary.value}
+    assert {"compare/text_summary", "compare/1_compare", "compare/2_memory"} <= first
+    assert not list(out.rglob("*.safetensors")) and not list(out.rglob("checkpoints"))
+
+
+def test_the_table(machine):
+    report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
+    assert table["ddp"]["ratio"]["median"] == pytest.approx(1.6, rel=0.02)
+    assert len(table["ddp"]["ratio"]["runs"]) == 5 and table["single"]["ratio"] is None
+    assert table["ddp"]["compared"]["verdict"] == "faster" and table["ddp"]["label"] == "CPU stand-in"
+    assert table["dp"]["label"].startswith("pass-through") and table["dp"]["ratio"] is table["dp"]["compared"] is None
+    assert table["dp"]["samples_per_sec"]["mean"] > 0 and not any(
+        "dp" in (p["first"], p["second"]) for p in report["pairs"]
+    )
+    assert table["local_sgd"]["exactness"]["text"] == "not same maths"
+    assert table["ddp"]["peak_memory_bytes"] == {"cpu:0": 2**30} and table["ddp"]["ranks"] == 2
+    assert report["conclusion"][0] == "fastest: local_sgd"
+
+
+def test_close_ones_are_not_ranked(machine):
+    report, table = compared("single", "pipeline", repeats=5)
+    assert table["pipeline"]["compared"]["verdict"] == "no difference shown"
+    assert report["conclusion"][0] == "no difference shown between single and pipeline"
+
+
+def test_a_mode_that_computes_something_else_is_red_and_never_the_fastest(machine):
+    machine.losses["ddp"] = 1.01
+    report, table = compared("single", "ddp", "split", repeats=5)
+    assert table["ddp"]["exactness"]["verdict"] == "disagrees" and table["split"]["exactness"]["verdict"] == "exact"
+    assert "ddp DISAGREES with single" in report["conclusion"][0] and report["conclusion"][1] == "fastest: single"
+    (red,) = [line for line in as_text(report, colour=True).splitlines() if line.startswith("\033[31m")]
+    assert "DISAGREES by 1.0%" in red and "\033" not in as_text(report)
+
+
+def test_on_gpus_single_tells_what_rounding_does(machine):
+    machine.device, machine.rounding, machine.losses = "cuda", 1.0002, {"ddp": 0.9995, "split": 1.002}
+    _, table = compared("single", "ddp", "split", repeats=1)
+    verdicts = {name: row["exactness"]["verdict"] for name, row in table.items()}
+    assert verdicts == {"single": "reference", "ddp": "exact", "split": "disagrees"}
+    assert machine.ran[:4] == [("single", 0), ("single", -1), ("ddp", 0), ("split", 0)]
+    assert table["single"]["repeats"] == 1
+
+
+def test_a_second_single_that_fails_leaves_the_tolerance_of_the_cpu(machine):
+    machine.device, machine.losses, machine.faults = "cuda", {"ddp": 0.9995}, {("single", -1): 1}
+    _, table = compared("single", "ddp", repeats=1)
+    assert table["ddp"]["exactness"]["verdict"] == "disagrees" and table["single"]["error"] is None
+
+
+@pytest.mark.parametrize("repeat", [0, 2])
+def test_a_crash_is_a_row_and_the_others_go_on(repeat, machine):
+    machine.faults["ddp", repeat] = 5
+    report, table = compared("single", "ddp", repeats=3)
+    assert (table["ddp"]["error"], table["ddp"]["exit_code"]) == ("it broke in ddp", 5)
+    assert table["ddp"]["repeats"] == max(0, repeat - 1) and table["single"]["repeats"] == 3
+    assert ("ddp", repeat + 1) not in machine.ran
+    assert "exit 5: it broke in ddp" in Path("out/compare.md").read_text()
+    assert report["status"] == "completed"
+
+
+def test_a_crash_asks_for_no_more_repeats(machine):
+    machine.faults["ddp", 2] = 5
+    report, _ = compared("single", "ddp", "split", repeats=None)
+    assert report["repeats"] == 5 and not any("ddp" in sentence for sentence in report["conclusion"])
+
+
+def test_models_that_a_sweep_changes_are_judged_each_by_its_parts():
+    found = entries.entries("digits", [], ["ddp"], parse_sweep("model.name:[cnn_gn,resnet20]"))
+    assert list(comparing._parts(found).values()) == [[], ["batch norm"]]
+
+
+def test_runs_without_a_speed_are_an_error(machine, tmp_path):
+    machine.timed = False
+    with pytest.raises(RecipeError, match="no run was long enough"):
+        compare.command(["recipe=digits", "modes=[single]", "repeats=1", "output=out", *SMALL])
+
+
+def test_a_recipe_that_was_changed_is_another(machine, tmp_path):
+    (tmp_path / "mine.yaml").write_text("model:\n  name: mlp\n")
+    compare.compare("mine.yaml", ["single"], repeats=1, output="out")
+    (tmp_path / "mine.yaml").write_text("model:\n  name: cnn\n")
+    with pytest.raises(RecipeError, match="it was changed"):
+        compare.compare("mine.yaml", ["single"], repeats=1, output="out", resume="auto")
+
+
+def test_a_killed_run_has_the_exit_code_that_shells_give(machine):
+    machine.faults["single", 0] = -signal.SIGKILL
+    _, table = compared("single")
+    assert table["single"]["exit_code"] == 137
+
+
+def test_where_nothing_ran_the_exit_code_is_the_first_rows(machine, tmp_path):
+    machine.faults = {("ddp", 0): 3, ("single", 0): 5}
+    assert compare.command(["recipe=digits", "modes=[ddp,single]", "devices=[cpu,cpu]", "output=out"]) == 3
+    assert (tmp_path / "out/compare.png").exists()
+
+
+def test_ctrl_c_keeps_what_is_done_and_a_second_start_goes_on(machine, tmp_path, capsys):
+    machine.faults["ddp", 2] = KeyboardInterrupt()
+    with pytest.raises(Interrupted, match="output=out resume=auto") as caught:
+        compared("single", "ddp", repeats=3)
+    assert caught.value.code == 130
+    kept = json.loads((tmp_path / "out/compare.json").read_text())
+    assert kept["status"] == "interrupted" and [row["repeats"] for row in kept["entries"]] == [2, 1]
+    assert (tmp_path / "out/compare.png").exists()
+    machine.ran.clear()
+    with pytest.raises(FolderInUseError, match="resume=auto"):
+        compared("single", "ddp", repeats=3)
+    report, table = compared("single", "ddp", repeats=4, resume="auto")
+    assert machine.ran == [("ddp", 2), ("single", 3), ("ddp", 3), ("single", 4), ("ddp", 4)]
+    assert [row["repeats"] for row in report["entries"]] == [4, 4]
+    assert kept["entries"][0]["samples_per_sec"]["runs"]["1"] == table["single"]["samples_per_sec"]["runs"][1]
+
+
+def test_what_failed_is_tried_again(machine):
+    machine.faults["ddp", 1] = 5
+    compared("single", "ddp", repeats=2)
+    machine.ran.clear()
+    _, table = compared("single", "ddp", repeats=2, resume="auto")
+    assert machine.ran == [("ddp", 1), ("ddp", 2)] and table["ddp"]["error"] is None
+
+
+def test_a_comparison_goes_on_only_as_what_it_was(machine):
+    compared("single", repeats=1)
+    with pytest.raises(RecipeError, match="compares with modes"):
+        compared("single", "ddp", repeats=1, resume="auto")
+    with pytest.raises(RecipeError, match="compares with steps 40, not 30"):
+        compared("single", repeats=1, resume="auto", steps=30)
+
+
+def test_a_folder_of_something_else_is_left_alone(machine, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/result.json").write_text("{}")
+    for resume in (None, "auto"):
+        with pytest.raises(FolderInUseError):
+            compared("single", resume=resume)
+    assert not machine.ran
+
+
+def test_two_comparisons_do_not_share_a_folder(machine, tmp_path):
+    from trainer.commands.compare.comparison_folder import claim
+
+    with claim("out", "digits", False, {}), pytest.raises(FolderInUseError, match="in use"):
+        compared("single", resume="auto")
+
+
+def test_a_sweep(machine, tmp_path):
+    report, table = compared("single", "pipeline", sweep="pipeline.split_size:[4,8]", repeats=2)
+    assert [row["value"] for row in report["entries"]] == [None, 4, 8]
+    assert table["pipeline pipeline.split_size=8"]["reference"] == "single"
+    assert report["sweep"] == {"key": "pipeline.split_size", "values": [4, 8]}
+    assert (tmp_path / "out/sweep.png").exists() and (tmp_path / "out/runs/pipeline-pipeline.split_size=4/2").is_dir()
+
+
+def test_a_sweep_over_ranks_and_one_of_words(machine, tmp_path):
+    compare.compare("digits", ["ddp"], sweep="nproc:[1,2]", repeats=1, output="ranks")
+    compare.compare("digits", ["ddp"], sweep="augment.crop_scale:[[0.1,1.0],[0.5,1.0]]", repeats=1, output="words")
+    assert (tmp_path / "ranks/sweep.png").exists() and (tmp_path / "words/sweep.png").exists()
+
+
+def test_a_recipe_of_the_python_api(machine, tmp_path):
+    recipe = load("digits", "batch_size=64", "optimizer.lr=0.03")
+    report = compare.compare(recipe, ["single", "split"], repeats=1, predicted={"single": 1234.0})
+    (folder,) = (tmp_path / "runs").glob("compare-digits-*")
+    assert load(folder / "digits.yaml").optimizer.lr == 0.03 and report["batch_size"] == 64
+    assert report["entries"][0]["predicted_samples_per_sec"] == 1234.0
+    head, _, single, split = [row for row in (folder / "compare.md").read_text().splitlines() if row.startswith("|")]
+    assert head.endswith("| predicted |") and single.endswith("| 1,234 |") and split.endswith("| - |")
+
+
+@pytest.mark.parametrize("recipe", [Path("digits"), {"data.name": "digits", "model.name": "mlp"}])
+def test_what_python_gives_as_a_recipe_and_numbers(machine, tmp_path, recipe):
+    report = compare.compare(recipe, "single", repeats="2", steps="40", output=tmp_path / "out")
+    assert [row["mode"] for row in report["entries"]] == ["single"] and report["entries"][0]["samples_per_sec"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"words": "epochs=2"}, r"words= is a list, as in words=\['epochs=2'\], not str"),
+        ({"sweep": {"seed": [1]}}, r"sweep= is text, as in sweep='batch_size:\[32,64\]', not dict"),
+        ({"output": 5}, "output= is a folder's name, not int"),
+        ({"repeats": 2.5}, "repeats=2.5 must be a whole number"),
+        ({"modes": "[single,dpp]"}, "did you mean"),
+    ],
+)
+def test_what_python_may_not_give(machine, options, says):
+    with pytest.raises(RecipeError, match=says):
+        compare.compare("digits", **options)
+
+
+def test_through_the_command_line(full, tmp_path):
+    """All seven modes in the full count; in the fast tests two of one process, and one that cannot run."""
+    modes = MODES if full else ("single", "split")
+    words = ["recipe=digits", f"modes=[{','.join(modes)},hogwild sync_bn=true]", *SMALL, "repeats=1", "steps=12"]
+    done = ok("compare", *words, f"output={tmp_path / 'out'}", "logging.warmup_steps=1", cwd=tmp_path, timeout=600)
+    report = json.loads((tmp_path / "out/compare.json").read_text())
+    *table, refused = report["entries"]
+    assert [row["mode"] for row in table] == list(modes)
+    for row in table:
+        assert row["error"] is None and row["samples_per_sec"]["mean"] > 0 and row["train_loss"] > 0
+        assert row["peak_memory_bytes"] and row["step_time_s"] > 0 and f"{row['entry']}, repeat 1" in done.stdout
+        expected = {"single": "reference", "local_sgd": "other maths", "hogwild": "other maths"}
+        assert row["exactness"]["verdict"] == expected.get(row["mode"], "exact"), row["exactness"]
+        assert row["mode"] in ("single", "pipeline") or row["predicted_samples_per_sec"] > 0
+    assert refused["exit_code"] == 2 and "sync_bn=true is not for mode=hogwild" in refused["error"]
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} >= {"compare.png", "memory.png", "loss.png"}
+    assert "no difference shown" in done.stdout and not done.stderr
+
+
+def test_ctrl_c_ends_the_run_under_way(tmp_path):
+    words = ["recipe=digits", "modes=[single,ddp]", *SMALL, "repeats=1", f"output={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "trainer", "compare", *words]
+    pipe = subprocess.PIPE
+    started = warm.Popen(command, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    try:
+        under_way = tmp_path / "out/runs/single/0/recipe.yaml"
+        until = time.monotonic() + 120
+        while not under_way.exists() and started.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        started.send_signal(signal.SIGINT)
+        out, err = started.communicate(timeout=60)
+    finally:
+        started.kill()
+        started.wait()
+    assert started.returncode == 130, out + err
+    assert "resume=auto" in err and err.count("\n") == 1
+    assert json.loads((tmp_path / "out/compare.json").read_text())["status"] == "interrupted"
+
+
+def test_what_it_tells_to_type_is_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    monkeypatch.setenv("TRAINER_TENSORBOARD", "./launch.sh tensorboard")
+    comparing._say("  watch    python -m tensorboard.main --logdir runs/x/tensorboard")
+    assert capsys.readouterr().out == "  watch    ./launch.sh tensorboard --logdir runs/x/tensorboard\n"

@@ -1,0 +1,23 @@
+"""Other programs beside a comparison."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def test_other_programs_are_noticed():
+    """A child that is still running is another program: only ended ones are known to be ours."""
+    from trainer.commands.compare.conditions import Others
+
+    others = Others()
+    if others.cores() is None:
+        pytest.skip("the kernel does not tell, or this process may use only a part of the cores")
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        time.sleep(1)
+        seen, words = others.cores(), others.words()
+        spinning.kill()
+    assert seen > 0.3 and "other programs kept" in words[0]

@@ -1,0 +1,203 @@
+"""Statements about speed: right as numbers, and wrong as seldom as they say, in simulated comparisons."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+from trainer.commands.compare.significance import (
+    ERROR,
+    LOOKS,
+    Difference,
+    differences,
+    fastest,
+    mean_and_std,
+    ratios,
+    unclear,
+)
+
+NOISE = 0.027  # standard deviation of a pair's log-ratio: runs of 4 s, medians of windows, two busy cores
+NOISY = 0.048  # the same at other times
+
+
+def test_four_pairs_are_tested_by_students_t():
+    rng = np.random.default_rng(0)
+    first, second = (dict(enumerate(rng.normal(100, 2, 4))) for _ in range(2))
+    [found] = differences({"a": first, "b": second}, margin=0.0)
+    expected = ttest_rel(np.log(list(first.values())), np.log(list(second.values())))
+    interval = np.exp(expected.confidence_interval(1 - ERROR))
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx(tuple(interval))
+
+
+def test_mean_and_std():
+    assert mean_and_std([2.0, 4.0, 6.0]) == (4.0, 2.0)
+    assert mean_and_std([3.0]) == (3.0, 0.0)
+
+
+def test_ratios_pair_the_repeats_that_both_have():
+    assert ratios({1: 10.0, 2: 30.0, 4: 5.0}, {2: 10.0, 1: 5.0, 3: 1.0}) == [2.0, 3.0]
+
+
+def speeds(*runs):
+    return {name: dict(enumerate(values, 1)) for name, values in zip("abcdefgh", runs, strict=False)}
+
+
+def test_a_plain_difference():
+    (found,) = differences(speeds([110, 111, 109, 110, 112], [100, 100, 101, 99, 100]))
+    assert (found.first, found.second, found.pairs, found.verdict) == ("a", "b", 5, "faster")
+    assert found.low < found.ratio < found.high and found.ratio == pytest.approx(1.104, abs=1e-3)
+    (turned,) = differences(speeds([100, 100, 101, 99, 100], [110, 111, 109, 110, 112]))
+    assert turned.verdict == "slower" and turned.low == pytest.approx(1 / found.high)
+
+
+def test_drift_that_meets_both_is_no_noise():
+    """The machine is half as fast in the end: pairs see through it."""
+    (found,) = differences(speeds([100, 80, 70, 60, 50], [90.9, 72.5, 63.8, 54.4, 45.5]))
+    assert found.verdict == "faster"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ([100], [50]),  # one repeat tells nothing of the spread
+        ([100, 120], [80, 110]),
+        ([101, 102, 101, 101, 102], [100, 101, 100, 100, 101]),  # sure, and too small to matter
+        ([100, 100, 100, 100, 10], [100, 100, 100, 100, 100]),  # one disturbed run
+        ([110, 112, 9], [100, 100, 100]),  # too few to tell which is the disturbed one
+    ],
+)
+def test_no_difference_shown(runs):
+    (found,) = differences(speeds(*runs))
+    assert found.verdict is None
+
+
+def test_one_disturbed_run_hides_no_difference():
+    """All five pairs: 0.61 to 1.31. The three in the middle are clear enough."""
+    for spoilt in (40, 99.4):
+        (found,) = differences(speeds([90.4, spoilt, 90.9, 91.1, 90.6], [100, 100, 100, 100.2, 99.9]))
+        assert found.verdict == "slower" and found.ratio == pytest.approx(0.907, abs=0.003)
+
+
+def test_equal_to_the_last_digit():
+    assert [d.verdict for d in differences(speeds([10, 10], [10, 10], [9, 9]))] == [None, "faster", "faster"]
+
+
+def test_holm_goes_on_after_a_clear_pair():
+    """What passes against 0.05 / 1 and would not against 0.05 / 2."""
+    logs = [[0.5, 0.51, 0.49, 0.5, 0.5], [0.0] * 5, [-0.07, -0.12, -0.03, -0.09, -0.14]]
+    runs = {name: {n: math.exp(v) for n, v in enumerate(values)} for name, values in zip("abc", logs, strict=True)}
+    (alone,) = differences(runs, among=[("b", "c")])
+    assert ERROR / 2 < alone.p < ERROR
+    clear, close = differences(runs, among=[("a", "b"), ("b", "c")])
+    assert clear.verdict == close.verdict == "faster"
+    assert [d.verdict for d in differences(runs, among=[("b", "c"), ("c", "b")])] == [None, None]
+
+
+def test_fastest():
+    def beats(first, second):
+        return Difference(first, second, 5, 2.0, 1.5, 2.5, 0.0, "faster")
+
+    even = Difference("a", "b", 5, 1.0, 0.9, 1.1, 1.0, None)
+    assert fastest("abc", [even, beats("a", "c"), beats("b", "c")]) == ["a", "b"]
+    assert fastest("ab", [beats("b", "a")]) == ["b"]
+    assert fastest("ab", [even]) == ["a", "b"]
+
+
+# ------------------------------------------------------------------------------------------ simulated comparisons
+
+
+def after_looks(runs):
+    """What is said where the number of repeats is left open, as in `comparing`."""
+    found = []
+    for look in LOOKS:
+        some = {name: {repeat: row[repeat] for repeat in range(look)} for name, row in runs.items()}
+        found = differences(some, ERROR / len(LOOKS))
+        if not unclear(found):
+            break
+    return found
+
+
+def claims(noise, slower=0.0, entries=2, count=1000, repeats=5, tails=None, spoilt=0.0, seed=0, judge=differences):
+    """Of `count` comparisons, the share in which anything wrong is claimed, and in which the slower one is named.
+
+    `noise` is the standard deviation of a pair's log-ratio; the last entry takes 1 + slower times as long. With `tails`
+    the noise is Student's with so many degrees of freedom; `spoilt` is the share of runs that something else slows by
+    15 % more in the mean.
+    """
+    random = np.random.default_rng(seed)
+    shape = (count, entries, repeats)
+    draws = random.standard_normal(shape) if tails is None else random.standard_t(tails, shape)
+    draws *= noise / math.sqrt(2)
+    draws -= random.exponential(0.15, shape) * (random.random(shape) < spoilt)
+    draws[:, -1] -= math.log1p(slower)
+    wrong = named = 0
+    for logs in draws:
+        runs = {str(number): dict(enumerate(np.exp(row))) for number, row in enumerate(logs)}
+        found = {(d.first, d.second): d.verdict for d in judge(runs)}
+        last = str(entries - 1)
+        true = {(a, b) for a, b in combinations(runs, 2) if slower and b == last}
+        wrong += any(verdict and pair not in true for pair, verdict in found.items())
+        named += bool(true) and all(found[pair] == "faster" for pair in true)
+    return wrong / count, named / count
+
+
+@pytest.mark.parametrize("noise", [0.005, NOISE, 0.05, 0.2])
+@pytest.mark.parametrize("entries", [2, 6])
+def test_identical_variants_show_no_difference(noise, entries, full):
+    """19 of 20 is 5 % wrong; at the noise measured here it is far less."""
+    wrong, _ = claims(noise, entries=entries, count=10000 if full else 1500 // entries)
+    assert wrong <= (0.01 if noise <= NOISE else 0.07 if not full else 0.055)
+
+
+def test_identical_variants_under_bursts(full):
+    wrong, _ = claims(NOISE, tails=2, count=10000 if full else 700)
+    assert wrong <= 0.02
+
+
+def test_ten_percent_slower_is_named(full):
+    wrong, named = claims(NOISE, slower=0.1, count=10000 if full else 1000)
+    assert wrong == 0 and named >= 0.96
+
+
+@pytest.mark.parametrize("noise", [NOISE, NOISY])
+def test_more_repeats_where_the_spread_is_wide(noise, full):
+    """As few as five on a quiet machine."""
+    options = {"count": 10000 if full else 700, "repeats": max(LOOKS), "judge": after_looks}
+    wrong, named = claims(noise, slower=0.1, **options)
+    assert wrong == 0 and named >= 0.98
+    wrong, _ = claims(noise, **options)
+    assert wrong <= 0.02
+
+
+def test_what_may_hide():
+    def between(low, high, verdict=None):
+        return Difference("a", "b", 5, 1.0, low, high, 0.5, verdict)
+
+    kept = [between(0.9, 1.05), between(0.95, 1.2), between(None, None)]
+    assert unclear([between(0.92, 1.09), *kept, between(0.5, 0.9, "slower")]) == kept
+
+
+def test_ten_percent_slower_is_named_although_runs_are_spoilt(full):
+    wrong, named = claims(0.007, slower=0.1, spoilt=0.05, count=10000 if full else 1000)
+    assert wrong == 0 and named >= 0.95
+
+
+def test_identical_variants_of_which_runs_are_spoilt(full):
+    wrong, _ = claims(0.007, spoilt=0.1, count=10000 if full else 1000)
+    assert wrong <= 0.01
+
+
+def test_ten_percent_slower_is_named_among_three(full):
+    """Two pairs with it are to be shown, the one without it is not."""
+    wrong, named = claims(0.015, slower=0.1, entries=3, count=10000 if full else 700)
+    assert wrong <= 0.02 and named >= 0.97
+
+
+def test_one_percent_slower_is_not_named():
+    wrong, named = claims(0.01, slower=0.01, count=500)
+    assert wrong == 0 and named <= 0.02

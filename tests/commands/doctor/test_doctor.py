@@ -1,0 +1,194 @@
+"""The report of `doctor`: what it shows of machines with and without cards, and that nothing stops it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.command_line import trainer
+from trainer.commands import doctor
+from trainer.commands.doctor import device_checks, machine, software
+from trainer.commands.doctor.findings import Findings
+from trainer.devices import cards, health
+from trainer.errors import RecipeError, SetupError
+from trainer.processes import peers
+
+
+class Processes:
+    """Stands in for real ones."""
+
+    def __init__(self, backend, size):
+        self.said = f"{backend} of {size} works"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def outcome(self):
+        return self.said
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(software, "Group", Processes)
+    monkeypatch.setattr(cards, "device_nodes", lambda: ([], []))
+    monkeypatch.setattr(device_checks, "_without_driver", lambda: "")
+
+
+def rows(found):
+    return {(section, name): value for section, pairs in found.sections.items() for name, value in pairs}
+
+
+def test_on_this_machine():
+    done = trainer("doctor", env={"TRAINER_FAULT": "", "TRAINER_API_KEY": "secret"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "" and done.stdout.endswith("\nall good\n") and "secret" not in done.stdout
+    assert f" torch                 {torch.__version__.partition('+')[0]}\n" in done.stdout
+    speed = r"(not known: .*|[\d.e-]+ times as fast as fp32, in a convolution on one core)"
+    assert re.search(rf"^  bf16 +{speed}$", done.stdout, re.M)
+    assert " gloo, 2 processes     sums come out right\n" in done.stdout
+    assert all(len(line) <= 120 for line in done.stdout.splitlines())
+
+
+def test_words_are_refused():
+    with pytest.raises(RecipeError, match="doctor takes no words, and 'recipe=digits' is one"):
+        doctor.command(["recipe=digits"])
+
+
+def test_what_is_wrong_comes_last_and_exits_3(quick, monkeypatch, capsys):
+    monkeypatch.setattr(peers.os, "statvfs", lambda path: SimpleNamespace(f_frsize=2**20, f_blocks=64, f_bavail=60))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    assert doctor.command([]) == 3
+    output = capsys.readouterr().out
+    assert re.search(r"^  /dev/shm +64 MiB, 60 free$", output, re.M)
+    last = output[output.index("2 problems:") :]
+    assert "1. loader workers need 256 MiB of shared memory" in last and "--shm-size=" in last
+    assert "2. nothing can be written into" in last
+
+
+def test_it_tells_what_works_where_launch_sh_started_it(monkeypatch, capsys):
+    findings = Findings()
+    findings.problem(cards.NO_NCCL)
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
+    doctor.command([])
+    told = capsys.readouterr().out
+    assert "pip install --force-reinstall torch" in told and sys.executable in told
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "says"),
+    [
+        ("torchvision", RuntimeError("operator torchvision::nms does not exist"), "torchvision::nms does not exist"),
+        (
+            "torch",
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            "not installed: torch; type pip install",
+        ),
+        ("torch", ValueError("something\nelse"), "something else"),
+    ],
+)
+def test_a_torch_that_cannot_be_loaded_is_one_finding_and_the_rest_goes_on(quick, monkeypatch, module, error, says):
+    real = importlib.import_module
+
+    def load(name, package=None):
+        if name == module:
+            raise error
+        return real(name, package)
+
+    monkeypatch.setattr(software.importlib, "import_module", load)
+    found = doctor.examine()
+    assert len(found.problems) == 1 and says in found.problems[0]
+    assert {"machine", "limits"} <= set(found.sections) and "between processes" not in found.sections
+    assert "Traceback" not in found.text()
+
+
+@pytest.fixture
+def two_cards(quick, monkeypatch):
+    """Two A100 as torch.cuda shows them, which compute and copy rightly."""
+    about = {
+        "get_device_name": lambda device: "NVIDIA A100-SXM4-80GB",
+        "get_device_capability": lambda device: (8, 0),
+        "mem_get_info": lambda device: (70 * 2**30, 80 * 2**30),
+        "can_device_access_peer": lambda device, peer: True,
+        "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"),
+    }
+    for name, value in about.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(cards, "look", lambda: cards.Cards(2))
+    monkeypatch.setattr(health, "check_card", lambda device, count: None)
+    monkeypatch.setattr(health, "copies", lambda source, target, pattern: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def test_cards_and_their_links(two_cards):
+    found = doctor.examine()
+    shown = rows(found)
+    a100 = "NVIDIA A100-SXM4-80GB, 70.0 of 80.0 GiB free, compute capability 8.0, computes rightly"
+    assert shown["cards", "cuda:0"] == shown["cards", "cuda:1"] == a100
+    assert shown["between cards", "cuda:0 reaches directly"] == "all others"
+    assert shown["between cards", "copies"] == "right in all 2 ways"
+    assert shown["between processes", "NCCL, 2 cards"] == "nccl of 2 works"
+    assert found.problems == []
+
+
+def test_cards_that_fail(two_cards, monkeypatch):
+    def check(device, count):
+        if device.index == 1:
+            raise SetupError("cuda:1 does not compute")
+
+    monkeypatch.setattr(health, "copies", lambda source, target, pattern: source.index == 0)
+    found = doctor.examine()
+    assert rows(found)["between cards", "copies"] == "WRONG, see below"
+    assert len(found.problems) == 1 and "(cuda:1 to cuda:0)" in found.problems[0]
+    monkeypatch.setattr(health, "check_card", check)
+    found = doctor.examine()
+    assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED")
+    assert found.problems == ["cuda:1 does not compute"]
+    monkeypatch.setattr(cards, "look", lambda: cards.Cards(0, SetupError("the driver is too old")))
+    assert doctor.examine().problems == ["the driver is too old"]
+
+
+def test_what_the_management_library_adds(two_cards, monkeypatch):
+    nvml = ModuleType("pynvml")
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+    nvml.nvmlDeviceGetMigMode = lambda handle: (1, 1)
+    nvml.nvmlDeviceGetTotalEccErrors = lambda handle, kind, counter: 3 if handle == "GPU-uuid-1" else 0
+    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x40 | 0x1
+    nvml.nvmlDeviceGetNvLinkState = lambda handle, link: int(link < 12)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = doctor.examine()
+    told = [value for name, value in found.sections["cards"] if not name]
+    assert told[0].startswith("divided (MIG)") and "slowed down by: heat" in told and "NVLink: 12 links active" in told
+    assert len(found.problems) == 1 and found.problems[0].startswith("cuda:1 has had 3 uncorrected memory errors")
+
+
+def test_a_card_without_a_driver(quick, monkeypatch):
+    monkeypatch.setattr(device_checks, "_without_driver", lambda: "0000:01:00.0")
+    (problem,) = doctor.examine().problems
+    assert "on the PCI bus (0000:01:00.0) and no driver runs it" in problem
+
+
+def test_few_open_files(monkeypatch):
+    found = Findings()
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda number: (256, 4096))
+    machine.limits(found)
+    assert rows(found)["limits", "open files"] == "256 (at most 4096)"
+    assert found.problems == ["only 256 files may be open at once, too few for several processes: ulimit -n 4096"]
+
+
+@pytest.mark.full("a cold start; the texts are a table in test_peers.py")
+def test_processes_that_cannot_talk():
+    done = trainer("doctor", env={"GLOO_SOCKET_IFNAME": "eth77"})
+    assert done.returncode == 3 and "FAILS, see below" in done.stdout
+    assert "gloo does not work between 2 processes here: GLOO_SOCKET_IFNAME=eth77 names no usable" in done.stdout

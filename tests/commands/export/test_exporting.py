@@ -1,0 +1,383 @@
+"""Exported files compute what the model does, on any number of samples, and tell what one has to know of them."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests import warm
+from tests.command_line import QUIET, environment, ok, trainer
+from trainer.commands import export as exporting
+from trainer.commands.export import exporting as export
+from trainer.commands.export import formats
+from trainer.errors import CheckpointError, RecipeError, SetupError
+from trainer.models import zoo
+from trainer.saving.run_names import run_named
+
+needs_onnx = pytest.mark.skipif(
+    not all(map(find_spec, exporting.ONNX)),
+    reason=f"needs {', '.join(exporting.ONNX)}: pip install {' '.join(exporting.ONNX)}",
+)
+IMAGES = ("classes", "mean", "std", "image_size", "shorter_side", "channels", "inputs")
+PLUGIN = """
+import torch
+from torch import nn
+from trainer import register_dataset, register_model
+
+
+@register_dataset("words")
+def words(data):
+    made = torch.Generator().manual_seed(0)
+    inputs = torch.randint(0, 5, (40, 6), generator=made)
+    return (inputs[:32], inputs[:32, 0] % 2), (inputs[32:], inputs[32:, 0] % 2), ("even", "odd")
+
+
+@register_model("bag")
+def bag(num_classes, channels, image_size):
+    return nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(48, num_classes))
+
+
+class Moody(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.one, self.two = nn.Linear(64, num_classes), nn.Linear(64, num_classes)
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        return self.one(flat) if flat.sum() > 0 else self.two(flat)
+
+
+@register_model("moody")
+def moody(num_classes, channels, image_size):
+    return Moody(num_classes)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Runs of a few steps, in a working folder with a plugin."""
+    home = tmp_path_factory.mktemp("export")
+    (home / "mine_to_export.py").write_text(PLUGIN)
+    short = ["mode=single", "max_steps=2", *QUIET]
+    ok("recipe=digits", "model.name=cnn_gn", "ema=0.9", *short, "output=runs/images", cwd=home)
+    own = ["plugin=mine_to_export", "data.name=words", "model.name=bag", "batch_size=8"]
+    ok(*own, *short, "output=runs/words", cwd=home)
+    own = ["plugin=mine_to_export", "recipe=digits", "model.name=moody"]
+    ok(*own, *short, "output=runs/moody", cwd=home)
+    return home
+
+
+@pytest.fixture
+def here(home, monkeypatch):
+    monkeypatch.chdir(home)
+    yield home
+    for path in (*home.glob("model*"), *home.glob("runs/*/model*")):
+        path.unlink()
+
+
+FORMATS = [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_through_the_command_line(here, kind):
+    done = ok("export", "images", f"format={kind}", cwd=here)
+    assert done.stderr == "" and max(map(len, done.stdout.splitlines())) <= 120
+    target = here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}"
+    assert f"  file    runs/images/{target.name}, 0." in done.stdout and target.is_file()
+    assert "  input   float32 (batch, 1, 8, 8): pixels from 0 to 1, minus mean, divided by std\n" in done.stdout
+    assert "  holds   10 names (0, 1, 2, 3, 4, ...), mean, std and size\n" in done.stdout
+    found = re.search(r"batches of 1, 2, 5: outputs of up to (\S+) differ by at most (\S+)\n", done.stdout)
+    assert float(found[2]) <= 1e-4 * float(found[1])
+    assert [path.name for path in target.parent.iterdir() if path.name.startswith(".export")] == []
+
+
+def facts_of(path, kind):
+    if kind == "exported_program":
+        extra = {formats.FACTS: ""}
+        program = torch.export.load(path, extra_files=extra).module()
+        return program, json.loads(extra[formats.FACTS])
+    if kind == "torchscript":
+        extra = {formats.FACTS: ""}
+        with formats.quietly():
+            return torch.jit.load(path, _extra_files=extra), json.loads(extra[formats.FACTS])
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    run = lambda inputs: torch.from_numpy(session.run(["output"], {"input": inputs.numpy()})[0])  # noqa: E731
+    return run, session.get_modelmeta().custom_metadata_map
+
+
+@pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), "exported_program", "torchscript"])
+def test_what_the_file_tells_and_computes(here, kind):
+    exporting.command(["runs/images", f"format={kind}"])
+    run, facts = facts_of(here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}", kind)
+    with safe_open(here / "runs" / "images" / "last.safetensors", "pt") as file:
+        told = file.metadata()
+    if kind == "onnx":  # which holds texts
+        assert all(facts[key] == told[key] for key in IMAGES)
+        facts = json.loads(facts[formats.FACTS])
+    assert all(facts[key] == json.loads(told[key]) for key in IMAGES)
+    assert facts["classes"] == [*"0123456789"] and facts["mean"] == [0.3053] and facts["std"] == [0.376]
+    assert (facts["channels"], facts["image_size"], facts["shorter_side"]) == (1, 8, 8)
+    assert facts["inputs"] == ["float32", [1, 8, 8]]
+    assert facts["resize"] == (
+        "the shorter side to 8 pixels, bilinear with antialiasing, then 8 x 8 cut out of the centre"
+    )
+    assert (facts["model"], facts["task"]) == ("cnn_gn", "classification")
+    from trainer.commands.export.export_source import load
+
+    source = load(here / "runs" / "images", [])
+    inputs = source.sample(7)
+    with torch.no_grad():
+        torch.testing.assert_close(run(inputs), source.model(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_safetensors_are_taken_by_evaluate(here):
+    exporting.command(["runs/images", "output=model-own.safetensors"])
+    done = ok("evaluate", "checkpoint=model-own.safetensors", cwd=here)
+    assert done.stdout == ok("evaluate", "checkpoint=runs/images", cwd=here).stdout.replace(
+        "runs/images", "model-own.safetensors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("runs/images", "runs/images/model.pt2"),
+        pytest.param("images", "runs/images/model.pt2", marks=pytest.mark.full("found by the same lines")),
+        ("runs/images/last.safetensors", "runs/images/model.pt2"),
+        pytest.param(
+            "runs/images/best.safetensors",
+            "runs/images/model-best.pt2",
+            marks=pytest.mark.full("found by the same lines"),
+        ),
+        ("runs/images/checkpoints/step-00000002", "runs/images/model-step-00000002.pt2"),
+    ],
+)
+def test_from_all_that_holds_weights(here, source, target):
+    text = exporting.command([source, "format=exported_program"])
+    assert f"  file    {target}, " in text and (here / target).is_file()
+
+
+def test_a_folder_of_the_runs_name_is_not_in_the_way(here):
+    (here / "images").mkdir()
+    try:
+        assert str(run_named("images")) == "runs/images"
+    finally:
+        (here / "images").rmdir()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
+    text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])
+    assert "  input   int64 (batch, 6): as the data set gives them\n" in text and "2 names (even, odd)" in text
+    assert "  resize " not in text
+
+
+def test_safetensors_hold_texts_and_what_the_bare_model_is(here):
+    """Those of before do not tell how images are resized: photos were what had more than 64 pixels."""
+    from safetensors.torch import load_file, save_file
+
+    from trainer.commands.export.export_source import load
+
+    words = ["recipe=digits", "mode=single", "model.name=squeezenet1_1", "max_steps=1", "data.channels=3"]
+    ok(*words, "data.image_size=96", *QUIET, "output=runs/bare", cwd=here)
+    exporting.command(["runs/bare", "format=safetensors"])
+    with safe_open(here / "runs" / "bare" / "model.safetensors", "pt") as file:
+        told = file.metadata()
+    assert told["model"] == "torchvision.models.squeezenet1_1(num_classes=10)"
+    assert json.loads(told["mean"]) == [0.3053] * 3 and json.loads(told["shorter_side"]) == 96
+    assert told["resize"].startswith("the shorter side to 96 pixels")
+    del told["shorter_side"]
+    for size, shorter in ((64, 64), (224, 256)):
+        told |= {"image_size": str(size), "inputs": f'["float32", [3, {size}, {size}]]'}
+        save_file(load_file(here / "runs" / "bare" / "last.safetensors"), here / "model-old.safetensors", told)
+        assert load(here / "model-old.safetensors", []).facts["shorter_side"] == shorter
+
+
+def test_runs_of_before_ask_their_data_set_what_inputs_are(here, monkeypatch):
+    import trainer.commands.evaluate as trained
+
+    before = trained.facts_of
+    monkeypatch.setattr(
+        "trainer.commands.export.export_source.facts_of",
+        lambda *words: {key: value for key, value in before(*words).items() if key != "inputs"},
+    )
+    for run, inputs in (("words", "int64 (batch, 6)"), ("images", "float32 (batch, 1, 8, 8)")):
+        assert inputs in exporting.command([run, "format=torchscript", "plugin=mine_to_export"])
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_other_tasks(here, task):
+    ok("recipe=digits", "mode=single", "model.name=mlp", "max_steps=1", *QUIET, f"output=runs/{task}", cwd=here)
+    recipe = here / "runs" / task / "recipe.yaml"
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(here / "runs" / task / "last.safetensors", "pt") as file:
+        told = file.metadata()
+    told["recipe"] = json.dumps({**json.loads(told["recipe"]), "task": {"name": task}})
+    save_file(load_file(here / "runs" / task / "last.safetensors"), recipe.parent / "last.safetensors", told)
+    text = exporting.command([task, "format=exported_program"])
+    assert ("the sigmoid gives probabilities" if task == "multilabel" else "the values") in text
+
+
+def test_a_model_that_looks_at_values_is_refused_in_one_line(here):
+    words = ["moody", "plugin=mine_to_export"]
+    with pytest.raises(RecipeError) as error:
+        exporting.command([*words, "format=exported_program"])
+    assert re.match(r"format=exported_program cannot express model.name=moody \(.*\): try format=", str(error.value))
+    with pytest.raises(RecipeError) as error:  # traced, it always takes the way of the traced inputs
+        exporting.command([*words, "format=torchscript"])
+    assert re.search(r"samples its outputs differ by \S+, allowed is .*: try format=exported_program", str(error.value))
+    assert "\n" not in str(error.value) and [*(here / "runs" / "moody").glob("*model*")] == []
+
+
+def test_what_computes_something_else_gets_no_name(here, monkeypatch):
+    writer = formats.WRITERS["torchscript"]
+
+    def wrong(source, path):
+        run = writer(source, path)
+        return lambda inputs: run(inputs) * 1.01
+
+    monkeypatch.setitem(export.WRITERS, "torchscript", wrong)
+    with pytest.raises(RecipeError, match=r"for 1 samples its outputs differ by .*, allowed is "):
+        exporting.command(["images", "format=torchscript"])
+    assert [path.name for path in (here / "runs" / "images").iterdir() if "model" in path.name] == []
+
+
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_disk_that_is_full_at_any_byte_is_one_line(here, kind):
+    """The kernel cuts a write short, then refuses the next."""
+    run = here / "runs" / "images"
+    before = sorted(run.rglob("*"))
+    exporting.command(["images", f"format={kind}", "output=model-whole" + exporting.SUFFIXES[kind]])
+    size = (here / f"model-whole{exporting.SUFFIXES[kind]}").stat().st_size
+    for limit in (0, 1, 100, size // 3, size * 9 // 10, size * 2):
+        command = [sys.executable, "-c", LIMITED, str(limit), "export", "images", f"format={kind}"]
+        done = warm.run(command, env=environment(), cwd=here, capture_output=True, text=True, timeout=180)
+        if limit > size:
+            assert done.returncode == 0, done.stderr
+        else:
+            assert done.returncode == 28, (limit, done.stderr[-2000:])
+            line = r"trainer: error: runs/images: the disk is full \(.*\); what was saved before is intact: free some "
+            assert re.fullmatch(line + r"space, then the same words again\n", done.stderr), done.stderr
+            assert sorted(run.rglob("*")) == before
+
+
+def test_what_killed_exports_left_behind_is_removed_by_the_next(here):
+    run = here / "runs" / "images"
+    before = sorted(run.rglob("*"))
+    mine = run / ".export-settings"  # somebody else's
+    mine.mkdir()
+    for point in ("write", "fsync"):
+        killed = trainer(
+            "export", "images", "format=torchscript", env={"TRAINER_FAULT": f"kill@export:{point}"}, cwd=here
+        )
+        assert killed.returncode == -signal.SIGKILL
+        [left] = {*run.glob(".export-*")} - {mine}
+    with export._draft(run) as draft:  # of an export that goes on
+        assert not left.exists()
+        ok("export", "images", "format=torchscript", cwd=here)
+        assert draft.is_dir() and draft.parent in run.iterdir()
+    assert sorted(run.rglob("*")) == sorted([*before, mine, run / "model.torchscript"])
+    mine.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "expected"),
+    [
+        ([], RecipeError, "export needs one run, as in export runs/x format=onnx, not 0"),
+        (["images", "words", "format=onnx"], RecipeError, "export needs one run"),
+        (["images", "onnx"], RecipeError, "'onnx' is not understood: write export RUN format=NAME"),
+        (["images", "--format", "onnx"], RecipeError, "'--format' is not understood: write export RUN format=NAME"),
+        (
+            ["images"],
+            RecipeError,
+            "export needs format=, one of onnx, exported_program, torchscript, safe",
+        ),
+        (["images", "format=onx"], RecipeError, "format=onx is not one of onnx, .*; did you mean format=onnx?"),
+        (["images", "format=pt2"], RecipeError, "did you mean format=exported_program?"),
+        (["images", "format=tflite"], RecipeError, "format=tflite is not one of onnx, exported_program, torchscript, "),
+        (["images", "format=torchscript", "output=x.onnx"], RecipeError, "format=torchscript end with .torchscript"),
+        (["images", "output=no/x.pt2"], SetupError, "there is no folder no; make it, or choose another output="),
+        (["images", "output=mine_to_export.py/x.pt2"], RecipeError, "mine_to_export.py is a file"),
+        (
+            ["nowhere", "output=x.pt2"],
+            CheckpointError,
+            "'nowhere' is not there, nor runs/nowhere: give a run",
+        ),
+        (["x" * 5000, "format=onnx"], CheckpointError, "is not there, nor runs/xxx"),
+        (["~nobody/x", "format=onnx"], CheckpointError, "'~nobody/x' is not there"),
+        (
+            ["runs/images/steps.csv", "output=x.pt2"],
+            CheckpointError,
+            "steps.csv is not a kind of file that is read",
+        ),
+        (["images", "output=x.pt2", "epochs"], RecipeError, "export needs one run"),
+        (["images", "output=x.pt2", "epohcs=3"], RecipeError, "epohcs is not a key; did you mean epochs?"),
+        (["words", "output=x.pt2"], RecipeError, "model.name=bag is not a model"),
+        (["images", "output=x.pt2", "plugin=absent_one"], RecipeError, "plugin=absent_one: no module of that name"),
+    ],
+)
+def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, error, expected):
+    monkeypatch.delitem(zoo._builders, "bag", raising=False)  # of a plugin that another test has loaded
+    with pytest.raises(error) as caught:
+        exporting.command(words)
+    assert re.search(expected.replace("?", r"\?"), str(caught.value)) and "\n" not in str(caught.value)
+
+
+def test_nothing_is_written_over(here):
+    (here / "model.pt2").write_text("mine")
+    with pytest.raises(RecipeError, match=r"model.pt2 is there already: remove it, or choose another output="):
+        exporting.command(["images", "output=model.pt2"])
+    assert (here / "model.pt2").read_text() == "mine"
+
+
+def test_without_onnx_it_says_what_to_install(here, monkeypatch):
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "onnxscript" else object())
+    with pytest.raises(SetupError, match=r"format=onnx needs onnxscript: pip install onnx onnxscript onnxruntime"):
+        exporting.command(["images", "format=onnx"])
+
+
+def test_damaged_weights(here, tmp_path):
+    shutil.copytree(here / "runs" / "images", tmp_path / "bad")
+    (tmp_path / "bad" / "last.safetensors").write_bytes(b"no weights")
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        exporting.command([str(tmp_path / "bad"), "format=torchscript"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"shorter_side": "65536"}, {"mean": "[NaN]"}, {"std": "[0.0]"}, {"image_size": "-8"}, {"channels": "9" * 5000},
+        {"inputs": '["float32", [1, 99999999, 99999999]]'}, {"inputs": '["load", [1, 8, 8]]'},
+        {"inputs": '["float32", [1, -8, 8]]'}, {"inputs": "[" * 9999}, {"image_size": "65536"},
+        {"inputs": '["float32", [1, 16, 16]]'},
+    ],
+)  # fmt: skip
+def test_what_weights_tell_of_their_inputs_is_not_trusted(here, tmp_path, damage):
+    weights = here / "runs" / "images" / "last.safetensors"
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(weights), tmp_path / "bad.safetensors", {**metadata, **damage})
+    with pytest.raises(CheckpointError, match="is damaged: what it tells of its"):
+        exporting.command([str(tmp_path / "bad.safetensors"), "format=torchscript"])
+
+
+def test_wrong_words_are_answered_without_torch(here):
+    done = trainer("export", "images", "format=onx", cwd=here)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("trainer: error: format=onx is not one")

@@ -1,0 +1,120 @@
+"""The guide's programs, which use exported files without this package, do what it says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.command_line import QUIET, ok
+from tests.data.photos.test_decoding import exif
+from tests.data.photos.test_lazy_images import scene
+from tests.guide.documents import blocks
+from tests.pages import GUIDE
+from trainer.commands import export
+from trainer.commands.export.formats import quietly
+from trainer.data.photos.decoding import open_image
+from trainer.data.photos.photo_reader import held_out
+
+PAGE = GUIDE / "export.md"
+PROGRAMS = {"onnx": "with_onnx.py", **{kind: f"with_{kind}.py" for kind in [*export.SUFFIXES][1:]}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's programs, beside a run of torchvision's ResNet-18 on photos of two classes, as large as a camera's."""
+    home = tmp_path_factory.mktemp("guide")
+    for block in blocks(PAGE):
+        if block.language == "python":
+            (home / block.text.partition("\n")[0].removeprefix("# ")).write_text(block.text)
+    for name, pixels in (("cat", scene(400, 530)), ("dog", 255 - scene(400, 530))):
+        folder = home / "photos" / name
+        folder.mkdir(parents=True)
+        for number, shift in enumerate(range(0, 90, 15)):
+            image = Image.fromarray(np.roll(pixels, shift, 1))
+            image.save(folder / f"{number}.jpg", exif=exif((1, 6, 3)[number % 3]))
+        image.convert("L").save(folder / "gray.png")
+    words = ["recipe=finetune", "data.root=photos", "model.weights=null", "data.image_size=80", "mode=single"]
+    ok(*words, "epochs=2", "batch_size=4", *QUIET, "output=runs/first", cwd=home)
+    words = ["checkpoint=runs/first", "data.root=photos", "predict.format=jsonl", "output=labels"]
+    ok("predict", *words, "devices=[cpu]", cwd=home)
+    ok("recipe=digits", "model.name=fast_cnn_small", "mode=single", "max_steps=2", *QUIET, "output=digits", cwd=home)
+    return home
+
+
+@pytest.fixture
+def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(home))
+    monkeypatch.delitem(sys.modules, "prepare", raising=False)
+    return home
+
+
+@pytest.mark.parametrize("kind", export.SUFFIXES)
+def test_a_program_without_this_package_labels_a_photo(
+    here: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "onnx" and not all(map(find_spec, export.ONNX)):
+        pytest.skip(f"pip install {' '.join(export.ONNX)}")
+    text = (here / PROGRAMS[kind]).read_text()
+    assert not re.search(r"(from|import) trainer\b", text + (here / "prepare.py").read_text())
+    export.command(["first", f"format={kind}"])
+    rows = [json.loads(line) for line in (here / "labels" / "predictions.jsonl").read_text().splitlines()]
+    assert len(rows) == 14
+    for row in rows[5:9]:
+        monkeypatch.setattr(sys, "argv", [PROGRAMS[kind], row["path"]])
+        capsys.readouterr()
+        with quietly():
+            scores = runpy.run_path(PROGRAMS[kind])["scores"]
+        found = torch.as_tensor(scores)[0].detach().softmax(0)
+        assert capsys.readouterr().out.splitlines()[-1] == row["class"]
+        assert float(found.max()) == pytest.approx(row["probability"], abs=0.002)
+
+
+def test_a_photo_is_made_ready_as_in_evaluation(here: Path) -> None:
+    from importlib import import_module
+
+    prepare = import_module("prepare").prepare
+    for path in sorted(map(str, here.glob("photos/cat/*"))):
+        for channels in (1, 3):
+            for size, shorter in ((32, 32), (80, 91), (112, 128)):
+                facts = {"channels": channels, "image_size": size, "shorter_side": shorter, "mean": [0], "std": [1]}
+                found = 255 * prepare(path, facts)[0]
+                wanted = held_out(open_image(path, channels), size).numpy()
+                assert found.shape == wanted.shape and found.dtype == np.float32
+                assert np.abs(found - wanted).mean() < 0.05 and np.abs(found - wanted).max() <= 2, (
+                    path,
+                    channels,
+                    size,
+                )
+
+
+def test_our_own_networks_are_loaded_as_the_page_says(here: Path) -> None:
+    text = (here / "our_own.py").read_text()
+    assert "runs/first/last.safetensors" in text
+    (here / "our_own_digits.py").write_text(text.replace("runs/first", "digits"))
+    model = runpy.run_path("our_own_digits.py")["model"]
+    from trainer.commands.export.export_source import load
+
+    source = load(here / "digits", [])
+    inputs = source.sample(3)
+    with torch.no_grad():
+        assert torch.equal(model(inputs), source.model(inputs))
+
+
+def test_a_runs_own_weights_are_taken_too(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(here / "runs" / "first" / "last.safetensors", here / "other.safetensors")
+    text = (here / "with_safetensors.py").read_text()
+    assert "runs/first/model.safetensors" in text
+    (here / "other.py").write_text(text.replace("runs/first/model.safetensors", "other.safetensors"))
+    monkeypatch.setattr(sys, "argv", ["other.py", "photos/cat/0.jpg"])
+    assert runpy.run_path("other.py")["told"]["model"] == "torchvision.models.resnet18(num_classes=2)"

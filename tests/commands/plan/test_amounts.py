@@ -1,0 +1,33 @@
+"""Amounts of memory and speeds, as people write and read them."""
+
+import pytest
+
+from trainer.commands.plan import amounts
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("24GiB", 24 * 2**30), ("24GB", 24e9), ("512mib", 2**29), ("1.5TB", 1.5e12), ("8 GiB", 2**33)],
+)
+def test_memory(word, expected):
+    assert amounts.parse_memory(word) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("10GB/s", 1e10), ("1GiB/s", 2**30), ("100Gbit/s", 12.5e9), ("25gb/s", 25e9)]
+)
+def test_bandwidth(word, expected):
+    assert amounts.parse_bandwidth(word) == expected
+
+
+def test_shown():
+    assert [amounts.as_size(n) for n in (0, 999, 1024, 5 * 2**20, 3 * 2**30)] == [
+        "0 B",
+        "999 B",
+        "1 KiB",
+        "5 MiB",
+        "3.00 GiB",
+    ]
+    assert [amounts.operations(n) for n in (8.178e9, 12)] == ["8.18 GFLOP", "12 FLOP"]
+    assert [amounts.multiply_adds(n) for n in (8.178e9, 12)] == ["4.09 GMACs", "6 MACs"]
+    assert [amounts.duration(s) for s in (2, 0.0125)] == ["2.00 s", "12.5 ms"]

@@ -1,0 +1,127 @@
+"""Bytes on each device of a mode, on disk, and what to change where they are too many."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.commands.plan.plans import recipe_of, shadow_of, size
+from trainer import load_recipe, plan
+from trainer.commands.plan import planned_memory
+from trainer.commands.plan.planned_layout import Layout, every_mode, lay_out
+from trainer.commands.plan.planned_memory import footprint
+from trainer.devices.cards import Cards
+from trainer.recipe.versions import torch_has
+
+
+@pytest.mark.parametrize("words", [["optimizer.name=adam", "optimizer.lr=0.01", "ema=0.9"], ["optimizer.momentum=0.9"]])
+def test_disk_is_what_a_checkpoint_holds(tmp_path, words):
+    words = ["mode=single", "devices=[cpu]", "max_steps=1", "logging.progress=false", *words]
+    recipe = load_recipe("digits", *words, output=str(tmp_path / "run"))
+    from trainer import train
+
+    train(recipe)
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    held = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            held[path.stem] = size(file.get_tensor(name) for name in file.keys())  # noqa: SIM118
+    found = plan(recipe)["disk"]
+    assert found["checkpoint"] == held["model"] + held["optimizer"] + held.get("ema", 0)
+    assert found["weights"] == held["model"]
+    written = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*.safetensors"))
+    assert found["checkpoint"] + 2 * found["weights"] == pytest.approx(written, rel=0.15)  # headers, random states
+
+
+def test_devices_of_modes():
+    """What a mode adds to, or takes from, a device."""
+    recipe = recipe_of("model.name=cnn", "data.image_size=32", "batch_size=64", "precision=fp32", "ema=0.9")
+    shadow = shadow_of(recipe)
+    modes = {mode: footprint(shadow, layout) for mode, layout in every_mode(recipe, 2).items()}
+    single, ddp = modes["single"][0], modes["ddp"][0]
+    assert len(modes["ddp"]) == 2
+    assert ddp.activations < single.activations
+    assert ddp.peak == sum(vars(ddp)[key] for key in vars(ddp) if key not in ("device", "peak"))
+    assert single.peak < sum(vars(single)[key] for key in vars(single) if key not in ("device", "peak"))
+    for staged in ("split", "pipeline"):
+        assert sum(device.parameters for device in modes[staged]) == single.parameters
+        assert sum(device.optimizer for device in modes[staged]) == single.optimizer
+        assert sum(device.ema for device in modes[staged]) == single.ema
+    assert max(d.activations for d in modes["pipeline"]) < max(d.activations for d in modes["split"])
+
+
+def test_replicas_of_data_parallel():
+    recipe = recipe_of("model.name=cnn", "batch_size=30").replace(mode="dp", devices=["cuda:0", "cuda:1", "cuda:2"])
+    first, *others = footprint(shadow_of(recipe), lay_out(recipe))
+    assert first.optimizer and not any(device.optimizer for device in others)
+    assert len({device.parameters for device in (first, *others)}) == 1
+    assert first.images == 3 * others[0].images
+
+
+@pytest.mark.parametrize(
+    ("model", "pixels", "memory"),
+    [("resnet8", 32, "12MiB"), pytest.param("resnet18", 64, "200MiB", marks=pytest.mark.full("ten plans, long ones"))],
+)
+def test_advice_fits(model, pixels, memory):
+    words = ["devices=[cpu]", f"model.name={model}", "data.name=synthetic"]
+    words += [f"data.image_size={pixels}", "batch_size=64"]
+    recipe = load_recipe(None, "mode=ddp", *words)
+    tight = plan(recipe, nproc=2, memory=memory)
+    tried = {one["words"].split("=")[0]: one for one in tight["advice"]}
+    assert not tight["fits"] and tried.keys() == {"accumulate", "batch_size", "mode"}
+    for one in tight["advice"]:
+        own = {word.partition("=")[0]: word for word in one["words"].split()}
+        processes = own.pop("nproc", "nproc=2").removeprefix("nproc=")
+        kept = [word for word in ["mode=ddp", *words] if word.partition("=")[0] not in own]
+        again = plan(load_recipe(None, *kept, *own.values()), nproc=processes, memory=memory)
+        assert again["fits"] and again["peak"] == one["peak"]
+    pieces = int(tried["accumulate"]["words"].partition("=")[2])
+    fewer = [n for n in range(1, pieces) if 32 % n == 0]
+    assert not any(plan(recipe.replace(accumulate=n), nproc=2, memory=memory)["fits"] for n in fewer)
+    assert plan(recipe, nproc=2, memory="0.5MiB")["advice"] == []
+
+
+def test_workers_that_share_a_card_add_up(monkeypatch):
+    words = ["mode=local_sgd", "model.name=cnn", "data.name=synthetic", "devices=[cuda:0]"]
+    found = plan(load_recipe(None, *words), nproc=4, memory="1GiB")
+    assert found["peak"] == sum(device["peak"] for device in found["memory_per_device"])
+
+
+def test_what_cuda_and_nccl_take_cannot_be_used_by_a_run():
+    words = ["model.name=cnn", "data.name=synthetic", "batch_size=96"]
+
+    def usable(mode, nproc, memory, *more):
+        return plan(load_recipe(None, f"mode={mode}", *words, *more), nproc=nproc, memory=memory)["memory_limit"][
+            "usable"
+        ]
+
+    gib, context, buffers = 2**30, 600 * 2**20, 400 * 2**20
+    assert usable("ddp", 2, "80GiB") == 0.9 * 80 * gib  # a tenth is more
+    assert usable("ddp", 2, "4GiB") == 4 * gib - context - buffers
+    assert usable("single", None, "4GiB") == 4 * gib - context
+    ways = 1 + torch_has("gradients through a group of their own")
+    assert usable("pipeline", 2, "4GiB") == 4 * gib - context - (1 + ways) * buffers
+    stages = ["pipeline.stages=2", "pipeline.microbatches=2"]
+    assert usable("pipeline", 4, "4GiB", *stages) == 4 * gib - context - (2 + ways) * buffers
+    assert usable("local_sgd", 3, "8GiB", "devices=[cuda:0]") == 8 * gib - 3 * context
+    assert usable("ddp", 2, "4GiB", "devices=[cpu]") == 0.9 * 4 * gib
+    assert usable("hogwild", 2, "4GiB") == 0.9 * 4 * gib
+    assert usable("single", None, "512MiB") == 0
+
+
+def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
+    sizes = {0: 80 * 2**30, 1: 16 * 2**30, 2: 80 * 2**30}
+    monkeypatch.setattr(planned_memory.cards, "look", lambda: Cards(len(sizes)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: {1: "Tesla T4"}.get(index, "NVIDIA A100"))
+    recipe = load_recipe(None, "mode=ddp")
+
+    def own(*devices):
+        return planned_memory.own_memory(Layout(recipe, len(devices), devices), len(devices))
+
+    assert own("cuda:0", "cuda:1", "cuda:2") == (16 * 2**30, "Tesla T4, the smallest of the cards here")
+    assert own("cuda:0", "cuda:2") == own("cuda:0#0", "cuda:0#1") == (80 * 2**30, "NVIDIA A100, which is here")
+    assert own("cuda:4", "cuda:5")[0] == 16 * 2**30, "cards that are elsewhere are as those here"
+    monkeypatch.setattr(planned_memory.cards, "look", Cards)
+    assert own("cuda:0") is None

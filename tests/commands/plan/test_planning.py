@@ -1,0 +1,158 @@
+"""`plan` as a whole: what it tells of a run, the words to type, what is refused."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import PROJECT, environment
+from trainer import load_recipe, plan
+from trainer.__main__ import answer
+from trainer.commands.plan import summary
+from trainer.commands.plan.planned_layout import lay_out
+from trainer.errors import RecipeError
+from trainer.recipe.recipe_words import split_words
+
+
+def test_a_plan_for_more_devices_than_there_are():
+    found = plan(
+        load_recipe("resnet50", "devices=[cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,cuda:7]"), memory="24GiB"
+    )
+    assert found["world_size"] == 8 and found["fits"] is True
+    assert found["batch"]["per_shard"] == 32
+    assert found["communication"]["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 4 * 25_557_032
+    assert found["steps"]["per_epoch"] is None  # no folder
+    assert found["memory_limit"]["bytes"] == 24 * 2**30
+
+
+def test_a_recipe_is_given_as_to_train():
+    found = [plan(recipe) for recipe in ("digits", Path("digits"), load_recipe("digits"), {"data.name": "digits"})]
+    assert [each["data"] for each in found] == [found[0]["data"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "says"),
+    [
+        (5, {}, "a recipe is a name, a YAML file or a dictionary, not int"),
+        (None, {}, r"plan\(\) needs a recipe, as in plan\('digits'\)"),
+        ("digits", {"memory": [24]}, "memory= is a number, or text as in '24GiB', not list"),
+        ("digits", {"measured": 5}, "measured= is a run's folder or 'here', not int"),
+        ("digits", {"plugin": Path("mine")}, "plugin= is a module's name"),
+    ],
+)
+def test_what_a_program_may_not_give(recipe, options, says):
+    with pytest.raises(RecipeError, match=says):
+        plan(recipe, **options)
+
+
+def test_steps_and_rates():
+    found = plan(load_recipe("cifar10"), nproc=2)
+    assert found["data"]["train_samples"] == 50_000
+    assert found["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240, "patience": None}
+    assert found["learning_rate"]["first"] == pytest.approx(0.001)
+    assert plan(load_recipe("mnist_local_sgd"), nproc=4)["data"]["train_samples"] == 60_000
+    assert plan(load_recipe("digits"), nproc=2)["data"]["train_samples"] == 1437
+
+
+def test_averaging_is_spread_over_its_steps():
+    words = ["mode=local_sgd", "model.name=cnn_gn", "data.name=synthetic"]
+    weights = 4 * plan(load_recipe(None, *words), nproc=4)["model"]["parameters"]
+    found = plan(load_recipe(None, *words, "local_sgd.every=10"), nproc=4)["communication"]
+    assert found["all_reduce_bytes_per_device"] == round(1.5 * weights / 10)
+    assert found["epoch_bytes_per_device"] == 1.5 * weights
+
+
+def test_every_mode_has_a_line():
+    found = plan(load_recipe("digits"), nproc=4, every=True)["modes"]
+    assert [row["mode"] for row in found] == ["single", "dp", "ddp", "split", "pipeline", "local_sgd", "hogwild"]
+    assert all(row["peak"] and row["fits"] and not row["error"] for row in found)
+    assert [row["world_size"] for row in found] == [1, 1, 4, 1, 4, 4, 4]
+    crossed = plan(load_recipe("digits", "sync_bn=true"), nproc=2, every=True)["modes"]
+    assert {row["mode"] for row in crossed if row["error"]} == {"dp", "pipeline", "local_sgd", "hogwild"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["memory=24"], 2, "write memory=24GiB"),
+        (["memory=much"], 2, "write memory=24GiB"),
+        (["memory=0GiB"], 2, "above 0"),
+        (["bandwidth=fast"], 2, "write bandwidth=10GB/s"),
+        (["bandwidth=10GB"], 2, "write bandwidth=10GB/s"),
+        (["measured=nowhere"], 3, "measured=here"),
+        (["nproc=0"], 2, "nproc=0 must be a whole number"),
+        (["nproc=2", "nproc=3"], 2, "given twice"),
+        (["memory="], 2, "memory= is empty"),
+        (["optimizer.lr=-1"], 2, "optimizer.lr"),
+        (["epoch=3"], 2, "'epoch=3' is epochs=3: type python -m trainer plan recipe=digits epochs=3"),
+        (["mode=ddp", "nproc=7"], 2, "batch_size=96 does not divide"),
+        (["mode=dp", "nproc=8"], 2, "mode=dp runs in 1 process"),
+        (["mode=pipeline", "nproc=2", "pipeline.microbatches=7"], 2, "pipeline.microbatches=7"),
+        (["mode=pipeline", "nproc=2", "pipeline.cuts=[nothing]"], 2, "not a usable cut"),
+        (["mode=pipeline", "nproc=64"], 2, "usable cuts"),
+        (["mode=dp", "sync_bn=true"], 2, "sync_bn=true is not for mode=dp"),
+        (["model.name=resnet51"], 2, "did you mean model.name=resnet"),
+        (["model.num_classes=3"], 2, "the data has 10 classes"),
+        (["model.name=resnet18"], 2, "set data.channels=3"),
+        (["model.name=resnet18", "data.channels=3", "model.weights=NOSUCH"], 2, "is not published"),
+        (["batch_size=9600", "nproc=2"], 2, "fewer than one global batch"),
+        (["model.init_from=nowhere"], 4, "nowhere"),
+        (["--jsonn"], 2, "jsonn is not a key"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words, code, text, capsys):
+    assert answer(["plan", "recipe=digits", *words]) == code
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert captured.err.count("\n") == 1 and not captured.out
+
+
+def test_data_that_is_nowhere(capsys):
+    assert answer(["plan", "data.name=imagefolder"]) == 3
+    assert (
+        answer(["plan", "data.name=imagefolder", "data.root=/not/here", "model.name=resnet18", "mode=ddp", "nproc=2"])
+        == 0
+    )
+    assert "is not on this machine" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_said_before_torch_is_imported():
+    script = "import sys\nfrom trainer.__main__ import answer\nanswer(['plan', 'recipe=digits', 'memory=24'])\n"
+    script += "assert 'torch' not in sys.modules\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), cwd=PROJECT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(Path(PROJECT, "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan(path, full):
+    if not full and path.stem not in ("finetune", "digits_streams"):
+        pytest.skip("a sample of the recipes; --all plans every one")
+    found = plan(load_recipe(path.stem, *(["data.root=/not/here"] if path.stem == "finetune" else [])))
+    assert found["memory_per_device"] and json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (None, []),
+        (None, ["mode=single"]),
+        ("digits", ["optimizer.lr=0.05", "devices=[cpu,cpu]", "mode=split", "data.root='007'", "ema=0.9"]),
+        ("digits", ["model.init_from='a b, c.safetensors'", "save.every_epochs=null", "augment.crop_scale=[0.5, 1]"]),
+        ("resnet50", ["mode=pipeline"]),
+    ],
+)
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "api"])
+def test_the_commands_mean_the_recipe(name, words, typed):
+    recipe = load_recipe(name, *words)
+    given = [*([f"recipe={name}"] if name else []), *words] if typed else []
+    if typed and not given:
+        pytest.skip("nothing typed is the other case")
+    for command in summary.commands(recipe, lay_out(recipe, 2 if recipe.processes == "many" else None), given):
+        own, rest = split_words(shlex.split(command)[shlex.split(command).index("trainer") + 1 :], ("recipe", "nproc"))
+        meant = recipe.replace(data__root="FOLDER") if name == "resnet50" else recipe
+        assert (own or rest) and load_recipe(own.get("recipe"), *rest) == meant

@@ -1,0 +1,214 @@
+"""A worker: decoding beside the device, passes of one size where it compiles."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from tests.data.photos.test_decoding import exif
+from tests.data.photos.test_lazy_images import scene
+from trainer.commands.predict import labelling, sources
+from trainer.commands.predict.labelling import Labeller, Preparation
+from trainer.data import Loader, Shard, open_datasets
+from trainer.data.cache import as_stored
+from trainer.data.folders.splits import Before
+from trainer.data.photos.lazy_images import Picture
+from trainer.data.photos.photo_reader import shorter_side
+from trainer.data.registered import lent
+from trainer.recipe import load
+from trainer.tasks import Classification
+
+
+class Seen(nn.Module):
+    """Ten classes; remembers the shapes that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3 * 8 * 8, 10)
+        self.shapes = []
+
+    def forward(self, images):
+        if not torch.compiler.is_compiling():
+            self.shapes.append(tuple(images.shape))
+        return self.head(images.flatten(1))
+
+
+def labeller(*words, threads=0):
+    torch.manual_seed(0)
+    found = Labeller(
+        Seen(),
+        Preparation(8, 8, 3, (0.5,) * 3, (0.25,) * 3),
+        load(None, *words),
+        Classification(load(None), ()),
+        None,
+        threads,
+    )
+    found.setup(torch.device("cpu"))
+    return found
+
+
+@pytest.fixture
+def own_threads():
+    """A worker sets its process's threads and warnings."""
+    before = torch.get_num_threads()
+    with warnings.catch_warnings():
+        yield
+    torch.set_num_threads(before)
+
+
+def test_decoding_in_threads_labels_alike(own_threads, photos):
+    """In order, bad ones with their reasons."""
+    paths = [str(path) for path in sorted(photos.rglob("*.*")) if path.suffix in (".png", ".jpg")]
+    one, four = labeller(), labeller(threads=4)
+    alone, beside = one.batch(paths * 2), four.batch(four.prepare(paths * 2))
+    assert alone == beside and any(row.error for row in alone)
+
+
+def test_files_are_decoded_at_the_same_time(own_threads, monkeypatch):
+    together = threading.Barrier(4, timeout=20)
+
+    def opened(path, *_):
+        together.wait()
+        return Picture.of(torch.full((3, 8, 8), int(path), dtype=torch.uint8))
+
+    monkeypatch.setattr(labelling, "open_image", opened)
+    worker = labeller(threads=4)
+    assert not any(row.error for row in worker.batch(worker.prepare(list("01234567"))))
+
+
+def test_the_next_batch_is_read_while_the_model_has_this_one(own_threads, monkeypatch, photos):
+    """In one thread, also where that reads items of a user's own data set."""
+    paths = sorted(map(str, (photos / "0").glob("*.png")))
+    for source, items in ((None, paths), (Numbered(), list(range(20)))):
+        worker, read = labeller(threads=1), threading.Event()
+        worker.source = source
+        first = worker.prepare(items[:10])
+        forward = worker.model.forward
+
+        def waiting(images, forward=forward, worker=worker, read=read, items=items):
+            if len(images) == 10:
+                worker.prepare(items[10:])[-1].add_done_callback(lambda _: read.set())
+                assert read.wait(20), "nobody reads"
+            return forward(images)
+
+        monkeypatch.setattr(worker.model, "forward", waiting)
+        assert not any(row.error for row in worker.batch(first))
+
+
+class Numbered:
+    """A user's data set, of which one item is read at a time."""
+
+    def __init__(self):
+        self.reading = threading.Lock()
+
+    def read(self, index, channels):
+        assert self.reading.acquire(blocking=False), "two are read at once"
+        time.sleep(0.001)
+        self.reading.release()
+        return torch.full((3, 8, 8), index, dtype=torch.uint8), 0
+
+
+def test_items_of_a_users_data_set_are_read_one_at_a_time(own_threads):
+    worker = labeller(threads=4)
+    worker.source = Numbered()
+    worker.setup(torch.device("cpu"))
+    assert not any(row.error for row in worker.batch(worker.prepare(list(range(20)))))
+
+
+def test_compiling_is_done_before_an_image_is_waited_for(own_threads, monkeypatch, photos):
+    """Once, for all sizes of batches."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append([tuple(tensor.shape) for tensor in inputs])
+        return graph.forward
+
+    compile_with = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **words: compile_with(self, backend=backend, **words))
+    torch._dynamo.reset()
+    worker, plain = labeller("compile=true", "predict.batch_size=8"), labeller()
+    assert len(compiled) == 1 and (8, 3, 8, 8) in compiled[0]
+    paths = sorted(str(path) for path in (photos / "0").glob("*.png"))
+    for count in (1, 3, 8, 11, 20):
+        mine, theirs = worker.batch(paths[:count]), plain.batch(paths[:count])
+        assert [row.classes for row in mine] == [row.classes for row in theirs]
+        for row, other in zip(mine, theirs, strict=True):
+            assert row.probabilities == pytest.approx(other.probabilities, abs=1e-6)
+    assert len(compiled) == 1
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """Photos of every kind that has a way of its own to pixels, large and as small as a model's images."""
+    root = tmp_path_factory.mktemp("kinds")
+    for name in ("a", "b"):
+        folder = root / name
+        folder.mkdir()
+        large = Image.fromarray(scene(530, 701) if name == "a" else 255 - scene(530, 701))
+        for orientation in (1, 3, 6):
+            large.save(folder / f"turned-{orientation}.jpg", exif=exif(orientation), quality=95)
+        large.convert("L").save(folder / "gray.jpg")
+        large.convert("CMYK").save(folder / "cmyk.jpg")
+        large.save(folder / "progressive.jpg", progressive=True)
+        large.save(folder / "large.png")
+        large.resize((400, 300)).save(folder / "middle.jpg")
+        for side in (32, 80):
+            large.resize((side, side)).save(folder / f"{side}.jpg")
+            large.resize((side, side)).save(folder / f"{side}.png")
+    return root
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [32, 80])
+@pytest.mark.parametrize("crop", ["none", "pad", "resized"])
+def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size, channels):
+    """From memory or read by a loader, as one of the held-out part or as a file: to the last bit."""
+    words = [f"data.root={kinds}", f"data.image_size={size}", f"data.channels={channels}", f"augment.crop={crop}"]
+    recipe = load(None, *words, "data.name=imagefolder", "data.workers=0", "batch_size=4", "model.name=cnn")
+    data = open_datasets(recipe, Before(None, elsewhere=True))  # all are held out
+    task = Classification(recipe, data.classes)
+    loader = Loader(data, recipe, task, Shard(), torch.device("cpu"))
+    evaluated = torch.cat([batch.inputs[: batch.count] for batch in loader.evaluation()])
+    loader.close()
+    listed = sources.dataset_split(data, "val")
+    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, task, listed.source)
+    worker.setup(torch.device("cpu"))
+    held_out = list(listed.items)
+    assert len(held_out) == len(evaluated) == 24
+    for row, item in enumerate(held_out):
+        of_part, of_file = (
+            worker._finish.inputs(worker._prepared(payload).permute(1, 2, 0)[None].contiguous())[0]
+            for payload in (item.payload, item.path)
+        )
+        assert torch.equal(of_part, evaluated[row]) and torch.equal(of_file, evaluated[row]), item.path
+
+
+@pytest.mark.parametrize("size", [32, 80])
+def test_a_cache_of_decoded_photos_changes_no_pixel(own_threads, kinds, size):
+    words = [f"data.root={kinds}", "data.name=imagefolder", f"data.image_size={size}", "augment.crop=resized"]
+    recipe = load(None, *words, f"data.cache_size={shorter_side(size)}", "data.cache_format=raw", "model.name=cnn")
+    data = as_stored(open_datasets(recipe, Before(None, elsewhere=True)), recipe)
+    listed = sources.dataset_split(data, "val")
+    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, ("a", "b")), listed.source)
+    for item in listed.items:
+        assert torch.equal(worker._prepared(item.payload), worker._prepared(item.path)), item.path
+
+
+def test_images_that_lie_in_memory_are_labelled_whole(own_threads, tmp_path):
+    """Also as files of their own: of tensors larger than tiny ones nothing is cut off."""
+    made = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (6, 3, 96, 96), dtype=torch.uint8, generator=made)
+    recipe = load(None, "data.name=squares", "model.name=cnn")
+    with lent("squares", lambda _: ((images, torch.arange(6) % 2), (images, torch.arange(6) % 2), ("a", "b"))):
+        data = open_datasets(recipe)
+    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, data.classes), None)
+    for number, image in enumerate(images):
+        path = tmp_path / f"{number}.png"
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+        assert torch.equal(worker._prepared(image), image) and torch.equal(worker._prepared(str(path)), image)

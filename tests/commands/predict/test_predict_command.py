@@ -1,0 +1,359 @@
+"""Labelling images: every row there, in order, equal to the evaluation; through the real command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests import warm
+from tests.command_line import QUIET, environment, ok, orphaned_blocks, result, torchrun, trainer
+from tests.data.photo_folders import coloured, photo
+from tests.storms import Job, slack
+from trainer.commands.predict import sources
+from trainer.commands.predict.predict_command import _complete, _decoders, summary
+from trainer.errors import FolderInUseError, PredictionError
+from trainer.processes.rank import Place
+from trainer.processes.world import cores
+
+CPU = "devices=[cpu]"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run."""
+    folder = tmp_path_factory.mktemp("digits") / "run"
+    ok("recipe=digits_single", "epochs=3", *QUIET, f"output={folder}")
+    return folder
+
+
+def read(folder: Path) -> list[dict[str, str]]:
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def label(run: Path, output: Path, *words: object, **options: object):
+    return ok("predict", f"checkpoint={run}", f"output={output}", "logging.progress=false", *words, **options)
+
+
+@pytest.fixture(scope="module")
+def labelled(digits: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Them, labelled by three workers in batches of eight, and what was printed. Not to be changed."""
+    folder = tmp_path_factory.mktemp("labelled")
+    words = [f"data.root={photos}", "devices=[cpu,cpu,cpu]", "predict.batch_size=8"]
+    return folder / "out", label(digits, folder / "out", *words).stdout
+
+
+def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
+    done = label(digits, tmp_path / "out", "devices=[cpu,cpu]")
+    rows = read(tmp_path / "out")
+    assert [row["path"] for row in rows] == [f"digits/val/{n}" for n in range(360)]
+    right = sum(row["class"] == row["label"] for row in rows) / 360
+    assert right == pytest.approx(result(digits)["val_top1"])
+    assert f"top-1    {right:.2%} of 360 images" in done.stdout
+    first = dict(part.split("=") for part in rows[0]["top5"].split(";"))
+    assert len(first) == 5 and rows[0]["class"] == next(iter(first))
+    assert float(rows[0]["probability"]) == float(first[rows[0]["class"]]) == max(map(float, first.values()))
+    assert not list((tmp_path / "out").glob("part-*"))
+    assert json.loads((tmp_path / "out" / "predict.json").read_text())["images"] == 360
+    tags = [path.name for path in (tmp_path / "out").iterdir()]
+    assert any(name.startswith("events.out") for name in tags)
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized"])  # in memory, and read as they are needed
+def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_path):
+    for name, colour in (("cat", (200, 90, 60)), ("dog", (60, 90, 200))):
+        for number in range(6):
+            photo(tmp_path / "photos" / name / f"{number}.jpg", (400, 300), number)
+            coloured(tmp_path / "photos" / name / f"{number + 6}.jpg", colour, (400, 300), number)
+    words = [f"data.root={tmp_path / 'photos'}", "data.image_size=32", f"augment.crop={crop}", "mode=single"]
+    ok("recipe=finetune_small", *words, "model.name=cnn", "epochs=2", "batch_size=8", *QUIET, cwd=tmp_path)
+    run = next((tmp_path / "runs").iterdir())
+    label(run.name, "val", CPU, cwd=tmp_path)  # a name below runs will do
+    done = label(run, tmp_path / "all", CPU, f"data.root={tmp_path / 'photos'}")
+    one = {row["path"]: float(row["probability"]) for row in read(tmp_path / "val")}
+    other = {row["path"]: float(row["probability"]) for row in read(tmp_path / "all")}
+    assert 0 < len(one) < len(other) == 24
+    assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
+    told = f"of 24 images whose class is known\n  note     {24 - len(one)} of these were trained on; without data.root="
+    assert told in done.stdout and "24 images labelled\n" in done.stdout
+    assert json.loads((tmp_path / "all" / "predict.json").read_text())["trained_on"] == 24 - len(one)
+    alone = label(run, tmp_path / "one", CPU, f"data.root={next(iter(one))}").stdout
+    assert "predicting 1 image on cpu" in alone and "\n1 image labelled\n" in alone
+    assert "of 1 image whose class is known\n  result" in alone
+
+
+def test_the_training_part(digits, tmp_path):
+    label(digits, tmp_path / "out", CPU, "predict.split=train", "predict.format=jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert len(lines) == 1437 and lines[0]["path"] == "digits/train/0"
+    assert lines[0]["top5"][0] == [lines[0]["class"], lines[0]["probability"]]
+
+
+def test_workers_change_nothing_at_a_fixed_batch_size(digits, photos, labelled, tmp_path):
+    label(digits, tmp_path / "one", f"data.root={photos}", CPU, "predict.batch_size=8")
+    one, three = ((folder / "predictions.csv").read_bytes() for folder in (tmp_path / "one", labelled[0]))
+    assert one == three
+    label(digits, tmp_path / "free", f"data.root={photos}", "devices=[cpu,cpu]")
+    same_but_for_rounding(read(tmp_path / "free"), read(tmp_path / "one"))
+
+
+def same_but_for_rounding(rows, others):
+    for row, other in zip(rows, others, strict=True):
+        assert (row["path"], row["class"], row["error"]) == (other["path"], other["class"], other["error"])
+        if row["class"]:
+            assert float(row["probability"]) == pytest.approx(float(other["probability"]), abs=1e-5)
+
+
+def test_bad_images_are_rows_with_reasons(photos, labelled):
+    folder, printed = labelled
+    rows = read(folder)
+    names = [os.path.relpath(row["path"], photos) for row in rows]
+    assert names == [
+        *(f"0/{n:02}.png" for n in range(0, 40, 2)),
+        *(f"1/{n:02}.png" for n in range(1, 40, 2)),
+        *(f"odd/{name}" for name in ("cmyk.jpg", "deep.png", "empty.png", "text.jpg", "truncated.jpg")),
+    ]
+    bad = {os.path.basename(row["path"]): row["error"] for row in rows if row["error"]}
+    assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "it is empty"
+    assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
+    assert {row["label"] for row in rows} == {"0", "1", ""}
+    assert "3 could not be read" in printed and "of 40 images whose class is known" in printed
+
+
+def test_paths_from_stdin(digits, photos, tmp_path):
+    chosen = [photos / "1" / "03.png", photos / "nowhere.png", photos / "0" / "02.png"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "predict",
+        f"checkpoint={digits}",
+        "data.root=-",
+        CPU,
+        "predict.batch_size=1",
+    ]
+    warm.run(
+        [*command, f"output={tmp_path / 'stdin'}"],
+        input="".join(f"{path}\n" for path in chosen).encode(),
+        env=environment(),
+        check=True,
+        capture_output=True,
+    )
+    rows = read(tmp_path / "stdin")
+    assert [row["path"] for row in rows] == list(map(str, chosen))
+    assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
+
+
+def test_what_is_told_in_the_end():
+    counts = {"images": 2_000, "unreadable": 1, "failed": 0, "labelled": 1_000, "right": 500}
+    text = summary(counts, 0.5, 1_000, 321.4, Path("x.csv"))
+    assert text.startswith("1,999 images labelled, 321 images/s; 1 could not be read, its row says why\n")
+    assert "\n  note     all of these were trained on; " in text and text.endswith("\n  result   x.csv")
+    text = summary({**counts, "unreadable": 2}, None, None, None, Path("x.csv"))
+    assert text == "1,998 images labelled; 2 could not be read, their rows say why\n  result   x.csv"
+
+
+def test_what_is_complete():
+    """Stdin may bring something else; and images that were given up stay given up."""
+    counts = {"images": 3, "failed": 0}
+    with pytest.raises(FolderInUseError, match="choose another output="):
+        _complete(counts, Path("predictions.csv"), sources.Inputs("paths from stdin", None, iter(())))
+    with pytest.raises(PredictionError, match="1 of 3 images have no prediction; the error column"):
+        _complete({**counts, "failed": 1}, Path("x.csv"), sources.Inputs("photos", 3, iter(()), total=3))
+
+
+def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
+    """Of weights that somebody damaged, or of numbers too large for a short type."""
+    with safe_open(digits / "last.safetensors", "pt") as file:
+        metadata = file.metadata()
+    weights = load_file(digits / "last.safetensors")
+    for tensor in weights.values():
+        tensor.fill_(float("nan")) if tensor.is_floating_point() else None
+    save_file(weights, tmp_path / "odd.safetensors", metadata)
+    words = [
+        "predict",
+        f"checkpoint={tmp_path / 'odd.safetensors'}",
+        f"data.root={photos / '0'}",
+        f"output={tmp_path / 'out'}",
+    ]
+    done = trainer(*words, "logging.progress=false", CPU)
+    assert "20 of 20 images have no prediction; the error column" in done.stderr and done.returncode == 9
+    rows = read(tmp_path / "out")
+    assert {row["error"] for row in rows} == {
+        "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
+    }
+    assert not any(row["class"] or row["probability"] or row["top5"] for row in rows)
+
+
+def test_more_images_than_before_are_not_complete(labelled, digits, photos, tmp_path):
+    folder = shutil.copytree(labelled[0], tmp_path / "out")
+    more = shutil.copytree(photos, tmp_path / "photos")
+    shutil.copy(more / "0" / "00.png", more / "0" / "zz.png")
+    words = ["predict", f"checkpoint={digits}", f"data.root={more}", f"output={folder}", "predict.batch_size=8"]
+    done = trainer(*words, "devices=[cpu,cpu,cpu]")
+    assert done.returncode == 8 and "choose another output=" in done.stderr
+    again = label(digits, folder, f"data.root={photos}", "devices=[cpu,cpu,cpu]", "predict.batch_size=8")
+    assert "complete already" in again.stdout
+
+
+def test_stopped_and_run_again_it_continues(digits, photos, tmp_path):
+    """SIGKILL in the middle: the rows that are there stay, the rest follows, and all are as without a stop."""
+    paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 30
+    (tmp_path / "list.txt").write_text("\n".join(paths))
+    words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", CPU, "predict.batch_size=16"]
+    label(digits, tmp_path / "whole", *words[2:])
+    part = tmp_path / "out" / "part-0000"
+    command = [sys.executable, "-m", "trainer", *words, f"output={tmp_path / 'out'}"]
+    child = warm.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    while not part.exists() or part.stat().st_size < 4000:
+        assert child.poll() is None, "it was over before it could be stopped"
+        time.sleep(0.002)
+    child.kill()
+    child.wait()
+    torn = part.read_bytes()
+    part.write_bytes(torn[:-3])
+    again = label(digits, tmp_path / "out", *words[2:])
+    assert "that were labelled before" in again.stdout
+    whole, mended = ((tmp_path / name / "predictions.csv").read_bytes() for name in ("whole", "out"))
+    assert mended == whole and len(whole.splitlines()) == 1 + len(paths)
+
+
+@pytest.mark.parametrize("checkpoint", ["checkpoints/last", pytest.param("last.safetensors", marks=pytest.mark.full)])
+def test_a_checkpoint_of_the_run(checkpoint, digits, photos, labelled, tmp_path):
+    """Its classes and preparation are those that the run folder tells."""
+    given = digits / checkpoint
+    if checkpoint == "checkpoints/last":
+        given = max(given.parent.iterdir(), key=lambda path: path.name)
+    label(given, tmp_path / "out", f"data.root={photos}", CPU, "predict.batch_size=8")
+    assert read(tmp_path / "out") == read(labelled[0])
+
+
+def test_another_commands_folder_is_refused(digits, photos, labelled):
+    words = ["predict", f"checkpoint={digits}", f"output={labelled[0]}", CPU]
+    other = trainer(*words, f"data.root={photos / '0'}")
+    assert other.returncode == 8 and "choose another output=" in other.stderr
+    run = trainer(*words[:2], f"output={digits}", CPU)
+    assert run.returncode == 8 and "holds a training run" in run.stderr
+
+
+@pytest.mark.full("twenty starts")
+def test_killed_as_it_starts_it_leaves_nothing(digits, photos, tmp_path):
+    """No worker and no fork server is left five seconds later, whatever was being imported."""
+    words = ["predict", f"checkpoint={digits}", f"data.root={photos}", "devices=[cpu,cpu]", "predict.batch_size=1"]
+    met = set()
+    for n in range(20):
+        job = Job(tmp_path / str(n), *words)
+        time.sleep(0.4 * n * slack())
+        met.add(len(job.members()))
+        job.main.kill()
+        job.end(5 * slack())
+        assert not orphaned_blocks(job.blocks)
+    assert len(met) > 1, met  # its children were met too
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_clean(digits, photos, tmp_path, number, code):
+    paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 2000
+    (tmp_path / "list.txt").write_text("\n".join(paths))
+    words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", f"output={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "trainer", *words, "devices=[cpu,cpu]", "predict.batch_size=4"]
+    child = warm.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    part = tmp_path / "out" / "part-0000"
+    while not part.exists() or part.stat().st_size == 0:
+        assert child.poll() is None
+        time.sleep(0.01)
+    begun = time.monotonic()
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=20)
+    assert child.returncode == code and time.monotonic() - begun < 10
+    assert errors.count("\n") == 1 and f"output={tmp_path / 'out'} go on from here" in errors, errors
+
+
+def test_ranks_label_a_part_each(digits, photos, labelled, tmp_path):
+    with torchrun(
+        "predict", f"checkpoint={digits}", f"data.root={photos}", f"output={tmp_path / 'two'}", "devices=[cpu,cpu]",
+        "predict.batch_size=1", arguments=["--standalone", "--nproc_per_node=2"],
+    ) as run:  # fmt: skip
+        out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, out
+    same_but_for_rounding(read(tmp_path / "two"), read(labelled[0]))
+    assert not list((tmp_path / "two").glob("part-*"))
+
+
+def test_published_weights(tmp_path, photos):
+    """Torchvision's own file, where it would be downloaded to; with its own transforms and class names."""
+    import torchvision
+
+    weights = torchvision.models.ResNet18_Weights.DEFAULT
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18()
+    hub = tmp_path / "hub" / "checkpoints"
+    hub.mkdir(parents=True)
+    torch.save(model.state_dict(), hub / weights.url.rpartition("/")[2])
+    words = ["model.name=resnet18", "model.weights=DEFAULT", f"data.root={photos / '0'}", CPU, "logging.progress=false"]
+    ok("predict", *words, f"output={tmp_path / 'out'}", env={"TORCH_HOME": str(tmp_path)})
+    rows = read(tmp_path / "out")
+    image = torch.from_numpy(np.array(Image.open(photos / "0" / "00.png"))).permute(2, 0, 1)
+    with torch.inference_mode():
+        best = model.eval()(weights.transforms()(image)[None]).softmax(1)[0]
+    assert len(rows) == 20 and rows[0]["class"] == weights.meta["categories"][int(best.argmax())]
+    assert float(rows[0]["probability"]) == pytest.approx(float(best.max()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["checkpoint=nowhere"], 4, "'nowhere' is not there, nor runs/nowhere: "),
+        ([], 2, "predict needs a model and images"),
+        (["model.name=resnet50", "model.weights=NEW", "data.root=."], 2, "IMAGENET1K_V1"),
+        (["model.name=resnet05", "model.weights=DEFAULT", "data.root=."], 2, "did you mean resnet50"),
+        (["checkpoint=RUN", "data.root=nowhere"], 3, "No such file"),
+        (["checkpoint=RUN", "data.root=EMPTY"], 3, "holds no images"),
+        (["checkpoint=RUN", "devices=[cuda:0]"], 2, "devices=[cpu]"),
+        (["checkpoint=RUN", "devices=[gpu]"], 2, "'gpu' is not a device: write cpu, cuda or cuda:0"),
+        (["checkpoint=RUN", "predict.batch_size=0"], 2, "predict.batch_size=0 must be 1 or more"),
+        (["checkpoint=RUN", "predict.batchsize=4"], 2, "did you mean predict.batch_size"),
+        (["checkpoint=RUN", "recipe=digits"], 2, "has its own"),
+        (["checkpoint=RUN", "nproc=2"], 2, "torchrun"),
+    ],
+)
+def test_bad_words(digits, tmp_path, words, code, says):
+    (tmp_path / "empty").mkdir()
+    places = {"checkpoint=RUN": f"checkpoint={digits}", "data.root=EMPTY": f"data.root={tmp_path / 'empty'}"}
+    done = trainer("predict", *(places.get(word, word) for word in words), f"output={tmp_path / 'out'}")
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    assert says in done.stderr
+
+
+@pytest.mark.full("compiles for 20 seconds")
+def test_compiling_takes_no_images_time(digits, photos, tmp_path):
+    folder = tmp_path / "out"
+    words = [f"checkpoint={digits}", f"data.root={photos / '0'}", "compile=true", "predict.timeout=2", CPU]
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ok("predict", *words, *QUIET[:1], f"output={folder}", env=cache, timeout=600)
+    assert not any(row["error"] for row in read(folder))
+
+
+def test_the_cpu_named_once_is_a_worker_for_each_core(digits, photos, tmp_path):
+    words = [f"data.root={photos}", CPU]
+    named = ", ".join(f"cpu:{core}" for core in range(min(8, cores()))) if cores() > 1 else "cpu"
+    assert f"on {named}\n" in label(digits, tmp_path / "out", *words).stdout
+    assert "on cpu\n" in label(digits, tmp_path / "threads", *words, "threads=2").stdout
+    same_but_for_rounding(read(tmp_path / "out"), read(tmp_path / "threads"))
+    assert _decoders(["cpu"], Place()) == cores() // 2 and _decoders(["cpu"] * cores(), Place()) == 0
+    assert _decoders(["cuda:0"], Place()) == min(32, cores()) and _decoders(["cuda:0"] * 2 * cores(), Place()) == 1

@@ -1,0 +1,226 @@
+"""A machine with a fault, for every Python that finds this folder first on its path: what, is in `FAULTY_MACHINE`.
+
+Each fault is put in where the machine, or torch, would have it: behind the functions that training and measuring call.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+import time
+
+FAULT = os.environ.get("FAULTY_MACHINE", "")
+WORDS = sys.orig_argv  # of the command that this Python runs
+RANK = os.environ.get("RANK", WORDS[-1])  # of a run's process, or of a measuring one
+
+
+def hooked(name, patch):
+    """Call `patch` with a module once it has been imported."""
+
+    class Finder(importlib.abc.MetaPathFinder):
+        busy = False
+
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname != name or self.busy:
+                return None
+            self.busy = True
+            spec = importlib.util.find_spec(fullname)
+            self.busy = False
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                patch(module)
+
+            spec.loader.exec_module = exec_module
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def wrapped(module, name, around):
+    """Replace a function by `around(function, *its arguments)`."""
+    function = getattr(module, name)
+
+    def other(*given, **named):
+        return around(function, *given, **named)
+
+    setattr(module, name, other)
+
+
+def wrong_copy(dist):
+    """Large messages arrive shifted by one element."""
+
+    def recv(function, tensor, *given, **named):
+        function(tensor, *given, **named)
+        if tensor.numel() > 2**20:
+            tensor.copy_(tensor.roll(1))
+
+    wrapped(dist, "recv", recv)
+
+
+def wrong_sum(dist):
+    """One element is counted twice on rank 1."""
+
+    def all_reduce(function, tensor, *given, **named):
+        done = function(tensor, *given, **named)
+        if RANK == "1" and tensor.numel() == 1023:
+            tensor[5] *= 2
+        return done
+
+    wrapped(dist, "all_reduce", all_reduce)
+
+
+def other_network(ddp):
+    """ddp trains with half of one layer's gradient."""
+    setup = ddp.DistributedDataParallel.setup
+
+    def halved(self, model):
+        setup(self, model)
+        parameter = list(self.module.parameters())[4]
+        parameter.register_hook(lambda gradient: gradient / 2)
+
+    ddp.DistributedDataParallel.setup = halved
+
+
+def repeated_step(resuming):
+    """A resumed run trains the checkpoint's last step again."""
+    restore = resuming.restore
+
+    def back(run, state):
+        restore(run, state)
+        step, epoch, inside = run.position
+        run.position = type(run.position)(step, epoch, inside - 1)
+
+    resuming.restore = back
+
+
+def counted_twice(sampling):
+    """The first image of every later span is the last of the one before, which another is missed for."""
+
+    def spans(function, samples, rows, index, count):
+        return [
+            (start - 1, stop - 1) if start and stop - start == rows else (start, stop)
+            for start, stop in function(samples, rows, index, count)
+        ]
+
+    wrapped(sampling, "evaluation_spans", spans)
+
+
+def drifting_fp16(torch):
+    """fp16's products lose half of their bits."""
+    if "precision=fp16" in WORDS:
+        conv2d = torch.nn.functional.conv2d
+
+        def rough(inputs, weight, *given, **named):
+            return conv2d(inputs, (weight * 8).round() / 8 + (weight - weight.detach()), *given, **named)
+
+        torch.nn.functional.conv2d = rough
+
+
+def wrong_kernels(torch):
+    """What is compiled computes something else."""
+    if "compile=true" in WORDS:
+        linear = torch.nn.functional.linear
+        torch.nn.functional.linear = lambda *given: 1.01 * linear(*given)
+
+
+def other_each_time(torch):
+    """Products differ by a little, otherwise in each process."""
+    linear, noise = torch.nn.functional.linear, 1 + 1e-6 * (os.getpid() % 97 + 1)
+    torch.nn.functional.linear = lambda *given: noise * linear(*given)
+
+
+KEPT = []
+
+
+def leak(loop):
+    """Each run in a program keeps 48 MiB."""
+    wrapped(loop, "finish", lambda function, run: (KEPT.append(bytearray(os.urandom(48 << 20))), function(run))[1])
+
+
+def left_behind(loop):
+    """A run with several ranks leaves a block of shared memory."""
+
+    def finish(function, run):
+        if RANK == "1":
+            with open(f"/dev/shm/left-by-a-test-{os.getpid()}", "wb") as file:
+                file.write(b"\0" * 4096)
+        return function(run)
+
+    wrapped(loop, "finish", finish)
+
+
+def slow_device(torch):
+    """The second device computes everything four times."""
+
+    def mm(function, *given, **named):
+        for _ in range(4 if RANK == "1" else 1):
+            product = function(*given, **named)
+        return product
+
+    wrapped(torch, "mm", mm)
+
+
+def throttled(torch):
+    """The second device becomes slower when it has worked for a while."""
+    spent = [0.0]
+
+    def mm(function, *given, **named):
+        begun = time.process_time()
+        for _ in range(6 if spent[0] > 0.33 else 1):  # seconds of work: the third time that it is its turn
+            product = function(*given, **named)
+        spent[0] += time.process_time() - begun
+        return product
+
+    if RANK == "1":
+        wrapped(torch, "mm", mm)
+
+
+def slow_link(dist):
+    """What rank 1 sends takes its time."""
+
+    def send(function, tensor, *given, **named):
+        time.sleep(0.5 * (RANK == "1"))
+        return function(tensor, *given, **named)
+
+    wrapped(dist, "send", send)
+
+
+def slow_readers(photos):
+    """A photo takes 0.1 s longer."""
+    apply = photos.PhotoDraws.apply
+
+    def slowly(*given, **named):
+        time.sleep(0.1)
+        return apply(*given, **named)
+
+    photos.PhotoDraws.apply = slowly
+
+
+def killed(ddp):
+    """The kernel kills a rank of ddp."""
+    os.environ["TRAINER_FAULT"] = "kill@1:7"
+
+
+PLACES = {
+    "wrong_copy": "torch.distributed",
+    "wrong_sum": "torch.distributed",
+    "slow_link": "torch.distributed",
+    "other_network": "trainer.modes.ddp",
+    "killed": "trainer.modes.ddp",
+    "repeated_step": "trainer.training.resuming",
+    "counted_twice": "trainer.data.sampling",
+    "drifting_fp16": "torch",
+    "wrong_kernels": "torch",
+    "other_each_time": "torch",
+    "slow_device": "torch",
+    "throttled": "torch",
+    "leak": "trainer.training.loop",
+    "left_behind": "trainer.training.loop",
+    "slow_readers": "trainer.data.photos.photo_reader",
+}
+if FAULT:
+    hooked(PLACES[FAULT], globals()[FAULT])

@@ -1,0 +1,45 @@
+"""Proofs of this machine in which some checks are done already, so that a test pays for the others alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.command_line import PROJECT, trainer
+from trainer.commands.compare.conditions import this_machine
+from trainer.commands.prove import fast, find_devices, kept, right
+from trainer.training.reporting import versions
+
+FAULTY = Path(__file__).parent / "faulty"
+DEVICES = find_devices("[cpu,cpu]")
+CHECKS = [check.name for check in (*right.checks(DEVICES), *fast.checks(DEVICES))]
+
+
+def row(status="right", **figures):
+    return {"status": status, "line": "done before", "todo": "", "figures": figures, "seconds": 1.0}
+
+
+def begin(folder, *names, **done):
+    """A proof's folder in which all checks but `names` are done, those of `done` with figures."""
+    folder.mkdir()
+    bound = kept.bound_to({**this_machine()}, versions(), DEVICES.names)
+    rows = {name: row() for name in CHECKS if name not in names}
+    assert len(rows) == len(CHECKS) - len(names), "no such check"
+    (folder / kept.KEPT).write_text(json.dumps({"bound": bound, "checks": {**rows, **done}}))
+    return folder
+
+
+def prove(folder, *words, fault="", env=None, **options):
+    """The real command, on a machine with a fault."""
+    if fault:  # then nothing is forked warm: each Python has to begin there
+        env = {"FAULTY_MACHINE": fault, "PYTHONPATH": f"{FAULTY}:{PROJECT}", **(env or {})}
+    return trainer("prove", "devices=[cpu,cpu]", f"output={folder}", *(words or ["minutes=60"]), env=env, **options)
+
+
+def proof(folder):
+    return json.loads((folder / "proof.json").read_text())
+
+
+def found(folder, name):
+    """One check's row of proof.json."""
+    return next(check for check in proof(folder)["checks"] if check["name"] == name)

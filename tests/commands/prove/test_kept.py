@@ -1,0 +1,74 @@
+"""What is kept: whole at any moment, of one machine only, and damage is no reason to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from trainer.commands.prove import kept
+from trainer.commands.prove.kept import Kept, bound_to, claim
+from trainer.commands.prove.outcome import measured, right, wrong
+from trainer.errors import FolderInUseError
+
+BOUND = {"machine": "a", "versions": "b", "devices": "cpu,cpu"}
+
+
+def test_outcomes_come_back_as_they_were(tmp_path):
+    one = Kept(tmp_path, BOUND)
+    one.keep("sums", right("fine", done=24), 3.21)
+    one.keep("speed", measured("9 images/s", rate=9.0), 5)
+    one.keep("copies", wrong("odd", "mend it"), 1)
+    again = Kept(tmp_path, BOUND)
+    assert again.outcomes() == {
+        "sums": right("fine", done=24), "speed": measured("9 images/s", rate=9.0), "copies": wrong("odd", "mend it"),
+    }  # fmt: skip
+    assert [*again.outcomes(*kept.DONE)] == ["sums", "speed"] and again.seconds("sums") == 3.2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no JSON", "[]", '{"checks": 3}', '{"checks": {"sums": {"status": "right"}}}', '{"checks": {"sums": 1}}'],
+)
+def test_damage_is_done_again(text, tmp_path):
+    (tmp_path / kept.KEPT).write_text(text)
+    assert Kept(tmp_path, BOUND).outcomes() == {}
+
+
+@pytest.mark.parametrize("key", BOUND)
+def test_of_another_machine_versions_or_devices_it_is_refused(key, tmp_path):
+    with claim(str(tmp_path / "proof"), BOUND) as one:
+        one.keep("sums", right("fine"), 1)
+    with claim(str(tmp_path / "proof"), BOUND) as one:
+        assert [*one.outcomes()] == ["sums"]
+    with (
+        pytest.raises(FolderInUseError, match=f"the proof of other {key}: choose another output="),
+        claim(str(tmp_path / "proof"), {**BOUND, key: "c"}),
+    ):
+        pass
+
+
+def test_without_a_folder_another_proof_goes_beside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for versions, name in (("b", "proof"), ("c", "proof-2"), ("b", "proof"), ("d", "proof-3")):
+        with claim(None, {**BOUND, "versions": versions}) as one:
+            assert str(one.folder) == f"runs/{name}"
+
+
+def test_two_at_once_are_one_too_many(tmp_path):
+    with (
+        claim(str(tmp_path), BOUND),
+        pytest.raises(FolderInUseError, match="in use by another proof"),
+        claim(str(tmp_path), BOUND),
+    ):
+        pass
+
+
+def test_what_binds_names_nobody():
+    found = bound_to({"cpu": "AMD", "gpus": []}, {"torch": "2.11"}, ("cpu", "cpu"))
+    assert found.keys() == BOUND.keys() and found == bound_to(
+        {"cpu": "AMD", "gpus": []}, {"torch": "2.11"}, ("cpu", "cpu")
+    )
+    assert found["versions"] != bound_to({"cpu": "AMD", "gpus": []}, {"torch": "2.12"}, ("cpu", "cpu"))["versions"]
+    assert os.uname().nodename not in json.dumps(found).split('"')

@@ -1,0 +1,74 @@
+"""Runs and measurements in fresh processes: how they end, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.commands.prove.proofs import DEVICES
+from trainer.commands.compare.running import Failed
+from trainer.commands.prove import find_devices, trip
+from trainer.commands.prove.trip import Devices, Trip
+from trainer.errors import PeerError
+
+SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.warmup_steps=0"]
+
+
+def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
+    one = Trip(tmp_path, DEVICES)
+    first = one.train("x", SHORT)
+    assert (first["steps"], first["status"]) == (2, "completed")
+    assert (one.path("x") / "last.safetensors").exists()
+    assert one.train("x", SHORT) == first, "the same run, found"
+    again = one.train("x", SHORT, timed=True)
+    assert again["seconds"] != first["seconds"] and not (one.path("x") / "last.safetensors").exists()
+    assert one.train("x", [*SHORT, "seed=1"])["steps"] == 2, "of other words another run"
+
+
+def test_a_run_that_fails_tells_its_own_line(tmp_path):
+    with pytest.raises(Failed, match="did you mean recipe=digits"):
+        Trip(tmp_path, DEVICES).train("x", ["recipe=digts"])
+
+
+def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(trip, "PATIENCE", 2.0)
+    with pytest.raises(Failed, match="it did not end within 2 s") as told:
+        Trip(tmp_path, DEVICES).train("x", SHORT, {"TRAINER_FAULT": "hang@0:1"})
+    assert told.value.code == 7
+
+
+def test_a_measuring_process_that_fails_tells_why(tmp_path):
+    with pytest.raises(PeerError, match="nonsense"):
+        Trip(tmp_path, DEVICES).measure("nonsense")
+
+
+def test_words_of_devices():
+    assert DEVICES.in_ranks(2) == ["devices=[cpu]", "nproc=2", f"threads={DEVICES.threads}"]
+    cards = Devices(("cuda:1", "cuda:3"), "cuda", ("A", "A"))
+    assert cards.in_ranks(2) == ["devices=[cuda:1,cuda:3]", "nproc=2"] and cards.one() == ["devices=[cuda:1]"]
+    assert cards.in_one_process(2) == ["devices=[cuda:1,cuda:3]"]
+    assert Devices(("cuda:0",), "cuda", ("A",)).in_one_process(2) == ["devices=[cuda:0,cuda:0]"]
+    assert (DEVICES.called(1), DEVICES.called(2), cards.called(2)) == ("1 CPU process", "2 CPU processes", "2 GPUs")
+
+
+def test_devices_that_are_named(monkeypatch):
+    from trainer.commands.prove import cards
+    from trainer.devices.cards import Cards
+    from trainer.errors import RecipeError, SetupError
+
+    monkeypatch.setattr(cards, "look", lambda: Cards())
+    assert find_devices(None).names == ("cpu", "cpu") and find_devices("[cpu]").names == ("cpu",)
+    for text, says in (
+        ("[cuda:0]", "is not here"),
+        ("[]", "must be GPUs or CPU processes"),
+        ("tpu", "is not a device"),
+    ):
+        with pytest.raises(RecipeError, match=says):
+            find_devices(text)
+    monkeypatch.setattr(cards, "look", lambda: Cards(0, SetupError("the driver is too old")))
+    with pytest.raises(SetupError, match="too old"):
+        find_devices(None)
+    assert find_devices("[cpu,cpu]").count == 2, "what is named is not kept from working by a card that does not"
+    monkeypatch.setattr(cards, "look", lambda: Cards(2))
+    for text, says in (("[cuda:0,cuda:0]", "names a card twice"), ("[cuda:0,cpu]", "must be GPUs or CPU processes")):
+        with pytest.raises(RecipeError, match=says):
+            find_devices(text)

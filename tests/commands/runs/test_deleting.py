@@ -1,0 +1,196 @@
+"""Runs are removed once the user agrees, all or none, and nothing that no run wrote."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.command_line import QUIET, environment, ok
+from tests.commands.runs.folders import make
+from trainer.commands import runs
+from trainer.errors import FolderInUseError, RecipeError
+from trainer.saving import locks
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+class Terminal:
+    """Somebody who answers."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def isatty(self):
+        return True
+
+    def readline(self):
+        return self.answer
+
+    def fileno(self):
+        raise OSError
+
+
+def test_names_paths_and_several(home, tmp_path):
+    for name in ("a", "b", "deep/c", "keep"):
+        make(home / name)
+    text = runs.command(["delete", "a", "runs/b/", str(home / "deep" / "c"), "a", "yes=true"])
+    assert [line.split(" (")[0] for line in text.splitlines()] == [
+        "deleted runs/a",
+        "deleted runs/b",
+        f"deleted {home}/deep/c",
+    ]
+    assert sorted(os.listdir(home)) == ["deep", "keep"] and os.listdir(home / "deep") == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "gone"), [("y\n", True), ("YES\n", True), ("\n", False), ("no\n", False), ("", False)]
+)
+def test_it_asks(home, monkeypatch, capsys, answer, gone):
+    make(home / "a")
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    text = runs.command(["delete", "a"])
+    assert (home / "a").exists() != gone and text.startswith("deleted runs/a" if gone else "nothing was deleted")
+    out = capsys.readouterr().out
+    assert "runs/a: completed, top1 95.00%, " in out and "delete this run? y/N" in out
+
+
+def until_it_reads(process):
+    """A signal between a question and the read of its answer is heard at the answer only, as in all of Python."""
+    asleep = 0
+    while asleep < 5:
+        time.sleep(0.02)
+        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+
+
+def test_ctrl_c_is_a_no(home, tmp_path):
+    make(home / "a")
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "trainer", "runs", "delete", "a"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"y/N" not in shown:
+            shown += os.read(ours, 1000)
+        until_it_reads(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    shown += os.read(ours, 1000)
+    os.close(ours)
+    assert b"trainer: stopped by Ctrl-C; nothing was deleted" in shown and (home / "a" / "result.json").exists()
+
+
+def test_nobody_to_ask(home, monkeypatch):
+    make(home / "a")
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(RecipeError, match="nobody is there to answer: add yes=true"):
+        runs.command(["delete", "a"])
+    assert runs.command(["delete", "a", "yes=false"]) == "nothing was deleted\n"
+    with pytest.raises(RecipeError, match="yes=ja must be true or false"):
+        runs.command(["delete", "a", "yes=ja"])
+    assert (home / "a" / "last.safetensors").exists()
+
+
+def test_a_running_one_is_refused_and_nothing_is_deleted(home):
+    make(home / "a")
+    make(home / "b")
+    held = locks.hold(home / "b", "run")
+    with pytest.raises(FolderInUseError, match=r"runs/b is running: stop it first .*; nothing was deleted"):
+        runs.command(["delete", "a", "b", "yes=true"])
+    os.close(held)
+    assert (home / "a").exists() and (home / "b" / "result.json").exists()
+
+
+def test_what_no_run_wrote_stays(home):
+    make(home / "a")
+    (home / "a" / "notes.md").write_text("mine")
+    (home / "a" / "photos").mkdir()
+    (home / "a" / "photos" / "best.safetensors").write_text("mine too")
+    text = runs.command(["delete", "a", "yes=true"])
+    assert text == "deleted the run in runs/a; left there, as no run wrote it: notes.md, photos\n"
+    assert sorted(os.listdir(home / "a")) == ["notes.md", "photos"]
+    assert os.listdir(home / "a" / "photos") == ["best.safetensors"]
+
+
+def test_weights_of_ones_own_stay(home):
+    """Also where the run folder was one's own before: of what people give such names too, only the run's are taken."""
+    make(home / "a")
+    for name in ("resnet.safetensors", "model.safetensors", "contact_sheet.png", "split.csv"):
+        (home / "a" / name).write_text("x")
+    (home / "a" / ".export-abc").mkdir()  # of an export that was killed
+    assert runs.command(["delete", "a", "yes=true"]).endswith("as no run wrote it: resnet.safetensors\n")
+
+
+def test_of_real_runs_nothing_stays(tmp_path):
+    for color in ("red", "blue"):
+        (tmp_path / "photos" / color).mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (16, 16), color).save(tmp_path / "photos" / color / f"{number}.png")
+    words = ["max_steps=2", "batch_size=4", *QUIET]
+    photos = ["mode=single", "data.name=imagefolder", "data.root=photos", "data.val_fraction=0.25"]
+    ok(*words, *photos, "data.image_size=16", "model.name=cnn", "output=runs/photos", cwd=tmp_path)
+    cut = ["mode=pipeline", "pipeline.stages=2", "pipeline.timeline=true", "devices=[cpu,cpu]"]
+    ok("recipe=digits", "model.name=cnn_gn", *words, *cut, "output=runs/pipeline", cwd=tmp_path)
+    assert {"split.csv", "contact_sheet.png"} <= {*os.listdir(tmp_path / "runs" / "photos")}
+    assert (tmp_path / "runs" / "pipeline" / "timeline.png").is_file()
+    ok("export", "photos", "format=exported_program", cwd=tmp_path)
+    done = ok("runs", "delete", "photos", "pipeline", "yes=true", cwd=tmp_path)
+    lines = [line.split(" (")[0] for line in done.stdout.splitlines()]
+    assert lines == ["deleted runs/photos", "deleted runs/pipeline"]
+    assert os.listdir(tmp_path / "runs") == []
+
+
+def test_links_lead_nowhere(home, tmp_path):
+    make(home / "a")
+    disk = tmp_path / "disk"
+    (home / "a" / "checkpoints").rename(disk)
+    (home / "a" / "checkpoints").symlink_to(disk)
+    (home / "latest").symlink_to("a")
+    with pytest.raises(RecipeError, match=r"runs/latest is a link: give the run itself, .*/runs/a, or remove the link"):
+        runs.command(["delete", "latest", "yes=true"])
+    runs.command(["delete", "a", "yes=true"])
+    assert not (home / "a").exists() and os.listdir(disk) == ["step-00000028"]
+
+
+@pytest.mark.parametrize("name", [".", "..", "runs", "photos", "table", "file.txt", "/"])
+def test_what_is_no_run_stays(home, tmp_path, name):
+    (home / "photos").mkdir(parents=True)
+    (home / "photos" / "recipe.yaml").write_text("mode: ddp")
+    (home / "table").mkdir()
+    (home / "table" / "compare.json").write_text("{}")
+    (home / "file.txt").write_text("x")
+    with pytest.raises(RecipeError):
+        runs.command(["delete", name, "yes=true"])
+    assert (home / "photos" / "recipe.yaml").exists() and (home / "table" / "compare.json").exists()
+
+
+def test_the_folder_one_is_in(home, monkeypatch):
+    make(home / "a")
+    monkeypatch.chdir(home / "a")
+    with pytest.raises(RecipeError, match=r"runs/a is the folder you are in: cd \.\. and give its name"):
+        runs.command(["delete", ".", "yes=true"])
+    assert (home / "a" / "result.json").exists()
+
+
+def test_a_short_name_is_not_told_as_the_end_of_another(home):
+    make(home / "pe")
+    with pytest.raises(RecipeError, match=r"^'nope' is not there, nor runs/nope: python -m trainer runs lists"):
+        runs.command(["delete", "nope"])
+
+
+def test_a_run_s_stacks_go_with_it(tmp_path):
+    run = make(tmp_path / "runs" / "a")
+    (run / "stacks-rank0.txt").write_text("a traceback\n")
+    assert "stays" not in ok("runs", "delete", run, "yes=true", cwd=tmp_path).stdout
+    assert not run.exists()

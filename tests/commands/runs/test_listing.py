@@ -1,0 +1,266 @@
+"""The table of runs: what is there, how it stands, in a width that fits; whatever else lies there is one line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.command_line import PROJECT, QUIET, ok, trainer
+from tests.commands.runs.folders import make
+from trainer.commands import runs
+from trainer.commands.runs import run_status
+from trainer.errors import RecipeError, SetupError
+from trainer.saving import locks
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def rows(text):
+    """The table's cells, by the run's name."""
+    table = text.partition("\n\n")[0].splitlines()
+    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line) for line in table[1:])}
+
+
+def test_newest_first_with_what_became_of_each(home):
+    make(home / "first", age=7200)
+    make(home / "second", "model.name=mlp", age=300, status="preempted", best_top1=None)
+    make(home / "third", age=100_000, status="failed", mode="local_sgd", throughput=None)
+    make(home / "fourth", age=60, status="running")
+    make(home / "fifth", age=20, status=None)
+    make(home / "sixth", status="running")
+    held = locks.hold(home / "sixth", "run")
+    found = rows(runs.command([]))
+    os.close(held)
+    assert list(found) == ["sixth", "fifth", "fourth", "second", "first", "third"]
+    assert [cells[2] for cells in found.values()] == ["running", "killed", "killed", "stopped", "completed", "failed"]
+    assert found["first"][:-1] == ["single", "cnn", "completed", "top1 95.00%", "1,234", "2 h"]
+    assert found["second"][1] == "mlp" and found["second"][3:6] == ["-", "1,234", "5 min"]
+    assert found["third"][0] == "local_sgd" and found["third"][4] == "-"
+    assert found["fifth"][3:5] == ["-", "-"]
+
+
+def test_it_fits_and_every_name_is_whole(home):
+    long = "digits_interleaved_pipeline-pipeline-20261122-103335-of-many-words"
+    make(home / long, "model.name=regnet_x_16gf", mode="local_sgd", best_top1=None, best_my_very_long_metric=0.123456)
+    make(home / "short")
+    text = runs.command([])
+    assert max(map(len, text.splitlines())) <= 100
+    assert f"\n{long}\n" in text and "\nshort  " in text and "my_v...ric 0.1235" in text
+
+
+def test_it_fits_a_narrow_terminal(home, monkeypatch):
+    make(home / "digits_interleaved-pipeline-20261122-103335")
+    make(home / "short")
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["compare", "short", "digits_interleaved-pipeline-20261122-103335"]):
+        assert max(map(len, runs.command(words).splitlines())) <= 80
+
+
+def test_what_is_no_run_is_one_line_each(home):
+    make(home / "good")
+    make(home / "paper" / "seed1")
+    (home / "photos" / "cats").mkdir(parents=True)
+    (home / "photos" / "cats" / "recipe.yaml").write_text("mode: ddp")  # a file of that name alone is no run
+    (home / "empty").mkdir()
+    (home / "compare").mkdir()
+    (home / "compare" / "compare.json").write_text("{}")
+    make(home / "compare" / "runs" / "single-1")
+    (home / "labels").mkdir()
+    (home / "labels" / "predict.json").write_text("{}")
+    (home / "notes.txt").write_text("hello")
+    (home / "latest").symlink_to("good")
+    (home / "dead").symlink_to("nowhere")
+    (home / "one").symlink_to("two")
+    (home / "two").symlink_to("one")
+    text = runs.command([])
+    assert set(rows(text)) == {"good", "paper/seed1", "latest"}
+    for line in (
+        "photos: no files of a run",
+        "empty: an empty folder",
+        "compare: a comparison",
+        "labels: predictions",
+        "latest: a link to good",
+        "dead: a link to nowhere, which is not there",
+        "one: a link to two, which is not there",
+    ):
+        assert f"\n{line}\n" in text
+    assert "notes.txt" not in text and "\n2 runs, " in text
+
+
+DAMAGED = {
+    "no JSON": ("result.json", b'{"mode": "sin'),
+    "deep JSON": ("result.json", b"[" * 100_000),
+    "binary": ("result.json", bytes(range(256)) * 10),
+    "no YAML": ("recipe.yaml", b"[" * 5000),
+    "other YAML": ("recipe.yaml", b"- 1\n- 2\n"),
+    "circle": ("recipe.yaml", b"mode: ddp\nmodel: &a {name: *a}\n"),
+    "growing YAML": (
+        "recipe.yaml",
+        b"a0: &a0 x\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 40)),
+    ),
+    "dates": ("recipe.yaml", b"mode: 2026-11-22\nkey: !!set {a, b}\n5: 1.5\n"),
+    "keys": ("recipe.yaml", b"? [1, 2]\n: mode\n"),
+    "large YAML": ("recipe.yaml", b"#" * 300_000),
+    "other types": (
+        "result.json",
+        json.dumps(
+            {"mode": 5, "status": [1], "steps": {}, "best_top1": True, "throughput": 3, "devices": 7, "losses": "no"}
+            | {"verdict": [], "versions": 1, "data": 5, "peak_memory_bytes": [], "best_epoch": "x", "recipe": {}}
+        ).encode(),
+    ),
+    "not finite": (
+        "result.json",
+        b'{"mode": "a", "status": "b", "steps": 1, "best_top1": NaN, "seconds": 1e999}',
+    ),
+    "steps": ("steps.csv", b"step,epoch\n\x00\xff,,,\n"),
+    "events": ("events.out.tfevents.1", b"\x00" * 100),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_files_never_are_a_traceback(home, kind):
+    name, content = DAMAGED[kind]
+    make(home / "bad", curve=name != "events.out.tfevents.1")
+    make(home / "good")
+    (home / "bad" / name).write_bytes(content)
+    assert set(rows(runs.command([]))) == {"bad", "good"}
+    assert "bad" in runs.command(["show", "bad"]) and json.loads(runs.command(["show", "bad", "--json"]))
+    assert "images/s" in runs.command(["compare", "bad", "good"])
+
+
+@pytest.mark.parametrize("name", ["result.json", "recipe.yaml", "steps.csv", ".lock"])
+def test_pipes_and_folders_in_place_of_files_are_not_waited_for(home, name):
+    make(home / "good")
+    for kind, put in (("pipe", os.mkfifo), ("folder", os.mkdir)):
+        (make(home / kind) / name).unlink()
+        put(home / kind / name)
+    assert set(rows(runs.command([]))) == {"good", "pipe", "folder"}
+    assert "pipe" in runs.command(["compare", "pipe", "folder"])
+
+
+def test_names_do_not_move_the_cursor(home):
+    make(home / "a\x1b[31m\nb", mode="\x1b[2J")
+    for words in ([], ["show", "a\x1b[31m\nb"]):
+        text = runs.command(words)
+        assert "a?[31m?b" in text and "\x1b" not in text
+
+
+def test_a_huge_folder_is_counted_as_far_as_is_sensible(home, monkeypatch):
+    monkeypatch.setattr(run_status, "MAX_FILES", 4)
+    make(home / "large")
+    assert re.search(r">[\d.]+ kB$", rows(runs.command([]))["large"][-1])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_one_line(home):
+    make(home / "good")
+    make(home / "mine").chmod(0)
+    assert "\nmine: Permission denied\n" in runs.command([])
+    with pytest.raises(SetupError, match=r"runs/mine cannot be read \(Permission denied\)"):
+        runs.command(["show", "mine"])
+
+
+def test_a_folder_that_cannot_be_listed(home, monkeypatch):
+    make(home / "good")
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(SetupError, match=r"runs cannot be read \(Permission denied\): give another folder"):
+        runs.command([])
+
+
+def test_json(home):
+    make(home / "first", age=50)
+    (home / "other").mkdir()
+    found = json.loads(runs.command(["format=json"]))
+    first, other = found
+    assert (first["name"], first["path"], first["status"]) == ("first", "runs/first", "completed")
+    assert (first["mode"], first["model"], first["samples_per_sec"]) == ("single", "cnn", 1234.5)
+    assert (first["metric"], first["best"]) == ("top1", 0.95)
+    assert 50 <= first["age_seconds"] < 100 and first["bytes"] > 1500 and first["bytes_complete"]
+    assert (other["kind"], other["status"], other["note"]) == ("other", None, "an empty folder")
+
+
+def test_no_runs_yet(home):
+    assert "no runs yet below ./runs: python -m trainer recipe=digits" in runs.command([])
+    assert runs.command(["--json"]) == "[]\n"
+    home.mkdir()
+    assert runs.command([]).startswith("no runs below runs: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["zzz"], "'zzz' is not there, nor runs/zzz: python -m trainer runs lists"),
+        (["show", "digts-1"], "did you mean digits-1?"),
+        (["show"], "runs show needs a run, as in runs show NAME; runs lists them"),
+        (["show", "digits-1", "more"], "needs one run, as in runs show NAME, not 2"),
+        (["show", ""], "'' is not there"),
+        (["show", "\0"], "is not there"),
+        (["show", "x" * 5000], "is not there"),
+        (["show", "~nobody/x"], "is not there"),
+        (["show", "runs"], "runs holds no run (no files of a run)"),
+        (["show", "digits-1/recipe.yaml"], "runs/digits-1/recipe.yaml is a file: give the run's folder, runs/digits-1"),
+        (["show", "digits-1", "yes=true"], "'yes=' is not a word of runs show: type runs, runs show RUN,"),
+        (["recipe=digits"], "'recipe=digits' is not understood: type runs, runs show RUN"),
+        (["--all"], "'--all' is not understood"),
+        (["format=xml"], "format=xml is not one of text, json"),
+        (["digits-1", "digits-1"], "'digits-1 digits-1' is not understood"),
+        (["compare", "digits-1"], "runs compare needs two runs or more"),
+        (["diff", "digits-1", "runs/digits-1/"], "one was given twice"),
+        (["compare", "digits-1", "other", "output=x.jpg"], "output=x.jpg names no picture: write output=x.jpg.png"),
+        (["rm"], "runs delete needs the names of runs"),
+        (["delete", "digits-1", "-f"], "'-f' is not a word of runs delete"),
+    ],
+)
+def test_words_that_mean_nothing_say_what_to_type(home, words, expected):
+    make(home / "digits-1")
+    make(home / "other", curve=False)
+    with pytest.raises(RecipeError) as error:
+        runs.command(words)
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_may_have_the_name_of_a_word(home):
+    make(home / "lr=0.1")
+    make(home / "-b")
+    assert "runs/lr=0.1" in runs.command(["show", "lr=0.1"]) and "runs/-b" in runs.command(["-b"])
+    assert "lr=0.1" in runs.command(["compare", "lr=0.1", "-b"])
+
+
+def test_torch_is_not_loaded(home, tmp_path):
+    make(home / "a")
+    make(home / "b", "epochs=3")
+    script = "import sys; from trainer.commands import runs; runs.command(['compare', 'a', 'b'])"
+    script += "; print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_run_that_ended_early_says_by_what(home):
+    make(home / "a", ended_by="stop.patience")
+    make(home / "b", ended_by="epochs")
+    assert re.search(r"\n  ended by +stop.patience\n", runs.command(["show", "a"]))
+    assert "ended by" not in runs.command(["show", "b"])
+
+
+def test_the_command_line_on_a_real_run(tmp_path):
+    ok("recipe=digits", "mode=single", "model.name=mlp", "max_steps=3", *QUIET, "output=runs/real", cwd=tmp_path)
+    assert re.search(r"\nreal +single +mlp +completed +top1 ", ok("runs", cwd=tmp_path).stdout)
+    page = ok("runs", "show", "real", cwd=tmp_path).stdout
+    assert "  changed   mode=single\n            model.name=mlp\n            max_steps=3\n" in page
+    assert "python -m trainer evaluate checkpoint=runs/real" in page
+    bad = trainer("runs", "show", "reel", cwd=tmp_path)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == "trainer: error: 'reel' is not there, nor runs/reel: did you mean real?\n"

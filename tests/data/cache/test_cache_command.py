@@ -1,0 +1,130 @@
+"""Caches listed, made beforehand, verified and deleted."""
+
+import os
+import time
+
+import pytest
+
+from tests.command_line import ok, trainer
+from tests.data.cache.test_cached_set import blocks_of, folder_of, words_for
+from trainer.data.cache import cache_blocks, homes
+from trainer.data.cache.cache_command import command
+from trainer.data.cache.packing import Format
+from trainer.errors import FolderInUseError, RecipeError
+from trainer.recipe import load
+from trainer.saving import locks
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return folder_of(tmp_path / "photos")
+
+
+@pytest.fixture
+def where(photos):
+    return f"data.cache_dir={photos.parent / 'cache'}"
+
+
+@pytest.fixture
+def built(photos, where, capsys):
+    command(["build", *words_for(photos)])
+    capsys.readouterr()
+    (home,) = (photos.parent / "cache").iterdir()
+    return home
+
+
+def test_what_was_made_beforehand_is_used(photos, where):
+    said = ok("cache", "build", *words_for(photos)).stdout
+    assert "24 photos to" in said
+    listed = ok("cache", where).stdout
+    assert (
+        "photos-" in listed and " 24 " in listed and "raw 44" in listed and "today" in listed and "1 cache," in listed
+    )
+    run = ok(*words_for(photos, "data.cache=disk", "max_steps=1", f"output={photos.parent / 'run'}")).stdout
+    assert "whole" in run
+
+
+def test_no_caches(tmp_path, capsys):
+    assert command([f"data.cache_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.startswith("no caches: with data.cache=disk a run makes one")
+    assert command([f"data.cache_dir={tmp_path}"]) == 0
+    assert "cache build recipe=finetune data.root=FOLDER" in capsys.readouterr().out
+    assert command(["verify", f"data.cache_dir={tmp_path / 'nowhere'}"]) == 0
+
+
+def test_damage_is_found_and_removed(built, photos, where, capsys):
+    assert command(["verify", where]) == 0
+    assert "24 photos are right, no damage" in capsys.readouterr().out
+    block = blocks_of(photos.parent / "cache")[0]
+    wrong = bytearray(block.read_bytes())
+    wrong[-1] ^= 1
+    block.write_bytes(wrong)
+    assert command(["verify", built.name[:8], where]) == 3
+    assert "1 damaged blocks removed" in capsys.readouterr().out and not block.exists()
+    command(["build", *words_for(photos)])
+    assert command(["verify", where]) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 3000])
+def test_a_block_that_is_none_is_damage(built, where, content, capsys):
+    for name in ("00" * 16, "no-hexadecimal"):
+        (built / f"{name}{cache_blocks.SUFFIX}").write_bytes(content)
+    assert command([where]) == 0  # the list does not mind
+    assert command(["verify", where]) == 3
+    assert "2 damaged" in capsys.readouterr().out
+
+
+def test_deleted_once_one_agrees(built, where, capsys):
+    with pytest.raises(RecipeError, match="add yes=true"):
+        command(["delete", built.name, where])
+    assert built.exists()
+    command(["delete", built.name, where, "yes=true"])
+    assert not built.exists() and "deleted" in capsys.readouterr().out
+
+
+def test_what_is_in_use_is_not_deleted(built, where):
+    lock = locks.share(built / homes.USED)
+    with pytest.raises(FolderInUseError, match="is in use by a run"):
+        command(["delete", built.name, where, "yes=true"])
+    assert built.exists()
+    os.close(lock)
+    command(["delete", built.name, where, "yes=true"])
+    assert not built.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["dlete", "x"], "is not understood: type cache, cache build"),
+        (["delete"], "needs names"),
+        (["delete", "nothing"], "'nothing' is no cache"),
+        (["verify", "nothing"], "'nothing' is no cache"),
+        (["list", "--all"], "is not a word of cache list"),
+        (["verify", "size=3"], "is not a word of cache verify"),
+        (["build", "data.cache=ram"], "data.cache=disk stays"),
+        (["build", "recipe=digits"], "nothing to cache: of your photos, cache build recipe=finetune data.root=FOLDER"),
+        (["build", "data.root=."], "nothing to cache: of your photos, cache build recipe=finetune data.root=."),
+        (["build", "recipe=nothing"], "nothing"),
+    ],
+)
+def test_what_is_not_meant(tmp_path, words, told):
+    done = trainer("cache", *words, *([] if words[0] == "build" else [f"data.cache_dir={tmp_path}"]))
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_names_of_one_beginning(photos, built, where):
+    command(["build", *words_for(photos, "data.cache_format=jpeg")])
+    with pytest.raises(RecipeError, match="'photos' is several caches: photos-"):
+        command(["delete", "photos", where])
+
+
+def test_a_cache_in_memory_of_a_run_that_was_killed_goes_with_the_next_look(photos, tmp_path):
+    words = words_for(photos, "data.cache=ram", f"output={tmp_path / 'run'}")
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:1"}).returncode != 0
+    recipe = load(None, *words)
+    home = homes.memory() / homes.name_of(recipe.data, Format("raw", 44, 3))
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and home.exists():  # its loader workers may have it a moment longer
+        homes.sweep()
+        time.sleep(0.1)
+    assert not home.exists()

@@ -1,0 +1,238 @@
+"""Training from the cache is training from the photos: the same order, crops, flips and, stored whole, pixels."""
+
+import os
+import random
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.command_line import QUIET, losses, ok, result, trainer
+from tests.data.photo_folders import opened, photo
+from trainer.data import open_datasets
+from trainer.data.cache import as_stored, cache_blocks, cached, cached_set, homes
+from trainer.data.cache.packing import Format, pack
+from trainer.data.cache.stored import CachedFolder
+from trainer.processes.world import locate
+from trainer.recipe import load
+
+
+def folder_of(root, each=12):
+    for label, name in enumerate(("cat", "dog")):
+        for number in range(each):
+            photo(root / name / f"{number}.{('png', 'jpg')[number % 2]}", size=(60, 50), seed=20 * number + label)
+    return root
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return folder_of(tmp_path / "photos")
+
+
+def words_for(photos, *more):
+    words = ["mode=single", "model.name=cnn_gn", "data.name=imagefolder", f"data.root={photos}", "data.image_size=44"]
+    words += ["augment.crop=resized", "batch_size=8", "epochs=2", f"data.cache_dir={photos.parent / 'cache'}", *QUIET]
+    given = {word.partition("=")[0] for word in more}
+    return [*(word for word in [*words, "data.workers=1"] if word.partition("=")[0] not in given), *more]
+
+
+def train(photos, name, *more, **options):
+    """Losses of every step and figures of the end."""
+    run = photos.parent / name
+    said = ok(*words_for(photos, f"output={run}", *more), **options).stdout
+    return losses(run), result(run)["val_loss"], said
+
+
+def blocks_of(folder):
+    """One, or now and then more: the photos' paths decide, and a test's folder has another name each time."""
+    return sorted(folder.glob(f"*/*{cache_blocks.SUFFIX}"))
+
+
+def test_what_is_stored_whole_trains_alike(photos):
+    """Photos of 60 x 50 in a cache for a shorter side of 50."""
+    plain = train(photos, "plain")
+    first = train(photos, "first", "data.cache=disk", "data.cache_size=50")
+    second = train(photos, "second", "data.cache=disk", "data.cache_size=50", "data.workers=0")
+    assert plain[:2] == first[:2] == second[:2]
+    assert "24 photos to" in first[2] and "whole" in second[2] and "cache:" not in plain[2]
+
+
+def test_in_memory_nothing_is_left(photos):
+    words = "data.cache=ram", "data.cache_size=50"
+    assert train(photos, "plain")[:2] == train(photos, "memory", *words)[:2]
+    assert not list(Path(homes.MEMORY, f"trainer-{os.getuid()}").glob("photos-*"))  # the folder too, if nobody has it
+
+
+@pytest.mark.parametrize("layout", ["raw", "jpeg"])
+def test_killed_and_resumed_is_byte_equal(photos, layout):
+    words = "data.cache=disk", f"data.cache_format={layout}", "data.cache_size=44", "save.every_steps=1"
+    whole = train(photos, "whole", *words)
+    killed = trainer(*words_for(photos, f"output={photos.parent / 'cut'}", *words), env={"TRAINER_FAULT": "kill@0:3"})
+    assert killed.returncode != 0
+    assert train(photos, "cut", *words, "resume=auto")[:2] == whole[:2]
+    digests = [(photos.parent / name / "last.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert digests[0] == digests[1]
+
+
+def test_ranks_build_it_together_and_train_as_one(photos):
+    words = "data.cache=disk", "data.cache_size=50"
+    two = train(photos, "two", "mode=ddp", "nproc=2", *words)
+    one = train(photos, "one", *words)
+    assert two[0] == pytest.approx(one[0], rel=1e-4) and two[2].count("cache:") == 1
+
+
+def test_ranks_share_what_is_in_memory(photos):
+    words = "mode=ddp", "nproc=2", "data.cache_size=50"
+    assert train(photos, "memory", *words, "data.cache=ram")[0] == train(photos, "plain", "mode=ddp", "nproc=2")[0]
+
+
+def test_a_continued_run_keeps_its_pixels_wherever_they_lie(photos):
+    words = "data.cache_format=raw", "data.cache_size=44", "save.every_steps=1"
+    whole = train(photos, "whole", "data.cache=disk", *words)
+    for kind in ("off", "ram"):
+        cut = words_for(photos, f"output={photos.parent / kind}", *words, "data.cache=disk")
+        assert trainer(*cut, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
+        assert train(photos, kind, *words, f"data.cache={kind}", "resume=auto")[:2] == whole[:2]
+    plain = words_for(photos, f"output={photos.parent / 'plain'}", "save.every_steps=1")
+    assert trainer(*plain, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
+    done = trainer(*plain, "data.cache=disk", "resume=auto")
+    assert done.returncode == 2 and "data.cache: off there, disk now" in done.stderr
+
+
+def test_damage_is_never_trained_on_and_made_anew(photos):
+    words = "data.cache=disk", "data.cache_size=50"
+    whole = train(photos, "whole", *words)
+    right = {block: block.read_bytes() for block in blocks_of(photos.parent / "cache")}
+    for block, content in right.items():
+        wrong = bytearray(content)
+        for place in range(0, len(wrong), 1009):
+            wrong[place] ^= 1 << place % 8
+        block.write_bytes(wrong)
+    damaged = train(photos, "damaged", *words)
+    assert damaged[:2] == whole[:2] and not blocks_of(photos.parent / "cache")
+    lost = result(photos.parent / "damaged")["data"]["uncached"]
+    assert lost > 0 and f"{lost} times a photo was not in the cache and was prepared anew" in damaged[2]
+    assert result(photos.parent / "whole")["data"]["uncached"] == 0
+    assert train(photos, "again", *words)[:2] == whole[:2]
+    assert right == {block: block.read_bytes() for block in blocks_of(photos.parent / "cache")}
+
+
+def test_what_changed_is_stored_anew_and_what_is_gone_leaves(photos):
+    words = "data.cache=disk", "data.cache_size=50"
+    before = train(photos, "before", *words)
+    photo(photos / "cat" / "0.png", size=(60, 50), seed=999)
+    (photos / "dog" / "3.jpg").unlink()
+    photo(photos / "dog" / "99.jpg", size=(70, 50), seed=998)
+    after = train(photos, "after", *words)
+    assert after[:2] == train(photos, "plain")[:2] != before[:2]
+    data = opened(photos, "data.image_size=44")
+    packing = pack([data.train, data.val], Format("raw", 50, 3))
+    assert {block.stem for block in blocks_of(photos.parent / "cache")} == {key.tobytes().hex() for key in packing.keys}
+
+
+def test_a_run_is_evaluated_with_the_pixels_that_it_had(photos):
+    _, loss, _ = train(photos, "run", "data.cache=disk", "data.cache_format=jpeg", "data.cache_size=44")
+    shutil.rmtree(photos.parent / "cache")
+    evaluated = ok("evaluate", f"checkpoint={photos.parent / 'run'}").stdout
+    assert f"{loss:.4f}" in evaluated and not (photos.parent / "cache").exists()
+
+
+def test_auto_takes_what_there_is_room_for(photos, monkeypatch):
+    data, sizes = opened(photos, "data.image_size=44"), {}
+    for layout in ("raw", "jpeg"):
+        with ExitStack() as closing:
+            recipe = load(None, *words_for(photos, "data.cache=disk", f"data.cache_format={layout}"))
+            cached(data, recipe, locate(recipe), print, closing)
+        sizes[layout] = sum(path.stat().st_size for path in blocks_of(photos.parent / "cache"))
+        shutil.rmtree(photos.parent / "cache")
+    assert sizes["jpeg"] < sizes["raw"]
+    found = []
+    for room in (sizes["raw"], (sizes["raw"] + sizes["jpeg"]) // 2, 10):
+        free = (room + cached_set.SPARE) / cached_set.SHARE + 10
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        recipe = load(None, *words_for(photos, "data.cache=auto"))
+        with ExitStack() as closing:
+            after, settled = cached(data, recipe, locate(recipe), print, closing)
+        found.append((settled.data.cache, settled.data.cache_format))
+        assert isinstance(after.train, CachedFolder) == (settled.data.cache != "off")
+        shutil.rmtree(photos.parent / "cache")
+    assert found == [("disk", "raw"), ("disk", "jpeg"), ("off", None)]
+
+
+def test_a_continued_run_keeps_what_auto_chose(photos):
+    words = "data.cache=auto", "save.every_steps=1"
+    whole = train(photos, "whole", *words, "data.cache_format=jpeg")
+    shutil.rmtree(photos.parent / "cache")
+    cut = photos.parent / "cut"
+    words_cut = words_for(photos, f"output={cut}", *words, "data.cache_format=jpeg")
+    assert trainer(*words_cut, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
+    settled = load(str(cut / "recipe.yaml")).data
+    assert (settled.cache, settled.cache_format, settled.cache_size) == ("disk", "jpeg", 44)
+    assert train(photos, "cut", "data.cache=auto", "save.every_steps=1", "resume=auto")[:2] == whole[:2]
+
+
+def test_sets_that_lie_in_memory_need_none(photos):
+    recipe = load("digits", "data.cache=disk")
+    data = open_datasets(recipe)
+    with ExitStack() as closing:
+        assert cached(data, recipe, locate(recipe), print, closing) == (data, recipe)
+    assert as_stored(data, recipe) is data
+
+
+def test_photos_that_cannot_be_read_are_named_as_without(photos):
+    (photos / "cat" / "4.png").write_bytes(b"no image")
+    words = "data.cache=disk", "data.cache_size=50"
+    done = trainer(*words_for(photos, f"output={photos.parent / 'stop'}", *words))
+    assert done.returncode == 3 and "4.png cannot be read" in done.stderr
+    assert train(photos, "skip", *words, "data.on_error=skip")[:2] == train(photos, "p", "data.on_error=skip")[:2]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(photos):
+    (photos.parent / "cache").write_text("")
+    done = trainer(*words_for(photos, "data.cache=disk", f"output={photos.parent / 'run'}"))
+    assert done.returncode == 3 and "data.cache_dir=FOLDER chooses another folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_any_damage_at_all(photos, full):
+    """Flips, cuts, growth and exchanged blocks: what is read is what was stored, or it is read from the photo."""
+    data = opened(photos, "data.image_size=44")
+    recipe = load(None, *words_for(photos, "data.cache=disk", "data.cache_size=30"))
+    drawn = random.Random(0)
+    with ExitStack() as closing:
+        after, _ = cached(data, recipe, locate(recipe), print, closing)
+    right = [after.train.read(index, 3)[0] for index in range(len(after.train))]
+    block = max(blocks_of(photos.parent / "cache"), key=lambda path: path.stat().st_size)
+    whole = block.read_bytes()
+    for _ in range(1000 if full else 30):
+        broken = bytearray(whole)
+        kind = drawn.choice(["flip", "cut", "grow", "zero", "swap"])
+        at = drawn.randrange(len(whole))
+        if kind == "flip":
+            broken[at] ^= 1 << drawn.randrange(8)
+        elif kind == "cut":
+            del broken[at:]
+        elif kind == "grow":
+            broken[at:at] = drawn.randbytes(drawn.randrange(1, 50))
+        elif kind == "zero":
+            broken[at : at + 4096] = bytes(len(broken[at : at + 4096]))
+        else:
+            other = drawn.randrange(len(whole))
+            broken[at : at + 100], broken[other : other + 100] = whole[other : other + 100], whole[at : at + 100]
+        block.write_bytes(broken)
+        index = drawn.randrange(len(right))
+        assert all((after.train.read(place, 3)[0] == right[place]).all() for place in {index, 0, len(right) - 1}), kind
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "auto"), ("ram", "ram")],
+)
+def test_off_is_a_word_and_no_false(typed, meant, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"data:\n  cache: {typed}\n")
+    found = load(str(tmp_path / "a.yaml"))
+    assert found.data.cache == load(None, f"data.cache={typed}").data.cache == meant
+    (tmp_path / "b.yaml").write_text(found.to_yaml())
+    assert load(str(tmp_path / "b.yaml")).data == found.data

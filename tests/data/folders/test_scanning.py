@@ -1,0 +1,139 @@
+"""What lies among photos and is none of them is left out, counted, and told in one line."""
+
+import os
+
+import pytest
+
+from tests.data.photo_folders import opened, photo, photo_set
+from trainer.commands.predict.sources import image_files
+from trainer.data.folders import scanning
+from trainer.data.folders.scanning import LeftOut, images_below, listed
+from trainer.errors import SetupError
+
+
+@pytest.fixture
+def root(tmp_path):
+    return photo_set(tmp_path / "pets", {"cat": 4, "dog": 4}, split=True)
+
+
+def clutter(root, unread=".heic"):
+    """What phones, systems and people leave among photos."""
+    cats = root / "train" / "cat"
+    for number in range(3):
+        (cats / f"IMG_{number}{unread.upper()}").write_bytes(b"a photo")
+    for name in ("._0.jpg", ".DS_Store", "Thumbs.db", "Desktop.INI"):
+        (cats / name).write_bytes(b"junk")
+    (root / "train" / "__MACOSX" / "cat").mkdir(parents=True)
+    (root / "train" / "__MACOSX" / "cat" / "._0.jpg").write_bytes(b"junk")
+    (cats / "empty.jpg").touch()
+    (cats / "gone.jpg").symlink_to("nowhere.jpg")
+    (cats / "notes.txt").write_text("no image")
+    (cats / "README").write_text("no image")
+    photo(root / "train" / "loose.jpg")
+    return root
+
+
+def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    whole, counted = opened(root), opened(clutter(root))
+    assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
+    assert counted.notes["ignored"] == (
+        "3 .HEIC files: pip install pillow-heif; 1 image outside the class folders; 1 empty file; "
+        "1 link to files that are not there; "
+        "5 hidden files of other programs (.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db); "
+        "2 other files (.txt, without a suffix)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "remedy"),
+    [
+        (".avif", "pip install --upgrade pillow"),
+        (".jxl", "pip install pillow-jxl-plugin"),
+        (".NEF", "export them as JPEG"),
+    ],
+)
+def test_every_kind_of_photo_says_what_reads_it(root, monkeypatch, suffix, remedy):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    (root / "val" / "dog" / f"a{suffix}").write_bytes(b"a photo")
+    assert opened(root).notes["ignored"] == f"1 {suffix} file: {remedy}"
+
+
+def test_a_class_of_nothing_but_such_photos_says_so(root, monkeypatch):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    for image in (root / "train" / "dog").iterdir():
+        image.rename(image.with_suffix(".heic"))
+    with pytest.raises(
+        SetupError, match=r"dog holds no images that can be read here \(4 .heic files: pip install pill"
+    ):
+        opened(root)
+
+
+def test_predict_counts_them_too_and_gives_an_empty_file_its_row(root, monkeypatch):
+    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
+    inputs = image_files(str(clutter(root) / "train" / "cat"), ())
+    assert inputs.total == 6 and any(item.path.endswith("empty.jpg") for item in inputs.items)
+    assert inputs.ignored.startswith("3 .HEIC files: pip install pillow-heif; 4 hidden files")
+    with pytest.raises(SetupError, match=r"no images that can be read here \(1 .HEIC file: pip install pillow-heif\)"):
+        image_files(str(root / "train" / "cat" / "IMG_0.HEIC"), ())
+
+
+@pytest.mark.parametrize("target", ["nowhere.jpg", "gone.jpg"])
+def test_a_link_to_nothing_is_no_image(root, target):
+    """As where a disk is not mounted: a whole class of them is none."""
+    (root / "train" / "cat" / "gone.jpg").symlink_to(target)
+    found = opened(root)
+    assert len(found.train) == 8 and found.notes["ignored"] == "1 link to files that are not there"
+    for image in (root / "train" / "cat").glob("?.jpg"):
+        image.unlink()
+    with pytest.raises(SetupError, match=r"cat holds no images that can be read here \(1 link to files that are not"):
+        opened(root)
+
+
+def test_what_a_link_leads_to_is_asked_for_once(tmp_path, monkeypatch):
+    """By its entry of the folder, which keeps it: behind a network each question takes long."""
+    photo(tmp_path / "real" / "0.jpg")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "1.jpg").symlink_to(tmp_path / "real" / "0.jpg")
+    asked, stat = [], os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: asked.append(str(path)) or stat(path, **more))
+    found = listed(tmp_path / "links", LeftOut())
+    monkeypatch.undo()
+    assert found == ([], ["1.jpg"]) and not [path for path in asked if path.endswith("1.jpg")]
+
+
+def test_of_very_many_files_the_sizes_are_not_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(scanning, "ASKED", 2)
+    for name in "abc":
+        (tmp_path / f"{name}.jpg").touch()
+    assert len(listed(tmp_path, LeftOut())[1]) == 1
+
+
+def test_links_between_folders_are_followed_once(tmp_path):
+    root = photo_set(tmp_path / "pets", {"cat": 1, "dog": 1})
+    for link, target in {"cat/x": "../dog", "dog/y": "../cat", "dog/z": "..", "dog/self": "self"}.items():
+        (root / link).symlink_to(target)
+    (tmp_path / "linked").symlink_to(root)
+    for place in (root, tmp_path / "linked"):
+        found = list(images_below(str(place), LeftOut()))
+        assert found == ["cat/0.jpg", "cat/x/0.jpg", "dog/0.jpg", "dog/y/0.jpg"]
+
+
+def test_names_that_are_no_text_are_written_as_text(tmp_path):
+    for name in ("caf\udce9/\udce8.jpg", "caf\udce9/2.jpg", "dog/1.jpg", "dog/2.jpg"):
+        photo(tmp_path / name)
+    found = opened(tmp_path)
+    assert found.classes == ("caf\\xe9", "dog") and found.notes["classes"].isascii()
+    assert found.split_table().encode() and {len(found.train), len(found.val)} == {2}
+    image, _ = found.train.read(0, 3)
+    assert image.shape == (3, 30, 40)
+    labelled = image_files(str(tmp_path / "caf\udce9"), found.classes)
+    assert [item.label for item in labelled.items] == [0, 0]
+
+
+def test_images_come_in_order_below_a_name(tmp_path):
+    for name in ("b/2.jpg", "a.jpg", "b/1.jpg", "c.jpg"):
+        photo(tmp_path / name)
+    assert list(images_below(str(tmp_path), LeftOut(), "x")) == ["x/a.jpg", "x/b/1.jpg", "x/b/2.jpg", "x/c.jpg"]
+    with pytest.raises(SetupError, match="cannot be listed"):
+        listed(tmp_path / "nowhere", LeftOut())

@@ -1,0 +1,135 @@
+"""A split that nobody made: stratified, drawn by name and seed, and kept with the run."""
+
+import csv
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.command_line import QUIET, ok, trainer
+from tests.data.photo_folders import coloured, opened, photo, photo_set
+from trainer.data.folders.splits import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, held_out_of
+from trainer.errors import SetupError
+from trainer.processes.rank import job_id
+from trainer.recipe import load
+
+
+def names_of(source):
+    return {source.name(index) for index in range(len(source))}
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "held_out"),
+    [((10, 5), 0.2, (2, 1)), ((1, 2), 0.2, (0, 1)), ((3, 3), 0.9, (2, 2)), ((100, 4), 0.25, (25, 1))],
+)
+def test_each_class_gives_its_share_and_keeps_something(counts, share, held_out):
+    labels = np.repeat([0, 1], counts)
+    chosen = draw([f"{label}/{n}.jpg" for n, label in enumerate(labels)], labels, share, 0)
+    assert tuple(np.bincount(labels[chosen], minlength=2)) == held_out
+
+
+def test_name_and_seed_draw_it_whatever_lies_beside(tmp_path):
+    first = names_of(opened(photo_set(tmp_path, {"cat": 20, "dog": 20})).val)
+    assert names_of(opened(tmp_path).val) == first != names_of(opened(tmp_path, "seed=1").val)
+    photo_set(tmp_path, {"emu": 20})
+    assert {name for name in names_of(opened(tmp_path).val) if not name.startswith("emu")} == first
+    assert len(opened(tmp_path, "data.val_fraction=0.5").val) == 30
+
+
+def test_a_table_without_a_split_gets_one(tmp_path):
+    for number in range(10):
+        photo(tmp_path / f"{number}.jpg")
+    rows = "".join(f"{number}.jpg,{('cat', 'dog')[number % 2]}\n" for number in range(10))
+    (tmp_path / "labels.csv").write_text("file,label\n" + rows)
+    found = opened(tmp_path, "data.labels=labels.csv")
+    assert (len(found.train), len(found.val)) == (8, 2) and sorted(found.val.labels.tolist()) == [0, 1]
+    (tmp_path / "labels.csv").write_text(
+        "file,cats,dogs\n" + "".join(f"{number}.jpg,1,{number % 2}\n" for number in range(10))
+    )
+    several = opened(tmp_path, "data.labels=labels.csv", "task.name=multilabel", "data.val_fraction=0.3")
+    assert (len(several.train), len(several.val)) == (7, 3) and several.split_table().startswith("file,label,split\n")
+
+
+def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
+    photo_set(tmp_path, {"cat": 10, "dog": 10})
+    before = Before(frozenset(names_of(opened(tmp_path).val)))
+    photo_set(tmp_path, {"cat": 30, "dog": 30})
+    again = opened(tmp_path, "seed=5", before=before)
+    assert names_of(again.val) == before.held_out and len(again.train) == 56
+    with pytest.raises(SetupError, match="none is there: put them back, or choose another output="):
+        opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"})))
+    other = opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"}), elsewhere=True))
+    assert len(other.val) == 60 and other.split == f"all of {tmp_path}"
+
+
+def test_a_restart_of_the_job_keeps_its_split(tmp_path, monkeypatch):
+    """Without resume=auto, and before anything was saved."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SPLIT_FILE).write_text("file,label,split\na/1.jpg,a,val\na/2.jpg,a,train\n")
+    for words in (["output=run"], ["output=run", "resume=auto"]):
+        assert continued(load(None, *words)) == NOTHING_BEFORE
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert continued(load(None, "output=run")) == Before(frozenset({"a/1.jpg"}))
+    assert continued(load(None)) == NOTHING_BEFORE
+    (tmp_path / "runs").mkdir()
+    own = (tmp_path / "run").rename(tmp_path / "runs" / "digits-ddp-20260101-000000")
+    (own / ".lock").write_text(job_id())
+    assert continued(load("digits")) == Before(frozenset({"a/1.jpg"}))
+
+
+def test_a_run_that_never_began_leaves_no_split_behind(tmp_path):
+    """A model that cannot be built ends it after its split was written, and the next may hold out others."""
+    photos, run = photo_set(tmp_path / "photos", {"cat": 10, "dog": 10}), tmp_path / "run"
+    words = ["mode=single", "model.name=mlp", "data.name=imagefolder", f"data.root={photos}", "data.image_size=8"]
+    words += ["batch_size=8", "max_steps=1", f"output={run}", *QUIET]
+    assert trainer(*words, "model.init_from=nowhere").returncode == 4
+    assert "16 training images" in ok(*words, "seed=1").stdout
+    assert held_out_of(run) == names_of(opened(photos, "seed=1").val)
+
+
+def test_a_damaged_list_is_named(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    assert held_out_of(tmp_path) is None
+    for damage in (b"file\nx\n", b"\xff\xfe\xff", b"file,label\n1,2\n"):
+        (tmp_path / SPLIT_FILE).write_bytes(damage)
+        with pytest.raises(SetupError, match=r"split\.csv cannot be read .*: remove it"):
+            held_out_of(tmp_path)
+
+
+def test_a_run_remembers_its_split(tmp_path):
+    """Continued, evaluated and predicted with the same images held out, also after more photos have come."""
+    photos, run = tmp_path / "photos", tmp_path / "run"
+    for name, colour in (("blue", (0, 0, 200)), ("red", (200, 0, 0))):
+        for number in range(10):
+            coloured(photos / name / f"{number}.jpg", colour, seed=number)
+    words = ["mode=single", "model.name=mlp", "data.name=imagefolder", f"data.root={photos}", "data.image_size=8"]
+    words += ["batch_size=8", "optimizer.lr=0.01", f"output={run}", *QUIET]
+    said = ok(*words, "epochs=2").stdout
+    assert "16 training images, 4 held out: 0.2 of each class" in said and "blue 8 + 2, red 8 + 2" in said
+    with (run / SPLIT_FILE).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    held_out = [row["file"] for row in rows if row["split"] == "val"]
+    assert len(rows) == 20 and [row["label"] for row in rows if row["split"] == "val"] == ["blue"] * 2 + ["red"] * 2
+    for number in range(10, 20):
+        coloured(photos / "red" / f"{number}.jpg", (200, 0, 0), seed=number)
+    assert "4 held-out images" in ok("evaluate", f"checkpoint={run}").stdout
+    ok("predict", f"checkpoint={run}", "predict.split=val", f"output={tmp_path / 'predicted'}")
+    with (tmp_path / "predicted" / "predictions.csv").open(newline="") as file:
+        predicted = list(csv.DictReader(file))
+    assert [row["path"] for row in predicted] == [str(photos / name) for name in held_out]
+    assert (
+        {row["label"] for row in predicted} == {"blue", "red"} == {row["class"] for row in predicted} | {"blue", "red"}
+    )
+    shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if killed in the second epoch
+    said = ok(*words, "epochs=2", "resume=auto").stdout
+    assert "26 training images, 4 held out: 4 of " in said and "as when the run began (split.csv)" in said
+    elsewhere = tmp_path / "elsewhere"
+    coloured(elsewhere / "blue" / "x.jpg", (0, 0, 200))
+    coloured(elsewhere / "red" / "x.jpg", (200, 0, 0))
+    assert "2 held-out images" in ok("evaluate", f"checkpoint={run}", f"data.root={elsewhere}").stdout
+    again = trainer(
+        *words[: -len(QUIET) - 1], f"data.labels={run / SPLIT_FILE}", "max_steps=1", f"output={tmp_path / 'again'}"
+    )
+    assert "16 training images, 4 held out: the held-out rows of" in again.stdout

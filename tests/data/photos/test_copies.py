@@ -1,0 +1,156 @@
+"""Batches on their way to a GPU, on simulated ones: no race, no memory given away, and nobody waits."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.simulated.simcuda import simulated
+from trainer.data.feeds import LabelFeed, MemoryFeed
+from trainer.data.photo_feeds import PhotoFeed, readers_of
+from trainer.data.photos import copies
+from trainer.data.photos.copies import Copies
+from trainer.data.sets import Datasets, ImageSet
+from trainer.data.workers.worker_counts import Search
+from trainer.data.workers.worker_pool import Here
+from trainer.recipe import load
+
+GPU = torch.device("cuda", 0)
+
+
+class Pictures:
+    def __len__(self):
+        return 24
+
+    def where(self, index):
+        return str(index)
+
+    def read(self, index, channels):
+        return torch.full((channels, 16, 16), index, dtype=torch.uint8), index
+
+
+def feed(kind, *words):
+    recipe = load(None, "data.image_size=16", *words)
+    pictures, labels = torch.arange(24, dtype=torch.uint8)[:, None, None, None], torch.arange(24)
+    if kind == "labels":
+        return LabelFeed(labels, 24, 4, GPU)
+    if kind == "photos":
+        sets = Datasets("mine", Pictures(), Pictures(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
+        return PhotoFeed(readers_of(sets, [sets.train], 4, recipe, Search(0)), 0, 4, GPU)
+    return MemoryFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("memory", ["augment.crop=pad", "augment.hflip=0.5"]),
+        ("memory", ["augment.crop=resized"]),
+        *[("memory", [f"augment.auto={policy}"]) for policy in ("trivial", "rand", "autoaugment")],
+        ("labels", []),
+        ("photos", []),
+    ],
+)
+def test_batches_reach_a_gpu_in_order_and_without_waiting(kind, words):
+    with simulated(1) as machine:
+        batches = feed(kind, *words)
+        machine.waits.seen.clear()
+        seen = []
+        for images, labels in batches.training(0, np.arange(24).reshape(6, 4)):
+            seen.append(labels.clone())
+            images.float().sum()
+            labels = images = None
+        for images, labels, _ in batches.evaluation([(0, 4), (20, 24)]):
+            seen.append(labels.clone())
+            images.float().sum()
+        batches.close()
+        assert dict(machine.waits.seen) == {}
+        torch.cuda.synchronize()
+        assert machine.errors == []
+        assert torch.cat(seen).tolist() == [*range(24), *range(4), *range(20, 24)]
+
+
+def test_a_copy_goes_past_the_computing_before_it():
+    with simulated(1) as machine:
+        copies, main = Copies(GPU), torch.cuda.current_stream()
+        before = torch.ones(4, device=GPU) * 2
+        event = main.record_event()
+        copied = copies.begin(torch.ones(4)).arrived()
+        assert not event.query() and copied.device == before.device
+        assert (copied + before).tolist() == [3.0] * 4
+        assert machine.errors == []
+
+
+def test_a_step_does_not_wait_for_the_copy_of_the_next_batch():
+    with simulated(1) as machine:
+        copies, computing = Copies(GPU), torch.cuda.current_stream()
+        first, second = copies.begin(torch.ones(4)), copies.begin(torch.ones(4))
+        first.arrived() + 1
+        done = computing.record_event()
+        done.synchronize()
+        assert not second._event.query() and machine.errors == []
+        assert (second.arrived() + 1).tolist() == [2.0] * 4 and machine.errors == []
+
+
+def test_a_large_set_travels_in_parts(monkeypatch):
+    values = torch.arange(60, dtype=torch.int32).view(20, 3)
+    with simulated(1) as machine:
+        monkeypatch.setattr(copies, "PART", 40)
+        machine.waits.seen.clear()
+        there = copies.set_on_device(values, GPU)
+        assert dict(machine.waits.seen) == {} and there.is_contiguous()
+        assert torch.equal(there.cpu(), values) and machine.errors == []
+    assert copies.set_on_device(values, torch.device("cpu")) is values
+
+
+class Ahead(Here):
+    """Readers that have the next batch as soon as they are asked; they tell what was asked of them."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.given = 0
+
+    def read(self, keys):
+        for filled in super().read(keys):
+            self.given += 1
+            yield filled
+
+    def ready(self):
+        return True
+
+
+@pytest.mark.parametrize("broken", [None, 9])
+def test_two_batches_are_in_flight_and_their_failures_are_their_own(broken):
+    class Source(Pictures):
+        def read(self, index, channels):
+            if index == broken:
+                raise ValueError("broken on purpose")
+            return super().read(index, channels)
+
+    with simulated(1) as machine:
+        recipe = load(None, "data.image_size=16", "data.on_error=skip")
+        sets = Datasets("mine", Source(), Source(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
+        plain = readers_of(sets, [sets.train], 4, recipe, Search(0))
+        readers = Ahead(plain._buffers, lambda _: plain._readers)
+        feed, seen = PhotoFeed(readers, 0, 4, GPU), []
+        for n, (images, labels) in enumerate(feed.training(0, np.arange(24).reshape(6, 4))):
+            assert readers.given == min(6, n + 2)
+            assert len(feed.failures) == (broken is not None and n >= 2)  # told with the batch that has it
+            seen.append(labels.clone())
+            images.float().sum()
+            del images, labels
+        torch.cuda.synchronize()
+        assert machine.errors == [] and len(feed.failures) == (broken is not None)
+        assert torch.cat(seen).tolist() == [n + (n == broken) for n in range(24)]
+
+
+@pytest.mark.parametrize(("left_out", "wrong"), [("wait_event", "RACE"), ("record_stream", "REUSE")])
+def test_every_wait_is_needed(monkeypatch, left_out, wrong):
+    with simulated(1) as machine:
+        owner = torch.Tensor if left_out == "record_stream" else type(torch.cuda.current_stream())
+        monkeypatch.setattr(owner, left_out, lambda *_: None)
+        copies = Copies(GPU)
+        for _ in range(3):
+            copied = copies.begin(torch.ones(4)).arrived()
+            copied + 1
+            del copied
+        assert any(error.startswith(wrong) for error in machine.errors), machine.errors
+        monkeypatch.undo()

@@ -1,0 +1,154 @@
+"""Images are decoded no larger than they are needed: the same picture, from fewer pixels."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as vision
+
+from tests.data.photo_folders import read_image
+from tests.data.photos.test_decoding import TURNS, exif
+from trainer.data.photos import decoding, photo_reader
+from trainer.data.photos.decoding import open_image
+from trainer.data.photos.lazy_images import FINE, Picture
+from trainer.data.photos.photo_reader import held_out, resized
+
+HEIGHT, WIDTH = 602, 815  # no multiples of a JPEG's blocks, nor of the factors
+
+
+def scene(height=HEIGHT, width=WIDTH):
+    """Something smooth that looks different everywhere and in each orientation."""
+    y, x = np.mgrid[:height, :width] / max(height, width)
+    waves = [np.sin(9 * x + 5 * y), np.cos(13 * y * x + 2), x + 0.4 * np.sin(20 * y)]
+    return np.clip(127 + 100 * np.stack(waves, -1), 0, 255).astype(np.uint8)
+
+
+def saved(path, orientation=1, **options):
+    turned = np.ascontiguousarray(TURNS[orientation](scene()))
+    Image.fromarray(turned).save(path, exif=exif(orientation), **{"quality": 95, **options})
+    return str(path)
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_a_part_is_the_part_of_the_whole(tmp_path, orientation):
+    path = saved(tmp_path / "a.jpg", orientation)
+    picture, whole = open_image(path, 3), read_image(path, 3)
+    assert (picture.height, picture.width) == (HEIGHT, WIDTH) == whole.shape[1:]
+    drawn, smaller = random.Random(orientation), 0
+    for _ in range(30):
+        h, w = drawn.randrange(20, HEIGHT + 1), drawn.randrange(20, WIDTH + 1)
+        top, left = drawn.randrange(HEIGHT - h + 1), drawn.randrange(WIDTH - w + 1)
+        least = drawn.randrange(8, 120)
+        part = picture.pixels((top, left, h, w), least)
+        assert part.shape[1] >= min(h, least) and part.shape[2] >= min(w, least)
+        wanted = whole[:, top : top + h, left : left + w]
+        if min(h, w) < 2 * max(least, FINE):
+            assert torch.equal(part, wanted), "no smaller one will do"
+            continue
+        smaller += part.shape[1] < h
+        one, other = (resized(image, [16, 16]).float() for image in (part, wanted))
+        assert (one - other).abs().mean() < 4, (top, left, h, w, least)
+    assert smaller > 3
+
+
+@pytest.mark.parametrize(("least", "factor"), [(800, 1), (400, 2), (200, 4), (140, 4), (130, 8), (8, 8)])
+def test_as_much_smaller_as_is_allowed(tmp_path, least, factor):
+    Image.fromarray(scene(1046, 1203)).save(tmp_path / "a.jpg")
+    whole = open_image(str(tmp_path / "a.jpg"), 3).whole(least)
+    assert whole.shape[1:] == (-(-1046 // factor), -(-1203 // factor))
+
+
+def test_tiny_images_are_cut_where_the_box_is(tmp_path):
+    """A pixel of an image that is an eighth of the size is much, where eight of them are all."""
+    path = saved(tmp_path / "a.jpg", quality=100)
+    picture, whole, drawn = open_image(path, 3), read_image(path, 3), random.Random(0)
+    for _ in range(20):
+        side = drawn.randrange(64, 602)
+        top, left = drawn.randrange(HEIGHT - side + 1), drawn.randrange(WIDTH - side + 1)
+        part, wanted = picture.pixels((top, left, side, side), 8), whole[:, top : top + side, left : left + side]
+        one, other = (resized(image, [8, 8]).float() for image in (part, wanted))
+        assert (one - other).abs().mean() < 1.3, (top, left, side)
+
+
+@pytest.mark.parametrize("kind", ["cmyk.jpg", "gray.jpg", "progressive.jpg", "a.png", "a.webp"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_kind_of_file(tmp_path, kind, channels):
+    image = Image.fromarray(scene())
+    modes = {"cmyk.jpg": "CMYK", "gray.jpg": "L"}
+    image.convert(modes.get(kind, "RGB")).save(tmp_path / kind, quality=95, progressive="progressive" in kind)
+    picture, whole = open_image(str(tmp_path / kind), channels), read_image(str(tmp_path / kind), channels)
+    part = picture.pixels((100, 200, 400, 500), 60)
+    assert part.dtype == torch.uint8 and part.shape[0] == channels and min(part.shape[1:]) >= 60
+    one, other = (resized(image, [32, 32]).float() for image in (part, whole[:, 100:500, 200:700]))
+    assert (one - other).abs().mean() < 4
+
+
+def test_held_out_photos_are_nearly_those_of_a_full_decode(tmp_path):
+    path = saved(tmp_path / "a.jpg")
+    one, other = held_out(open_image(path, 3), 112), held_out(Picture.of(read_image(path, 3)), 112)
+    assert one.shape == other.shape == (3, 112, 112)
+    assert (one.float() - other.float()).abs().mean() < 2
+
+
+def test_extremes(tmp_path):
+    Image.fromarray(scene(2, 3000)).save(tmp_path / "a.jpg")
+    picture = open_image(str(tmp_path / "a.jpg"), 3)
+    assert picture.pixels((0, 2990, 1, 10), 224).shape == (3, 1, 10)
+    assert held_out(picture, 32).shape == (3, 32, 32)
+    tiny = Picture(1000, 1000, lambda _: torch.zeros(3, 2, 2, dtype=torch.uint8))
+    assert tiny.pixels((999, 999, 1, 1), 1).shape == (3, 1, 1), "of an image that is stored much smaller"
+
+
+def test_orientation_is_exifs_however_small_it_becomes(tmp_path):
+    """Pillow alone would also take it from XMP, which torchvision does not read."""
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+    Image.fromarray(scene(400, 600)).save(tmp_path / "a.jpg", xmp=xmp)
+    picture = open_image(str(tmp_path / "a.jpg"), 3)
+    assert (picture.height, picture.width) == (400, 600)
+    for least in (400, 200, 50):
+        small = picture.whole(least)
+        assert small.shape[2] == round(1.5 * small.shape[1])
+
+
+def test_pillows_limit_of_pixels_is_not_ours(tmp_path, monkeypatch):
+    path = saved(tmp_path / "a.jpg")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert open_image(path, 3).whole(30).numel() > 0
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_what_pillow_does_not_take_torchvision_may(tmp_path, monkeypatch, factor):
+    path = saved(tmp_path / "a.jpg", 6)
+    wanted = read_image(path, 3)
+
+    def refused(*_):
+        raise SyntaxError("not a JPEG for Pillow")
+
+    monkeypatch.setattr(decoding, "JpegImageFile", refused)
+    assert torch.equal(open_image(path, 3).decode(factor), wanted)
+    (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:2000])
+    with pytest.raises(SyntaxError, match="for Pillow"):
+        open_image(str(tmp_path / "b.jpg"), 3).decode(factor)
+
+
+@pytest.mark.parametrize("vectorised", [True, False])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_resizing_is_torchvisions(channels, vectorised, monkeypatch):
+    """Bit for bit, and as channels_last, in which a batch is filled fastest."""
+    monkeypatch.setattr(photo_reader, "VECTORISED", vectorised and photo_reader.VECTORISED)
+    whole = torch.randint(0, 256, (70, 90, channels), dtype=torch.uint8).permute(2, 0, 1)
+    crops = [
+        whole,
+        whole[:, 3:50, 7:80],
+        whole[:, :20, :30],
+        whole[:, 5:6, 5:6],
+        whole[:, :40, :40],
+        whole.contiguous(),
+    ]
+    for crop in crops:
+        for size in ([40, 40], [16, 24], [100, 90], [24]):
+            found, wanted = resized(crop, size), vision.resize(crop.contiguous(), size, antialias=True)
+            assert torch.equal(found, wanted)
+            assert crop.shape[1:] == (1, 1) or found[None].is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,276 @@
+"""Pixels of more than 8 bits, or with a sign: one decision for a whole data set, held against what NumPy has."""
+
+import io
+import re
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.command_line import QUIET, ok, trainer
+from tests.data.photo_folders import opened, read_image
+from trainer.data.photos.decoding import from_pillow, open_image
+from trainer.errors import SetupError
+
+SAMPLE_FORMAT, PHOTOMETRIC = 339, 262
+
+
+def values(low, high, dtype, seed=0, shape=(32, 32)):
+    whole = np.linspace(low, high, shape[0] * shape[1]).astype(dtype)
+    return np.random.default_rng(seed).permutation(whole).reshape(*shape)
+
+
+def tiff(path, pixels, order="<", **tags):
+    """An uncompressed TIFF of one channel or three, of any type of number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = pixels.astype(pixels.dtype.newbyteorder(order))
+    height, width, *channels = pixels.shape
+    kind = {"u": 1, "i": 2, "f": 3}[pixels.dtype.kind]
+    facts = {256: width, 257: height, 258: 8 * pixels.dtype.itemsize, 259: 1, PHOTOMETRIC: 2 if channels else 1}
+    facts |= {277: channels[0] if channels else 1, 278: height, 279: pixels.nbytes, SAMPLE_FORMAT: kind}
+    facts |= {int(key.removeprefix("tag")): value for key, value in tags.items()}
+    count = len(facts) + 1
+    facts[273] = 8 + 2 + 12 * count + 4
+    head = struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, count)
+    rows = (struct.pack(order + "HHII", tag, 4, 1, value) for tag, value in sorted(facts.items()))
+    path.write_bytes(head + b"".join(rows) + bytes(4) + pixels.tobytes())
+    return path
+
+
+def png16(path, pixels):
+    """A PNG of 16 bits: gray, gray and alpha, colour, or colour and alpha."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    height, width, *channels = pixels.shape
+    colour = {0: 0, 1: 0, 2: 4, 3: 2, 4: 6}[channels[0] if channels else 0]
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    raw = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)
+    chunks = (b"IHDR", head), (b"IDAT", zlib.compress(raw)), (b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks))
+    return path
+
+
+def gray(path, pixel_range=None):
+    """The one channel of an image file."""
+    picture = open_image(str(path), 1, pixel_range)
+    return picture.decode(1)[0].numpy()
+
+
+def wanted(pixels, black, white):
+    """What the pixels should become."""
+    return np.clip(np.rint((pixels.astype(float) - black) * 255 / (white - black)), 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("write", [tiff, lambda path, pixels: png16(path.with_suffix(".png"), pixels)])
+def test_sixteen_bits_are_as_bright_as_their_file_says_however_dark_the_image_is(tmp_path, write):
+    for high in (65535, 4095, 200):
+        pixels = values(0, high, np.uint16)
+        assert np.array_equal(gray(write(tmp_path / f"{high}.tif", pixels)), pixels >> 8)
+
+
+def test_an_image_of_pgm_with_16_bits_is_dark_where_it_is_dark(tmp_path):
+    """It was taken for one of 8 bits where its own values were below 256."""
+    pixels = values(0, 200, ">u2")
+    (tmp_path / "a.pgm").write_bytes(b"P5\n32 32\n65535\n" + pixels.tobytes())
+    assert not gray(tmp_path / "a.pgm").any()
+    (tmp_path / "b.pgm").write_bytes(b"P5\n32 32\n200\n" + pixels.astype(np.uint8).tobytes())
+    assert gray(tmp_path / "b.pgm").max() == 255  # this file tells its white
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize(
+    ("dtype", "black", "white"),
+    [
+        (np.uint16, 0, 1023),
+        (np.uint16, 0, 4095),
+        (np.uint16, 0, 16383),
+        (np.int16, -1024, 3071),
+        (np.int8, -128, 127),
+        (np.int32, -70000, 70000),
+        (np.float32, -1, 1),
+        (np.float32, 0, 255),
+        (np.float32, 0, 65535),
+    ],
+)
+def test_a_range_that_is_told_is_black_and_white(tmp_path, dtype, black, white, order):
+    if order == ">" and dtype == np.int32:
+        pytest.skip("Pillow reads none")
+    pixels = values(black, white, dtype)
+    path = tiff(tmp_path / "a.tif", pixels, order)
+    assert np.array_equal(gray(path, (black, white)), wanted(pixels, black, white))
+    assert gray(path, (black, (black + white) / 2)).max() == 255  # what is brighter than white is white
+
+
+def test_numbers_without_a_sign_of_32_bits_are_what_they_are(tmp_path):
+    """Pillow takes the upper half of them for negative ones."""
+    pixels = values(0, 2**32 - 1, np.uint32)
+    path = tiff(tmp_path / "a.tif", pixels)
+    assert np.array_equal(gray(path, (0, 2.0**32 - 1)), wanted(pixels, 0, 2**32 - 1))
+
+
+def test_zero_is_white_where_a_file_of_16_bits_says_so(tmp_path):
+    pixels = values(0, 65535, np.uint16)
+    path = tiff(tmp_path / "a.tif", pixels, tag262=0)
+    assert np.array_equal(gray(path), (65535 - pixels) >> 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ends", "says"),
+    [
+        (np.int16, (-1000, 3000), "whole numbers from -1000 to 3000: data.pixel_range=[-1000,3000] tells"),
+        (np.int16, (0, 200), "whole numbers from 0 to 200: data.pixel_range=[0,255] tells"),
+        (np.int8, (-100, 100), "whole numbers from -100 to 100: data.pixel_range=[-100,100] tells"),
+        (np.uint32, (0, 4095), "32-bit numbers from 0 to 4095: data.pixel_range=[0,4095] tells"),
+        (np.int32, (0, 100000), "whole numbers from 0 to 100000: data.pixel_range=[0,100000] tells"),
+        (np.float64, (0, 1), "save it as PNG"),
+        (np.float16, (0, 1), "save it as PNG"),
+        (np.uint64, (0, 1), "save it as PNG"),
+    ],
+)
+def test_what_tells_no_black_and_white_is_refused(tmp_path, dtype, ends, says):
+    path = tiff(tmp_path / "a.tif", values(*ends, dtype))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        read_image(str(path), 3)
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_of_colour_with_16_bits_65535_is_white(tmp_path, channels):
+    pixels = values(0, 65535, np.uint16, shape=(32, 32 * channels)).reshape(32, 32, channels)
+    path = png16(tmp_path / "a.png", pixels)
+    found = read_image(str(path), 3).numpy()
+    assert np.array_equal(
+        found, np.broadcast_to((pixels >> 8)[..., : 1 if channels == 2 else 3], (32, 32, 3)).transpose(2, 0, 1)
+    )
+    assert np.array_equal(gray(path, (0, 65535)), gray(path))
+    with pytest.raises(ValueError, match="65,535 is white, whatever"):
+        gray(path, (0, 4095))
+    if channels == 3:
+        assert np.array_equal(read_image(str(tiff(tmp_path / "a.tif", pixels)), 3).numpy(), found)
+
+
+def test_bytes_stay_what_they_are_whatever_the_range_is(tmp_path):
+    pixels = values(0, 255, np.uint8)
+    for mode in ("L", "RGB", "CMYK", "P", "1", "LA"):
+        image = Image.fromarray(pixels).convert(mode)
+        file = io.BytesIO()
+        image.save(file, "TIFF" if mode == "CMYK" else "PNG")
+        (tmp_path / mode).write_bytes(file.getvalue())
+        assert np.array_equal(gray(tmp_path / mode, (0, 4095)), np.asarray(image.convert("L")))
+
+
+def test_an_image_of_ones_own_is_asked_as_a_file_is():
+    pixels = values(0, 4095, np.uint16)
+    assert np.array_equal(from_pillow(Image.fromarray(pixels), 1, (0, 4095))[0].numpy(), wanted(pixels, 0, 4095))
+    with pytest.raises(ValueError, match=re.escape("data.pixel_range=[0,4095]")):
+        from_pillow(Image.fromarray(pixels.astype(np.int32)), 1)
+
+
+def photo_set(root, pixels):
+    for label, name in enumerate("ab"):
+        for number in range(5):
+            tiff(root / name / f"{number}.tif", pixels(10 * label + number))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("pixels", "says"),
+    [
+        (
+            lambda n: values(0, 4000, np.uint16, n),
+            r"16-bit numbers.* images .* from 0 to 4000 of 65535: .*=\[0,4095\] ",
+        ),
+        (lambda n: values(0, 255, np.uint16, n), r"to 255 of 65535: data.pixel_range=\[0,255\]"),
+        (lambda n: values(-1024, 3000, np.int16, n), r"from -1024 to 3000: data.pixel_range=\[-1024,3000\]"),
+        (lambda n: values(0, 0.1 * n, np.float32, n), r"real numbers.* to (\S+): data.pixel_range=\[0,\1\]"),
+        (lambda n: values(0, 0.01 * n, np.float32, n), r"real numbers.* to 0.14 of 1: "),
+        (
+            lambda n: values(0, 4000, np.uint16, n, (32, 96)).reshape(32, 32, 3),
+            r"to 4095 of 65535: save them with 8 bits",
+        ),
+    ],
+)
+def test_a_set_whose_white_nobody_can_tell_is_refused_as_a_whole(tmp_path, pixels, says):
+    photo_set(tmp_path, pixels)
+    with pytest.raises(SetupError, match=says):
+        opened(tmp_path)
+
+
+def test_a_dark_image_among_bright_ones_is_no_reason_to_ask(tmp_path):
+    photo_set(tmp_path, lambda n: values(0, 60000 if n == 3 else 100, np.uint16, n))
+    data = opened(tmp_path)
+    assert data.notes["pixels"] == "are 16-bit numbers, of which 0 becomes black and 65535 white"
+    found = {data.train.where(n): data.train.read(n, 1)[0].max().item() for n in range(len(data.train))}
+    assert sorted(found.values())[-1] in (0, 234) and set(found.values()) <= {0, 234}
+
+
+def test_a_range_that_changes_nothing_and_further_pages_are_told(tmp_path):
+    photo_set(tmp_path, lambda n: values(0, 255, np.uint8, n))
+    pages = [Image.fromarray(values(0, 255, np.uint8, n)) for n in range(3)]
+    for number in range(5):
+        pages[0].save(tmp_path / "a" / f"{number}.tif", save_all=True, append_images=pages[1:])
+    notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
+    assert notes["pixels"] == "are bytes, which data.pixel_range does not change"
+    assert notes["pages"] == "4 of the images looked at have several pages: the first is read"
+
+
+def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path):
+    """Training, with the cache and without it, evaluation, one photo and many, and export."""
+    root = photo_set(tmp_path / "photos", lambda n: np.clip(values(0, 900, np.uint16, n) + (n >= 10) * 3000, 0, 4095))
+    words = (*QUIET, "recipe=digits", "data.name=imagefolder", f"data.root={root}", "augment.crop=resized")
+    words += (
+        "data.image_size=24",
+        "data.channels=1",
+        "epochs=3",
+        "batch_size=4",
+        "data.workers=1",
+        "data.cache_size=32",
+    )
+    refused = trainer(*words, "output=none", cwd=tmp_path)
+    assert refused.returncode == 3 and "data.pixel_range=[0,4095]" in refused.stderr
+    assert not (tmp_path / "none").exists()
+    words += ("data.pixel_range=[0,4095]",)
+    told = ok(*words, "output=run", cwd=tmp_path).stdout
+    assert "16-bit numbers, of which 0 becomes black and 4095 white" in told
+    cached = ok(*words, "output=cached", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}", cwd=tmp_path).stdout
+    losses = [re.findall(r"val loss \S+", text)[-1] for text in (told, cached)]
+    assert losses[0] == losses[1]
+    ok("predict", "checkpoint=run", f"data.root={root}", "output=all", cwd=tmp_path)
+    ok("predict", "checkpoint=run", f"data.root={root / 'b' / '0.tif'}", "output=one", cwd=tmp_path)
+    rows = [line for line in (tmp_path / "all" / "predictions.csv").read_text().splitlines() if "b/0.tif" in line]
+    assert (tmp_path / "one" / "predictions.csv").read_text().splitlines()[1:] == rows
+
+
+def test_predict_says_that_photos_of_another_kind_are_nearly_black(tmp_path):
+    root = photo_set(tmp_path / "photos", lambda n: values(0, 255, np.uint8, n))
+    words = ("recipe=digits", "data.name=imagefolder", f"data.root={root}", "data.image_size=24", "epochs=1")
+    ok(*QUIET, *words, "batch_size=4", "output=run", cwd=tmp_path)
+    deep = tiff(tmp_path / "deep.tif", values(0, 4000, np.uint16))
+    told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=one", cwd=tmp_path).stdout
+    assert "from 0 to 4000 of 65535: data.pixel_range=[0,4095] tells" in told
+    told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=two", "data.pixel_range=[0,4095]", cwd=tmp_path)
+    assert "4000" not in told.stdout
+
+
+def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_path):
+    for name, dark in (("ant", 0), ("bee", 2000)):
+        for number in range(4):
+            tiff(tmp_path / "photos" / name / f"{number}.tif", values(dark, dark + 2000, np.uint16, number))
+    words = ["data.name=imagefolder", "data.root=photos", "data.image_size=16", "model.name=mlp", "batch_size=2"]
+    words += ["mode=single", "epochs=2", "logging.verdict=false", "save.every_epochs=1", "output=run", *QUIET]
+    ok(*words, "data.pixel_range=[0,65535]", cwd=tmp_path)
+    (tmp_path / "run" / "result.json").unlink()
+    stored = (tmp_path / "run" / "recipe.yaml").read_text()
+    older = re.sub(r"  pixel_range:\n(  - .*\n)+", "", stored)
+    assert older != stored and "pixel_range" not in older
+    (tmp_path / "run" / "recipe.yaml").write_text(older)
+    refused = trainer(*words, "resume=auto", "data.pixel_range=[0,4095]", cwd=tmp_path)
+    assert refused.returncode == 2 and "took pixels of 16 bits as data.pixel_range=[0,65535]" in refused.stderr
+    assert "resuming at step" in ok(*words, "resume=auto", "data.pixel_range=[0,65535]", cwd=tmp_path).stdout
+    (tmp_path / "run" / "recipe.yaml").write_text(stored)
+    refused = trainer(*words, "resume=auto", "data.pixel_range=[0,255]", cwd=tmp_path)
+    assert refused.returncode == 2 and "was trained with another recipe (data.pixel_range" in refused.stderr

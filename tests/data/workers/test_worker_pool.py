@@ -1,0 +1,283 @@
+"""Processes that read ahead: the same batches however many there are, for training and evaluation together."""
+
+import json
+import multiprocessing
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import get_worker_info
+
+from tests import warm
+from tests.command_line import QUIET, environment, ok
+from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
+from trainer.data import Shard
+from trainer.errors import SetupError
+from trainer.processes.world import cores
+from trainer.saving.weights import read_weights
+
+__all__ = ["loading"]  # the fixture
+PATIENCE = 60
+
+
+class Noting(Items):
+    """Notes in a file what is read."""
+
+    def __init__(self, count, path, **faults):
+        super().__init__(count, **faults)
+        self.path = path
+
+    def __getitem__(self, index):
+        with open(self.path, "a") as file:
+            file.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+def noting_sets(folder, **faults):
+    sets = photo_sets()
+    for name, count in (("train", 24), ("val", 7)):
+        (folder / name).touch()
+        getattr(sets, name).items = Noting(count, str(folder / name), **faults)
+    return sets
+
+
+def read(path):
+    return [int(line) for line in path.read_text().split()]
+
+
+def comes_true(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def children():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def evaluated(loader, then=None):
+    return [(x.inputs.clone(), x.targets.clone(), x.count) for x in loader.evaluation(then)]
+
+
+def alike(a, b):
+    return len(a) == len(b) and all(
+        torch.equal(x, y) and torch.equal(s, t) and m == n for (x, s, m), (y, t, n) in zip(a, b, strict=True)
+    )
+
+
+def test_the_same_workers_read_training_and_evaluation(loading):
+    inline, forked = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
+    seen = set()
+    for number in range(3):
+        assert same(epoch(forked, number), epoch(inline, number))
+        assert alike(evaluated(forked, number + 1), evaluated(inline))
+        seen |= children()
+    assert len(seen) == 2
+
+
+def steps(loader, number=0):
+    """An epoch as the loop takes it: no more is asked for than there is."""
+    batches = loader.training(number)
+    for _ in range(loader.steps_per_epoch):
+        next(batches)
+
+
+def test_what_comes_next_is_read_before_it_is_asked_for(loading, tmp_path):
+    loader = loading(noting_sets(tmp_path), "data.workers=2")
+    steps(loader)
+    assert comes_true(lambda: len(read(tmp_path / "val")) == 7), "the evaluation"
+    before = len(read(tmp_path / "train"))
+    evaluated(loader, then=1)
+    assert comes_true(lambda: len(read(tmp_path / "train")) >= before + 16), "the next epoch"
+    assert len(read(tmp_path / "val")) == 7, "read once"
+    steps(loader, 1)
+    assert sorted(read(tmp_path / "train")[before:]) == list(range(24))
+    assert comes_true(lambda: len(read(tmp_path / "val")) == 14)
+    evaluated(loader)
+    time.sleep(0.1)
+    assert len(read(tmp_path / "train")) == 48, "nothing follows the last evaluation"
+
+
+def test_what_was_expected_in_vain_is_given_up(loading, tmp_path):
+    """An epoch that is begun in its middle, another than was expected, and one that is begun twice."""
+    inline, loader = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
+    for number, start, then in ((0, 0, 1), (5, 1, 5), (5, 0, 6), (6, 2, 9), (9, 0, None)):
+        assert same(epoch(loader, number, start), epoch(inline, number, start))
+        assert alike(evaluated(loader, then), evaluated(inline))
+        next(loader.training(3))
+    kept = loader.training(3)
+    next(kept)
+    assert alike(evaluated(loader), evaluated(inline)) and len(children()) == 2
+    with pytest.raises(RuntimeError, match="given up"):
+        next(kept)
+
+
+@pytest.mark.parametrize("words", [(), ("data.workers=2",)])
+def test_an_epoch_may_end_early(loading, words):
+    whole, loader = epoch(loading(photo_sets(), "accumulate=2")), loading(photo_sets(), "accumulate=2", *words)
+    found = [(x.inputs.clone(), x.targets.clone()) for x in loader.training(0, 1, 2)]
+    assert len(whole) == 6 and same(found, whole[2:4])
+    assert alike(evaluated(loader), evaluated(loading(photo_sets(), "accumulate=2")))
+
+
+def test_failures_are_counted_when_their_batch_is_used(loading):
+    words = ("data.on_error=skip", "batch_size=4")
+    inline = loading(photo_sets(broken=(3, 4)), *words)
+    loader = loading(photo_sets(broken=(3, 4)), *words, "data.workers=3")
+    for number in range(2):
+        for _ in zip(loader.training(number), inline.training(number), strict=True):
+            assert loader.skipped == inline.skipped
+        assert comes_true(loader._val._readers.ready)
+        assert loader.skipped == inline.skipped
+        for _ in zip(loader.evaluation(number + 1), inline.evaluation(), strict=True):
+            assert loader.skipped == inline.skipped
+    assert loader.skipped == 2 * 4
+
+
+@pytest.mark.parametrize("counts", [[1, 4, 2, 1, 3], [5, 1], [1, 5]])
+def test_any_number_of_workers_at_any_time(loading, counts):
+    inline = loading(photo_sets(120), *AUGMENT)
+    loader = loading(photo_sets(120), *AUGMENT, "data.workers=2")
+    turns = [0]
+
+    def changing():
+        turns[0] += 1
+        loader._search.count = counts[turns[0] % len(counts)]
+        return loader._search.count
+
+    loader._search.batch = changing
+    for number in range(2):
+        assert same(epoch(loader, number), epoch(inline, number))
+        assert alike(evaluated(loader, number + 1), evaluated(inline))
+    loader._search.count = 1
+    next(loader.training(2))
+    loader._train._readers._resize(1)
+    assert comes_true(lambda: evaluated(loader) and len(children()) == 1), "those that are too many leave"
+
+
+class Slow(Items):
+    def __getitem__(self, index):
+        time.sleep(0.2 if index % 5 == 0 else 0)
+        return super().__getitem__(index)
+
+
+def test_batches_come_in_order_whoever_was_slow(loading):
+    sets, plain = photo_sets(40), loading(photo_sets(40), "batch_size=2")
+    sets.train.items = Slow(40)
+    assert same(epoch(loading(sets, "batch_size=2", "data.workers=4")), epoch(plain))
+
+
+class Asking(Items):
+    def __getitem__(self, index):
+        info = get_worker_info()
+        pixels = torch.zeros(3, 20, 30, dtype=torch.uint8)
+        mine = info is not None and info.dataset.count == self.count
+        return pixels, 0 if info is None else 1 + info.id + 10 * info.num_workers + 100 * mine
+
+
+def test_a_users_data_set_knows_that_a_worker_reads_it(loading):
+    sets = photo_sets()
+    sets.train.items, sets.val.items = Asking(24), Asking(7)
+    assert {int(t) for _, targets in epoch(loading(sets)) for t in targets} == {0}
+    loader = loading(sets, "data.workers=2")
+    for batches in (epoch(loader), [(batch.inputs, batch.targets) for batch in loader.evaluation()]):
+        found = {int(t) for _, targets in batches for t in targets}
+        assert found <= {121, 122} and found
+
+
+def test_who_looks_for_more_workers_goes_on_where_none_can_be_started(loading, monkeypatch):
+    def limited(words):
+        loader = loading(photo_sets(), words)
+        readers = loader._train._readers
+        start, loader._search.count = readers._start, 2
+
+        def once():
+            if readers._workers:
+                raise SetupError("no memory")
+            return start()
+
+        monkeypatch.setattr(readers, "_start", once)
+        return loader
+
+    loader = limited("data.workers=auto")
+    assert same(epoch(loader), epoch(loading(photo_sets())))
+    assert (loader.workers, loader._search.settled) == (1, True)
+    with pytest.raises(SetupError, match="no memory"):
+        epoch(limited("data.workers=2"))
+
+
+def test_a_long_order_never_blocks_who_asks(loading):
+    """Indices lie in shared memory: those of a batch are more than a pipe holds."""
+    sets = photo_sets(20_000)
+    loader = loading(sets, "batch_size=20000", "data.workers=1", shard=Shard(targets=False))
+    keys = [(0, 0, np.arange(20_000))] * 3
+    loader._train._readers.read(keys)
+    loader._train._readers.expect(keys)
+    loader.close()
+
+
+def test_memory_and_processes_are_told(loading):
+    assert loading(photo_sets()).told() is None
+    assert loading(photo_sets(), "data.workers=2").told() == "2 processes a rank, 5 batches in 0 MiB of shared memory"
+    assert "data.workers=auto looks for" in loading(photo_sets(), "data.workers=auto").told()
+
+
+@pytest.mark.parametrize("workers", ["auto", "2", "null"])
+def test_a_run_is_the_same_with_any_number_of_workers(tmp_path, workers):
+    photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
+    _photos(tmp_path / "set")
+    words = ["model.name=mlp", *photos, "batch_size=6", "epochs=3", "threads=1", "mode=single", *QUIET]
+    for name, number in (("one", "0"), ("other", workers)):
+        ok(*words, f"data.workers={number}", f"output={tmp_path / name}")
+    a, b = (read_weights(tmp_path / name / "last.safetensors")[0] for name in ("one", "other"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def _photos(root, copies=1):
+    """Two classes of nine photos, each `copies` times."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in "ab":
+            (root / split / name).mkdir(parents=True)
+            for n in range(9):
+                pixels = generator.integers(0, 256, (80, 100, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{n}.jpg")
+                for copy in range(1, copies):
+                    (root / split / name / f"{n}-{copy}.jpg").hardlink_to(root / split / name / f"{n}.jpg")
+
+
+def test_a_program_that_forgets_its_loader_ends(tmp_path):
+    (tmp_path / "forgets.py").write_text(
+        textwrap.dedent(f"""
+            import sys
+            sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+            from tests.data import test_loaders as t
+            if __name__ == "__main__":
+                recipe = t.load(None, "batch_size=8", "data.workers=2")
+                batches = t.Loader(t.photo_sets(), recipe, None, t.Shard(), t.CPU)
+                print(len(next(batches.training(0)).targets))
+            """)
+    )
+    command = [sys.executable, str(tmp_path / "forgets.py")]
+    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=180)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
+
+
+def test_what_was_found_is_kept_in_the_run_folder(tmp_path):
+    """And a run that goes on there has it from its start."""
+    _photos(tmp_path / "set", copies=20)
+    photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
+    words = ["model.name=mlp", *photos, "batch_size=6", "data.workers=auto", "threads=1", "mode=single"]
+    words += [*QUIET, "epochs=20", f"output={tmp_path / 'run'}"]
+    assert "data.workers=auto looks for the number" in ok(*words).stdout
+    kept = json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"]
+    assert kept["count"] in range(1, 2 * cores() + 1) and kept["cores"] == cores() and kept["readers"] == 1
+    again = ok(*words, "resume=auto").stdout
+    assert f"readers  {kept['count']} process" in again and "looks for" not in again
+    assert json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"] == kept

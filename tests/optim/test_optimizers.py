@@ -1,0 +1,351 @@
+"""LARS against the paper's algorithm, Muon against torch's own, shares of the learning rate, and who has state."""
+
+import copy
+import mmap
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.errors import RecipeError
+from trainer.models.blocks import freeze
+from trainer.models.zoo import build
+from trainer.modes.hogwild import move
+from trainer.optim.optimization import learning_rate
+from trainer.optim.optimizers import build_optimizer, optimizer_state, parameter_groups
+from trainer.optim.trainable import hidden_matrices, notes, roles_of
+from trainer.recipe import load
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def made(model, *words):
+    recipe = load(None, *words)
+    named = dict(model.named_parameters())
+    return build_optimizer(named, recipe.optimizer, roles_of(model, recipe)), named
+
+
+def descend(model, optimizers, steps=6, found=None):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        loss = model(torch.randn(5, 6)).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.found_inf = found
+            optimizer.step()
+
+
+class Reference(torch.optim.Optimizer):
+    """You et al., algorithm 1, layer by layer, in plain words."""
+
+    def __init__(self, model, lr, momentum, decay, flat_decay, trust):
+        super().__init__(model.parameters(), {})
+        self.numbers = lr, momentum, decay, flat_decay, trust
+        self.velocity = {p: torch.zeros_like(p) for p in model.parameters()}
+
+    @torch.no_grad()
+    def step(self):
+        lr, m, decay, flat_decay, trust = self.numbers
+        for w, v in self.velocity.items():
+            b = flat_decay if w.ndim <= 1 else decay
+            local = 1.0
+            if w.ndim > 1 and w.norm() > 0 and w.grad.norm() > 0:
+                local = trust * w.norm() / (w.grad.norm() + b * w.norm())
+            v.copy_(m * v + lr * local * (w.grad + b * w))
+            w.sub_(v)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("zero", [True, False])
+def test_lars_is_the_papers(guarded, zero):
+    ours, theirs = small(), small()
+    if zero:  # a layer without a norm has the plain rate
+        nn.init.zeros_(ours[3].weight)
+        nn.init.zeros_(theirs[3].weight)
+    words = ["optimizer.name=lars", "optimizer.lr=3", "optimizer.momentum=0.8", "optimizer.trust=0.02"]
+    optimizer, _ = made(ours, *words, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0.01")
+    descend(ours, [optimizer], found=torch.zeros(()) if guarded else None)
+    descend(theirs, [Reference(theirs, 3, 0.8, 0.1, 0.01, 0.02)])
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(ours[0].weight, small()[0].weight, atol=1e-3), "and it moves"
+
+
+def test_lars_with_layers_without_a_norm():
+    """Of weights, of gradients, of both; a layer that no pass used, and a single number."""
+    layers = {"weight": (0.0, 1.0), "gradient": (2.0, 0.0), "both": (0.0, 0.0), "unused": (2.0, None)}
+    parameters = {name: nn.Parameter(torch.full((2, 2), weight)) for name, (weight, _) in layers.items()}
+    parameters["number"] = nn.Parameter(torch.tensor(2.0))
+    words = ["optimizer.name=lars", "optimizer.lr=0.5", "optimizer.weight_decay=0.1", "optimizer.momentum=0"]
+    optimizer = build_optimizer(parameters, load(None, *words).optimizer)
+    for name, gradient in {**{name: gradient for name, (_, gradient) in layers.items()}, "number": 1.0}.items():
+        if gradient is not None:
+            parameters[name].grad = torch.full_like(parameters[name], gradient)
+    optimizer.step()
+    found = {name: parameter.mean().item() for name, parameter in parameters.items()}
+    assert found == pytest.approx({"weight": -0.5, "gradient": 1.9, "both": 0, "unused": 2, "number": 1.4})
+
+
+def test_no_momentum_is_continued_as_the_velocity_of_lars():
+    states = [optimizer_state(*made(small(), f"optimizer.name={name}")) for name in ("lars", "sgd")]
+    assert states[0].keys().isdisjoint(states[1])
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs_with_its_adamw(nesterov):
+    ours, theirs = small(), small()
+    words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.95", "optimizer.weight_decay=0.1"]
+    optimizer, named = made(ours, *words, f"optimizer.nesterov={nesterov}")
+    descend(ours, [optimizer], found=torch.zeros(()))
+    hidden = [theirs[0].weight, theirs[3].weight]
+    rest = [p for p in theirs.parameters() if all(p is not one for one in hidden)]
+    options = {"momentum": 0.95, "nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(hidden, lr=0.01, **options)
+    descend(theirs, [muon, torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, fused=True)])
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    kinds = {key.partition("//")[0]: key.partition("//")[2] for key in optimizer_state(optimizer, named)}
+    assert [name for name, kind in kinds.items() if kind == "momentum_buffer"] == ["0.weight", "3.weight"]
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden"),
+    [
+        ("mlp", {"1.weight", "3.weight"}),
+        ("vit_tiny", {f"{layer}{kind}" for layer in range(4) for kind in ("in", "out", "0", "3")}),
+    ],
+)
+def test_hidden_matrices(model, hidden):
+    recipe = load(None, f"model.name={model}", "optimizer.name=muon")
+    found = hidden_matrices(build(recipe.model, 10, 1, 8), recipe)
+    ends = {"self_attention.in_proj_weight": "in", "self_attention.out_proj.weight": "out"}
+    ends |= {"mlp.0.weight": "0", "mlp.3.weight": "3"}
+
+    def short(name):
+        layer, _, end = name.removeprefix("encoder.layers.encoder_layer_").partition(".")
+        return f"{layer}{ends[end]}" if end in ends else name
+
+    assert {short(name) for name in found} == hidden
+
+
+def test_tables_are_looked_up_and_no_matrices():
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.mix, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.relative_position_bias_table = nn.Parameter(torch.zeros(9, 2))
+
+    assert hidden_matrices(Tables(), load(None, "optimizer.name=muon")) == {"mix.weight"}
+
+
+class Convolutions(nn.Sequential):
+    """One of each kind: the first, a plain one, one of one pixel, one in groups, a line of them, the last layer."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        plain, point, groups = nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, groups=8)
+        line = [nn.Flatten(2), nn.Conv1d(8, 6, 2), nn.Flatten(), nn.Linear(18, 3)]
+        super().__init__(nn.Conv2d(3, 4, 3, padding=1), plain, nn.BatchNorm2d(8), point, groups, *line)
+
+
+def test_hidden_matrices_of_convolutions():
+    recipe = load(None, "optimizer.name=muon")
+    assert hidden_matrices(Convolutions(), recipe) == {"1.weight", "3.weight", "6.weight"}
+    recipe = load(None, "model.name=resnet20", "optimizer.name=muon")
+    model = build(recipe.model, 10, 3, 32)
+    everything = [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
+    assert hidden_matrices(model, recipe) == {*everything[1:]}
+    recipe = load(None, "model.name=squeezenet1_1", "optimizer.name=muon")
+    found = hidden_matrices(build(recipe.model, 10, 3, 64), recipe)
+    assert "features.3.squeeze.weight" in found and "classifier.1.weight" not in found, "the last layer"
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov):
+    """A stranger's Muon on a copy of the weight as a matrix, with the gradients that ours had."""
+    model = Convolutions().to(memory_format=layout)
+    words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"]
+    optimizer, _ = made(model, *words, f"optimizer.nesterov={nesterov}")
+    ours = [model[1].weight, model[3].weight, model[6].weight]
+    start = ours[0].detach().clone()
+    theirs = [nn.Parameter(p.detach().flatten(1).clone()) for p in ours]
+    options = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(theirs, lr=0.01, **options)
+    torch.manual_seed(1)
+    for step in range(5):
+        for rate in (optimizer.param_groups, muon.param_groups):  # as a schedule changes it
+            for group in rate:
+                group["lr"] = 0.01 / (1 + step)
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, 5, 5).contiguous(memory_format=layout)).square().mean().backward()
+        for p, twin in zip(ours, theirs, strict=True):
+            twin.grad = p.grad.flatten(1).clone()
+        optimizer.step()
+        muon.step()
+    assert (ours[0] - start).abs().max() > 0.01, "and it moves"
+    for p, twin in zip(ours, theirs, strict=True):
+        exact = {"rtol": 0, "atol": 0} if layout is torch.contiguous_format else {"rtol": 0, "atol": 2e-3}
+        torch.testing.assert_close(p.flatten(1), twin, **exact)
+
+
+def test_a_flag_makes_muon_skip_a_convolution():
+    model = Convolutions().to(memory_format=torch.channels_last)
+    optimizer, named = made(model, "optimizer.name=muon", "optimizer.lr=0.01")
+    before = copy.deepcopy((model.state_dict(), optimizer_state(optimizer, named)))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    after = model.state_dict(), optimizer_state(optimizer, named)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_muon_updates_a_convolution_where_it_lies():
+    """In the memory that workers share, in the layout that it has."""
+    model = Convolutions().to(memory_format=torch.channels_last)
+    parameters = list(model.parameters())
+    memory = mmap.mmap(-1, 2**16)
+    move(parameters, memory, fill=True)
+    optimizer, _ = made(model, "optimizer.name=muon", "optimizer.lr=0.01")
+    before, places = bytes(memory), [p.data_ptr() for p in parameters]
+    weight = model[1].weight
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert [p.data_ptr() for p in parameters] == places and not weight.is_contiguous()
+    changed = np.flatnonzero(np.frombuffer(before, np.float32) != np.frombuffer(bytes(memory), np.float32))
+    assert len(changed) > 0.9 * weight.numel() and np.ptp(changed) < weight.numel()
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would be launched on a card."""
+
+    VIEWS = ("view", "detach", "unbind", "permute", "transpose", "alias", "t", "expand", "_unsafe_view", "slice")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ not in self.VIEWS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flag", [None, 0.0])
+def test_muons_matrices_of_one_shape_are_updated_together(flag):
+    """As many operations for twelve layers as for two; the updates are those of torch's Muon, but for roundings."""
+    counts = []
+    for layers in (2, 12):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers + 2)))
+        twin = copy.deepcopy(model)
+        words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"]
+        optimizer, _ = made(model, *words, "optimizer.nesterov=true")
+        optimizer.found_inf = None if flag is None else torch.tensor(flag)
+        ours = [group["params"][0] for group in optimizer.own]
+        places = [next(n for n, p in enumerate(model.parameters()) if p is one) for one in ours]
+        theirs = [list(twin.parameters())[place] for place in places]
+        muon = torch.optim.Muon(theirs, lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for _ in range(3):
+            for p, other in zip(ours, theirs, strict=True):
+                p.grad = torch.randn_like(p)
+                other.grad = p.grad.clone()
+            with Operations() as operations:
+                optimizer.step()
+            muon.step()
+        for p, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, other, rtol=0, atol=2e-3)
+        counts.append(operations.count)
+    assert counts[0] == counts[1] < 40, counts
+
+
+def test_muon_has_nothing_to_do_without_hidden_layers():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10))
+    with pytest.raises(RecipeError, match=r"cnn has none that train.*optimizer.name=sgd or adamw"):
+        roles_of(model, load(None, "model.name=cnn", "optimizer.name=muon"))
+    recipe = load(None, "model.name=cnn", "model.freeze=-1", "optimizer.name=muon")
+    with pytest.raises(RecipeError, match=r"model.freeze leaves none of cnn's to train.*or freeze fewer layers"):
+        roles_of(build(recipe.model, 10, 1, 8), recipe)
+
+
+def test_layer_decay():
+    model = small()
+    optimizer, _ = made(
+        model, "optimizer.layer_decay=0.5", "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0"
+    )
+    found = {(group["rate"], group["weight_decay"]): len(group["params"]) for group in optimizer.param_groups}
+    # Blocks: the first layer with its LayerNorm, the second, the last.
+    assert found == {(0.25, 0.1): 1, (0.25, 0): 3, (0.5, 0.1): 1, (0.5, 0): 1, (1, 0.1): 1, (1, 0): 1}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+def test_what_is_frozen_has_no_state_and_stays(name):
+    model = small()
+    freeze(model, ["0"], "small")
+    optimizer, named = made(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
+    assert {key.partition("//")[0] for key in optimizer_state(optimizer, named)} == named.keys() - {
+        "0.weight",
+        "0.bias",
+    }
+    descend(model, [optimizer])
+    assert torch.equal(model[0].weight, small()[0].weight) and not torch.equal(model[3].weight, small()[3].weight)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+def test_a_stage_in_which_nothing_trains(name):
+    optimizer = build_optimizer({}, load(None, f"optimizer.name={name}").optimizer)
+    optimizer.step()
+    assert [(group["params"], group["rate"]) for group in optimizer.param_groups] == [([], 1.0)]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lars"])
+def test_parts_of_a_model_take_the_steps_of_the_whole(name):
+    """As stages hold them: with matrices alone, without any, with vectors alone."""
+    words = ["model.name=vit_tiny", f"optimizer.name={name}", "optimizer.lr=0.01", "optimizer.layer_decay=0.8"]
+    recipe = load(None, *words, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0")
+    torch.manual_seed(0)
+    whole = build(recipe.model, 10, 1, 8)
+    cut = copy.deepcopy(whole)
+    roles, named, apart = roles_of(whole, recipe), dict(whole.named_parameters()), dict(cut.named_parameters())
+    matrices = hidden_matrices(whole, recipe)
+    kinds = {key: "matrices" if key in matrices else "vectors" if p.ndim < 2 else "others" for key, p in named.items()}
+    stages = [{key: apart[key] for key in apart if kinds[key] == kind} for kind in ("matrices", "vectors", "others")]
+    optimizers = [build_optimizer(part, recipe.optimizer, roles) for part in (named, *stages)]
+    for _ in range(3):
+        for key, p in named.items():
+            p.grad = torch.randn_like(p)
+            apart[key].grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(cut.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    states = [optimizer_state(optimizer, part) for optimizer, part in zip(optimizers, (named, *stages), strict=True)]
+    together = {key: value for state in states[1:] for key, value in state.items()}
+    torch.testing.assert_close(together, states[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+def test_the_loops_learning_rate_is_every_parameters(name):
+    model = small()
+    optimizer, _ = made(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1", "optimizer.layer_decay=0.5")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    descend(model, [optimizer])
+    torch.testing.assert_close(model.state_dict(), small().state_dict(), rtol=0, atol=0)
+
+
+def test_one_group_where_all_is_alike():
+    assert len(parameter_groups(dict(small().named_parameters()), load(None).optimizer)) == 1
+
+
+def test_the_learning_rate_grows_with_the_batch():
+    words = ["optimizer.lr=0.1", "epochs=4", "schedule.warmup_epochs=1", "schedule.min_lr=0.001"]
+    scaled = load(None, *words, "optimizer.lr_per=256", "batch_size=1024")
+    plain = load(None, "optimizer.lr=0.4", *words[1:], "batch_size=1024")
+    assert [learning_rate(scaled, 5)(n) for n in range(20)] == [learning_rate(plain, 5)(n) for n in range(20)]
+    assert notes(small(), scaled) == {"lr": "0.4: 0.1 for 256 images a step, and batch_size=1024"}
+    assert notes(small(), plain) == {}

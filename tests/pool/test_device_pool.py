@@ -1,0 +1,595 @@
+"""The pool in its daily work: order, streams, transport, devices, jobs, and what it refuses."""
+
+import functools
+import gc
+import itertools
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import trainer
+from tests import warm
+from tests.command_line import environment
+from tests.pool import pool_workers as workers
+from trainer.errors import PredictionError, RecipeError, SetupError
+from trainer.pool import DevicePool, ItemError, current_device
+from trainer.pool.device_pool import end_of_program, threads_each
+from trainer.pool.worker import _ahead
+
+CPUS = ["cpu"] * 3
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """One pool for all tests that only use it: a start costs more than a test."""
+    made = {}
+
+    def get(worker, flavour="process", **options):
+        key = worker, flavour, *options.items()
+        if key not in made:
+            made[key] = DevicePool(["cpu", "cpu"], worker, flavour=flavour, **options)
+        return made[key]
+
+    yield get
+    for pool in made.values():
+        pool.close()
+
+
+def done(pool):
+    return sum(figure["items"] for figure in pool.figures())
+
+
+both = pytest.mark.parametrize("flavour", ["process", "thread"])
+
+
+# --- order and streams ------------------------------------------------------------------------------------------------
+
+
+@both
+def test_unordered_and_ordered(flavour):
+    with DevicePool(CPUS, workers.sleepy_square, flavour=flavour) as pool:
+        assert list(pool.map(range(100))) == [i * i for i in range(100)], "in order, although workers sleep"
+        assert sorted(pool.map(range(40), ordered=False)) == [i * i for i in range(40)]
+    with DevicePool(CPUS, workers.square, flavour=flavour) as pool:
+        assert sum(pool.map(range(1000), ordered=False)) == 332833500
+        assert done(pool) == 1000
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"batch_size": 7}, {"assign": "round_robin"}], ids=["free", "fixed", "turn"])
+def test_any_number_of_items(flavour, options, pools):
+    pool = pools(workers.square, flavour, **options)
+    for count in (0, 1, 2, 7, 8, 300):
+        assert list(pool.map(range(count))) == [i * i for i in range(count)]
+        assert sorted(pool.map(iter(range(count)), ordered=False)) == [i * i for i in range(count)]
+
+
+@both
+def test_an_endless_generator(flavour, pools):
+    """Results stream while items are still made, and few are on their way."""
+    drawn = []
+
+    def numbers():
+        for i in itertools.count():
+            drawn.append(i)
+            yield i
+
+    results = pools(workers.square, flavour, batch_size=4).map(numbers())
+    for i in range(500):
+        assert next(results) == i * i
+        assert len(drawn) - i <= 4 * 2 * 4 + 4
+    results.close()
+
+
+def test_one_slow_item_holds_a_bounded_number_of_others(pools):
+    pool, drawn = pools(workers.slow_first, batch_size=2), []
+    results = pool.map(drawn.append(i) or i for i in itertools.count())
+    begin = time.monotonic()
+    assert next(results) == 0
+    assert time.monotonic() - begin > 0.4 and len(drawn) <= 2 * 4 * 2 + 2
+    assert list(itertools.islice(results, 100)) == list(range(1, 101))
+
+
+def test_a_slow_source_is_not_waited_for(pools):
+    """An item that comes alone is done at once: the next one is not needed for its result."""
+    pool = pools(workers.square)
+    list(pool.map(range(2000)))  # batches have grown
+    before = done(pool)
+
+    def slowly():
+        yield 3
+        deadline = time.monotonic() + 5
+        while done(pool) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        yield 4
+
+    assert list(pool.map(slowly())) == [9, 16]
+
+
+def test_left_iterators_do_no_harm(pools):
+    pool = pools(workers.square, batch_size=3)
+    first = pool.map(itertools.count())
+    assert next(first) == 0
+    second = pool.map(range(100, 200))  # while the first goes on
+    assert next(second) == 10_000
+    assert next(first) == 1
+    first.close()
+    never = pool.map(itertools.count())
+    del never
+    third = pool.map(itertools.count(5))
+    assert next(third) == 25
+    del third
+    gc.collect()
+    assert list(second) == [i * i for i in range(101, 200)]
+    assert [list(pool.map(range(k))) for k in range(5)] == [[i * i for i in range(k)] for k in range(5)]
+    assert [list(pool.map([x, x])) for x in pool.map(range(3))] == [[0, 0], [1, 1], [16, 16]], "maps within a map"
+
+
+def test_errors_of_the_iterable_are_its_own(pools):
+    def broken():
+        yield 1
+        raise KeyError("mine")
+
+    results = pools(workers.square).map(broken())
+    with pytest.raises(KeyError, match="mine"):
+        list(results)
+
+    def late():
+        yield from range(7)
+        raise KeyError("mine")
+
+    for ordered in (True, False):
+        results, got = pools(workers.square).map(late(), ordered=ordered), []
+        with pytest.raises(KeyError, match="mine"):
+            for result in results:
+                got.append(result)
+        assert sorted(got) == [i * i for i in range(7)], "first what was given, then the error"
+    assert list(pools(workers.square).map([2])) == [4]
+    with pytest.raises(TypeError):
+        pools(workers.square).map(3)
+
+
+# --- devices and batches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_model_gives_on_many_devices_what_it_gives_on_one(count):
+    """Byte for byte with a batch size: batches are cut from the stream, not by workers. Weights are sent, not drawn."""
+    model = workers.Numbers().eval()
+    inputs = torch.randn(100, 10)
+    with torch.inference_mode():
+        expected = torch.cat([model(part) for part in inputs.split(16)])
+    with DevicePool(["cpu"] * count, workers.Classifier, arguments=(model,), batch_size=16) as pool:
+        assert torch.equal(torch.stack(list(pool.map(inputs))), expected)
+    with DevicePool(["cpu"] * count, workers.Classifier, arguments=(model,), assign="round_robin") as pool:
+        torch.testing.assert_close(torch.stack(list(pool.map(inputs))), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_start_methods(method):
+    with DevicePool(["cpu"], workers.Seven, start_method=method) as pool:
+        assert list(pool.map(range(3))) == [7, 8, 9]
+
+
+@both
+def test_batches_have_the_size_that_was_asked_for(flavour, pools):
+    pool = pools(workers.Sizes, flavour, batch_size=8)
+    assert list(pool.map(range(20))) == [8] * 16 + [4] * 4
+    assert list(pools(workers.Sizes, flavour, batch_size=8, assign="round_robin").map(range(20))) == [8] * 16 + [4] * 4
+
+
+def test_a_batch_is_looked_at_while_the_one_before_is_done():
+    with DevicePool(["cpu"], workers.Ahead, batch_size=2) as pool:
+        found = list(pool.map(range(9, -1, -1)))
+        assert found == [(item, "listening", True) for item in range(9, -1, -1)]
+        assert pool.submit(workers.square, 3).result() == 9
+
+
+def test_batches_grow(pools):
+    pool = pools(workers.Sizes)
+    sizes = list(pool.map(range(5000)))
+    assert sizes[0] == 1 and max(sizes) >= 32
+    assert max(figure["batch_size"] for figure in pool.figures()) >= 32
+    assert all(figure["items_per_sec"] > 0 for figure in pool.figures() if figure["items"])
+
+
+@both
+def test_round_robin_deals_items_in_turn(flavour):
+    with DevicePool(CPUS, workers.native, flavour=flavour, assign="round_robin") as pool:
+        ids = list(pool.map(range(30)))
+        assert len(set(ids[:3])) == 3 and ids == ids[:3] * 10
+        jobs = [pool.submit(workers.native, 0) for _ in range(9)]
+        assert [job.result() for job in jobs] == ids[:9]
+    with DevicePool(CPUS, workers.native, flavour=flavour, assign="round_robin", batch_size=4) as pool:
+        ids = list(pool.map(range(36)))
+        assert len(set(ids[::4])) == 3 and ids == [worker for worker in ids[::4] for _ in range(4)]
+        assert ids[::4] == ids[:12:4] * 3
+
+
+def test_threads_of_a_worker(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_each(1), threads_each(cores), threads_each(100)] == [cores, 1, 1]
+    with DevicePool(["cpu"] * 2, workers.threads) as pool:
+        assert set(pool.map(range(4))) == {max(1, cores // 2)}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with DevicePool(["cpu"] * 2, workers.threads) as pool:
+        assert set(pool.map(range(4))) == {3}
+
+
+def test_a_much_slower_device_is_not_waited_for(tmp_path):
+    """What it still holds when others are idle they do again; its late answers count no more."""
+    with DevicePool(["cpu"] * 2, workers.Slow, arguments=(tmp_path, 3.0)) as pool:
+        pool._engine.scheduler.batching.kinds = ["cuda", "cpu"]  # devices of one kind wait for each other
+        begin = time.monotonic()
+        for k in range(3):
+            assert list(pool.map(range(k, 200))) == [i * i for i in range(k, 200)]
+        assert time.monotonic() - begin < 3
+        time.sleep(max(0.0, begin + 3.5 - time.monotonic()))
+        assert list(pool.map(range(200))) == [i * i for i in range(200)]
+        assert done(pool) == 200 + 199 + 198 + 200
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_threads_of_the_parent_hang_no_worker(method, full):
+    """OpenMP and BLAS in the parent, then in the workers: what hangs after a fork."""
+    if method == "spawn" and not full:
+        pytest.skip("under --all")
+    expected = [workers.mathematics(i) for i in range(8)]
+    for _ in range(20 if full else 2):
+        with DevicePool(
+            ["cpu"] * (4 if full else 2), workers.mathematics, start_method=method, item_timeout=30
+        ) as pool:
+            assert list(pool.map(range(8))) == pytest.approx(expected)
+            assert not any(figure["replaced"] for figure in pool.figures())
+
+
+def test_workers_have_the_environment_of_today(monkeypatch):
+    """Although the fork server is older; and random numbers of their own."""
+    monkeypatch.setenv("POOL_TEST", "1")
+    monkeypatch.delenv("PATH")
+    with DevicePool(["cpu"] * 2, workers.variable) as pool:
+        assert list(pool.map(["POOL_TEST", "PATH"])) == ["1", None]
+        assert len({job.result() for job in [pool.submit(workers.draw, 0) for _ in range(4)]}) == 4
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+def test_values_of_all_kinds(pools):
+    pool = pools(workers.same)
+    items = [
+        torch.randn(3, 4),
+        np.arange(5),
+        {"a": np.ones(2), "b": (np.zeros(1), [1, "two"])},
+        None,
+        b"x" * 1_000_000,
+        torch.tensor(3, dtype=torch.bfloat16),
+        torch.empty(0),
+    ]
+    for one, two in zip(items, pool.map(items), strict=True):
+        torch.testing.assert_close(one, two) if isinstance(one, torch.Tensor) else np.testing.assert_equal(one, two)
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_results_own_their_memory(batch_size, pools):
+    """Hundreds of batches later they are what they were, also where a worker returns what it was given."""
+    items = [torch.full((100,), float(i)) for i in range(400)]
+    results = list(pools(workers.same, batch_size=batch_size).map(items))
+    assert all(torch.equal(one, two) for one, two in zip(items, results, strict=True))
+    results[0].zero_()
+    assert results[1].unique().tolist() == [1]
+    doubled = list(pools(workers.doubled).map(items))
+    assert [x[0].item() for x in doubled] == [2 * i for i in range(400)] and items[5][0] == 5
+
+
+def test_an_item_bigger_than_a_slot(pools):
+    big = torch.arange(3_000_000)
+    assert [torch.equal(x, big) for x in pools(workers.same).map([big, big, big])] == [True] * 3
+    assert [x.shape for x in pools(workers.ones).map([(2000, 1000), (3,)])] == [(2000, 1000), (3,)]
+
+
+@pytest.mark.parametrize("pieces", [8])
+def test_results_of_any_total(pieces, full, pools):
+    """More than 4 GB in all, in pieces of 64 MB."""
+    total = 0
+    for result in pools(workers.ones).map([(1 << 24,)] * (70 if full else pieces)):
+        total += result.nbytes
+        assert result[-1] == 1
+    assert total > (4 << 30 if full else 4 << 26)
+
+
+def test_memory_stays_flat(full):
+    """From 10,000 to 1,000,000 streamed items, in the parent and in the workers."""
+
+    def resident(pids):
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    count = 1_000_000 if full else 60_000
+    with DevicePool(["cpu", "cpu"], workers.Sums, batch_size=500) as pool:
+        pids = [os.getpid(), *{job.result() for job in [pool.submit(workers.who, pause=0.05) for _ in range(4)]}]
+        assert len(pids) == 3
+        highest = 0
+        for i, result in enumerate(pool.map(torch.full((20,), float(i % 100)) for i in range(count))):
+            if i % 5000 == 4999:
+                assert result.item() == 20 * (i % 100)
+                if i == 9999:
+                    begin = resident(pids)
+                elif i > 9999:
+                    highest = max(highest, resident(pids))
+    assert highest <= 1.05 * begin
+
+
+def test_sparse_tensors_are_refused(pools):
+    with pytest.raises(ItemError, match=r"item 1: .*\.to_dense\(\)"):
+        list(pools(workers.same).map([1, torch.eye(2).to_sparse()]))
+    with pytest.raises(ItemError, match=r"item 0: .*\.to_dense\(\)"):
+        list(pools(workers.sparse).map([1]))
+    with pytest.raises(RecipeError, match=r"\.to_dense\(\)"):
+        DevicePool(["cpu"], workers.Classifier, arguments=(torch.eye(2).to_sparse(),))
+    assert next(pools(workers.sparse, "thread").map([1])).is_sparse, "threads pass values as they are"
+
+
+def test_arguments_are_in_memory_once_and_each_workers_own():
+    weights = torch.zeros(1000)
+    with DevicePool(["cpu", "cpu"], workers.Changing, arguments=(weights,), assign="round_robin") as pool:
+        assert list(pool.map(range(6))) == [1000, 1000, 2000, 2000, 3000, 3000]
+    assert weights.sum() == 0
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_jobs(flavour, pools):
+    pool = pools(workers.square, flavour)
+    assert [pool.submit(workers.square, i).result() for i in range(5)] == [0, 1, 4, 9, 16]
+    assert pool.submit(dict, [("a", 1)], b=torch.ones(2)).result()["b"].tolist() == [1, 1]
+    assert pool.submit(workers.where).result() == ("cpu", True)
+    results = pool.map(range(200))
+    assert next(results) == 0
+    job = pool.submit(workers.square, 7)  # in the middle of a map
+    assert job.result() == 49 and list(results) == [i * i for i in range(1, 200)]
+    with pytest.raises(ValueError, match="no 3") as caught:
+        pool.submit(workers.fail, 3).result()
+    assert 'raise ValueError(f"no {item}")' in caught.value.__notes__[0]
+
+
+@both
+def test_jobs_run_at_the_same_time(flavour):
+    with DevicePool(CPUS, workers.square, flavour=flavour) as pool:
+        assert list(pool.map(range(3))) == [0, 1, 4]
+        begin = time.monotonic()
+        assert [job.result() for job in [pool.submit(workers.sleep, 1) for _ in range(3)]] == [1, 1, 1]
+        assert 1 <= time.monotonic() - begin < 2
+
+
+def test_jobs_that_cannot_travel(pools):
+    pool = pools(workers.square)
+    with pytest.raises(RecipeError, match=r"lambda.*move what does not pickle to the top of a module"):
+        pool.submit(lambda: 1)
+    with pytest.raises(Exception, match="1 and 2") as caught:
+        pool.submit(workers.picky).result()
+    assert isinstance(caught.value, PredictionError) and "raise Picky(1, 2)" in caught.value.__notes__[0]
+    with pytest.raises(Exception, match="pickle"):
+        pool.submit(workers.unpicklable, 1).result()
+    running = [pool.submit(workers.sleep, 0.3) for _ in range(2)]
+    waiting = pool.submit(workers.square, 2)
+    assert waiting.cancel() and [job.result() for job in running] == [0.3, 0.3]
+
+
+def test_current_device_outside():
+    with pytest.raises(RecipeError, match="within a DevicePool's worker"):
+        current_device()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Local:
+    def __call__(self, item):
+        return item
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(item):
+        return function(item)
+
+    return call
+
+
+def plain(item):
+    return item
+
+
+wrapped = decorated(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": []}, "give a list"),
+        ({"devices": "cpu"}, "give a list"),
+        ({"devices": ["tpu:0:1"]}, "device 'tpu:0:1'.*use 'cpu' or 'cuda:0'"),
+        ({"start_method": "fork"}, "locks held by threads.*hangs: use 'forkserver' or 'spawn'"),
+        ({"start_method": "threads"}, "'forkserver' or 'spawn'"),
+        ({"assign": "any"}, "'free' or 'round_robin'"),
+        ({"flavour": "greenlet"}, "'process' or 'thread'"),
+        ({"on_error": "ignore"}, "'raise' or 'skip'"),
+        ({"batch_size": 0}, "must be positive"),
+        ({"batch_size": -1}, "must be positive"),
+        ({"retries": 0}, "must be positive"),
+        ({"item_timeout": 0}, "must be positive"),
+        ({"flavour": "thread", "item_timeout": 5}, "a thread cannot be stopped.*flavour='process'"),
+        ({"worker": 3}, "no class and no function"),
+        ({"worker": object}, "neither __call__.* nor batch"),
+        ({"arguments": (1,)}, "functools.partial"),
+        ({"worker": lambda item: item}, "move what does not pickle to the top of a module"),
+        ({"worker": wrapped}, "not the same object.*undecorate it"),
+        ({"worker": workers.Classifier, "arguments": (lambda: 1,)}, "move what does not pickle"),
+        ({"worker": workers.Classifier, "arguments": (threading.Lock(),)}, "pickle"),
+    ],
+)
+def test_refused_before_anything_starts(options, message, monkeypatch):
+    monkeypatch.setattr("trainer.pool.device_pool.Engine", None)
+    with pytest.raises(RecipeError, match=message) as caught:
+        DevicePool(**{"devices": ["cpu"], "worker": workers.square, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_local_classes_are_refused():
+    class Inner(Local):
+        pass
+
+    with pytest.raises(RecipeError, match="move what does not pickle"):
+        DevicePool(["cpu"], Inner)
+    with DevicePool(["cpu"], Inner, flavour="thread") as pool:
+        assert list(pool.map([1])) == [1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices")
+def test_devices_that_are_not_here():
+    with pytest.raises(SetupError, match="cuda:0 is not here"):
+        DevicePool(["cpu", "cuda:0"], workers.square)
+
+
+def test_a_closed_pool():
+    pool = DevicePool(["cpu"], workers.square)
+    results, job = pool.map(itertools.count()), pool.submit(workers.sleep, 100)
+    pool.close()
+    pool.close()
+    with pytest.raises(PredictionError, match="closed"):
+        job.result(timeout=5)
+    for use in (lambda: next(results), lambda: pool.map([1]), lambda: pool.submit(workers.square, 1)):
+        with pytest.raises(PredictionError, match="closed"):
+            use()
+
+
+def test_a_forked_copy_has_no_workers(pools):
+    pool = pools(workers.square)
+    child = os.fork()
+    if not child:
+        try:
+            list(pool.map([1]))
+        except RecipeError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert list(pool.map([2])) == [4]
+
+
+def test_a_pool_of_a_forked_process_ends_with_it():
+    """Servers import programs once and fork; what runs at the end then is from before the fork."""
+    child = os.fork()
+    if not child:
+        pool = DevicePool(["cpu"], workers.square, flavour="thread")
+        list(pool.map([1]))
+        end_of_program()
+        try:
+            list(pool.map([1]))
+        except PredictionError as error:
+            os._exit(7 if "closed" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_nested_names_and_partials():
+    with DevicePool(["cpu"], workers.Outer.Nested) as pool:
+        assert list(pool.map([1, 2])) == [2, 3]
+    with DevicePool(["cpu"], functools.partial(pow, 2)) as pool:
+        assert list(pool.map([3, 4])) == [8, 16]
+    with DevicePool(["cpu"], workers.Changing(torch.zeros(2))) as pool:
+        assert list(pool.map([0, 0])) == [2.0, 4.0], "an object is a worker, too"
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+from trainer import DevicePool
+
+class Square:
+    def __call__(self, item):
+        return item * item
+
+def cube(item):
+    return item ** 3
+
+{guard}
+    for method in ("forkserver", "spawn"):
+        with DevicePool(["cpu"], Square, start_method=method) as pool:
+            print(list(pool.map(range(4))), pool.submit(cube, 3).result())
+"""
+
+
+def run(tmp_path, script, *arguments):
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, *(arguments or [path])]
+    return warm.run(command, env=environment(), capture_output=True, text=True, timeout=60, input=script)
+
+
+def test_workers_of_a_script(tmp_path):
+    done = run(tmp_path, SCRIPT.format(guard='if __name__ == "__main__":'))
+    assert done.stdout == "[0, 1, 4, 9] 27\n" * 2 and done.stderr == ""
+
+
+def test_a_script_without_a_guard(tmp_path):
+    done = run(tmp_path, SCRIPT.format(guard="if True:"))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "under if __name__ == '__main__':" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("trainer.errors.PredictionError: worker")
+
+
+@pytest.mark.full
+def test_interactive_definitions(tmp_path):
+    """They are refused; what a module defines works from there, too."""
+    script = "from trainer import DevicePool\nwith DevicePool(['cpu'], abs) as pool: print(list(pool.map([-1])))"
+    assert run(tmp_path, script, "-").stdout == "[1]\n"
+    done = run(tmp_path, SCRIPT.format(guard="if True:"), "-")
+    assert "Square is defined in an interactive session" in done.stderr.splitlines()[-1]
+
+
+def test_the_package_offers_it():
+    assert trainer.DevicePool is DevicePool and trainer.ItemError is ItemError
+    assert trainer.current_device is current_device
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_outputs_leave_the_gpu():
+    model, inputs = workers.Numbers().eval(), torch.randn(100, 10)
+    with torch.inference_mode():
+        expected = model(inputs)
+    with DevicePool(["cuda:0", "cpu"], workers.Classifier, arguments=(model,)) as pool:
+        results = list(pool.map(inputs))
+        assert {result.device.type for result in results} == {"cpu"}
+        torch.testing.assert_close(torch.stack(results), expected, rtol=1e-3, atol=1e-3)
+    with DevicePool(["cuda:0", "cuda:0"], workers.square, assign="round_robin") as pool:
+        assert pool.submit(workers.where).result() == ("cuda:0", True)
+        assert pool.submit(torch.cuda.current_device).result() == 0
+        result = pool.submit(workers.on_device, (3,)).result()
+        assert result["a"].device.type == "cpu" and result["a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_can_no_longer_listen_ends():
+    """Its parent then replaces it; if it waited, nobody would notice."""
+
+    def arrived():
+        yield "a batch"
+        raise OSError("no memory to map it")
+
+    caller = SimpleNamespace(device=torch.device("cpu"))
+    assert list(_ahead(arrived(), caller)) == ["a batch"]

@@ -1,0 +1,98 @@
+"""Every key has one comment, from one place: the schema."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import PROJECT, ok, trainer
+from tests.pages import REFERENCE, made
+from trainer.recipe import Recipe, flatten, load
+from trainer.recipe.key_reference import keys, sections
+
+
+def test_every_key_has_a_comment_of_its_own() -> None:
+    known = keys()
+    assert [*known] == ["extends", *flatten(Recipe().to_dict())]
+    comments = [key.comment for key in known.values()]
+    assert all(10 < len(comment) <= 100 and not comment.endswith(".") for comment in comments), comments
+    assert len({*comments}) == len(comments)
+    assert all(sections().values()) and {key.section for key in known.values()} == {*sections()}
+    assert all(key.takes for key in known.values())
+
+
+def test_what_a_key_takes_is_told_in_words() -> None:
+    known = keys()
+    told = {
+        "epochs": "whole number from 1",
+        "max_steps": "whole number from 1 or null",
+        "augment.hflip": "number from 0 to 1",
+        "ema": "number above 0 below 1 or null",
+        "compile": "true, false",
+        "resume": "auto or null",
+        "data.channels": "1, 3 or null",
+        "pipeline.microbatches": "auto or whole number from 1",
+        "pipeline.cuts": "auto or list of text or whole number",
+        "loss.class_weights": "balanced or list of number from 0 or null",
+        "model.name": "text",
+    }
+    assert {name: known[name].takes for name in told} == told
+
+
+@pytest.mark.parametrize("path", made(), ids=lambda path: path.name)
+def test_what_is_made_from_the_schema_is_up_to_date(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == made()[path], "python -m tests.pages writes it"
+
+
+def test_the_reference_has_a_row_for_every_key() -> None:
+    rows = [line.split("`")[1] for line in REFERENCE.read_text().splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(keys())
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("optimizer.lr", ["optimizer.lr"]),
+        ("lr", ["optimizer.lr"]),
+        ("local_sgd", ["local_sgd.every"]),
+        ("every", ["local_sgd.every"]),
+        ("root", ["data.root"]),
+    ],
+)
+def test_a_key_is_looked_up_by_its_name_or_section(word: str, names: list[str]) -> None:
+    lines = ok("recipes", "keys", word).stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == names
+    assert keys()[names[0]].comment in lines[1] and keys()[names[0]].takes in lines[1]
+
+
+def test_help_leads_to_the_keys() -> None:
+    assert "recipes keys" in ok("--help").stdout
+    assert "recipes keys" in ok("recipes", "--help").stdout
+    assert len(ok("recipes", "keys").stdout.splitlines()) == len(keys()) + len(sections())
+    told = trainer("recipes", "keys", "lrr")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr == (
+        "trainer: error: recipes keys lrr: no key and no section; did you mean lr? recipes keys shows all\n"
+    )
+
+
+def test_a_recipe_is_printed_with_comments_and_who_set_what(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: digits_hogwild\ndata: {root: 'a # b: c'}\noptimizer: {eps: 1e-10}\n")
+    text = ok("recipes", "mine.yaml", "epochs=3", "output='ö\u2028x'", cwd=tmp_path).stdout
+    words = ("epochs=3", "output='ö\u2028x'")
+    (tmp_path / "printed.yaml").write_text(text, encoding="utf-8")
+    assert load(tmp_path / "printed.yaml").to_dict() == load(tmp_path / "mine.yaml", *words).to_dict()
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    for key, origin in [("crop", "digits"), ("mode", "digits_hogwild"), ("eps", "mine"), ("epochs", "your words")]:
+        assert lines[key].endswith(f"<- {origin}"), lines[key]
+    assert lines["lr"].endswith("  <- digits_hogwild") and keys()["optimizer.lr"].comment in lines["lr"]
+    assert "<-" not in lines["momentum"]  # digits says it, as it is by default
+    assert "<-" not in lines["compile"] and keys()["compile"].comment in lines["compile"]
+    assert lines["optimizer"].endswith(sections()["optimizer"])
+
+
+def test_the_reference_is_shipped() -> None:
+    shipped = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert "guide/*.md" in shipped["trainer"] and {"*.yaml", "*.json"} <= {*shipped["trainer.recipes"]}

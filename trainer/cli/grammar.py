@@ -1,0 +1,207 @@
+"""The words of a command line -> a command and its words in our spelling, or the one line that says what to type."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trainer.cli.command_names import (
+    AFTERWARDS,
+    COMMANDS,
+    FLAG_COMMANDS,
+    LAUNCHING,
+    OTHER_COMMANDS,
+    PROGRAMS,
+    SENTENCES,
+)
+from trainer.cli.dialects.bare_words import bare_fix
+from trainer.cli.dialects.meaning import Around, Fix
+from trainer.cli.dialects.meanings import meaning
+from trainer.cli.dialects.values import unknown
+from trainer.cli.known_keys import OWN, WANTS, is_name, keys, our_name
+from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
+from trainer.errors import RecipeError
+from trainer.processes import family
+from trainer.processes.rank import place
+from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe.recipe_words import misspelt
+from trainer.recipe.unread import READERS
+
+
+def program(environment: Mapping[str, str] = os.environ) -> str:
+    """How this program was started: by torchrun, by launch.sh, or as a module."""
+    if _under_torchrun(environment):
+        return f"torchrun --nproc_per_node={place(environment).local_size} -m trainer"
+    return environment.get("TRAINER_COMMAND") or "python -m trainer"
+
+
+def _under_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether the user's own torchrun started this."""
+    return place(environment).launched and family.PARENT not in environment
+
+
+def read(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The command that the words name, and the words that it takes.
+
+    Blanks around "=", dashes in front of a key and within are taken as they are. Everything else that is another
+    program's, or a slip, is answered by the corrected words.
+
+    Raises:
+        RecipeError: with what to type.
+    """
+    words = tidied(words)
+    if not words and _under_torchrun(os.environ):
+        raise _to_type(["train what"], "train", WANTS["train"])
+    if not words:
+        return "help", []
+    command, rest, fixes = _command(words)
+    if rest == ["help"]:
+        return "help", [command]
+    if command not in OWN:
+        if fixes:
+            raise _to_type(fixes, command, rest)
+        if command == "recipes" and rest[:1] == ["keys"] and len(rest) == 2:
+            _check_key_name(rest[1])
+        if command == "export" and not rest:
+            raise _to_type(["export what"], "export", ["RUN", "format=onnx"])
+        if command == "recipes":  # has keys among its words
+            rest = [word.text if word.fine else word.typed for word in spelled(rest)]
+        if command in ("export", "cache", "prove"):
+            rest = [word.text for word in spelled(rest)]
+        return command, rest
+    if not rest:
+        raise _to_type(fixes or [f"{command} what"], command, WANTS[command])
+    listed = spelled(rest)
+    around = Around(command, OWN[command], {word.key: word.value for word in listed if word.key})
+    kept: list[str] = []
+    roots: list[str] = []
+    odd: list[tuple[Word, str]] = []
+    trains = any(FLAG_COMMANDS.get(word.key) == "train" and not word.fine for word in listed)
+    for word in listed:
+        switch = FLAG_COMMANDS.get(word.key, "") if word.typed.startswith(tuple(DASHES)) and not word.fine else ""
+        if switch and trains and switch != "train":
+            fixes.append(Fix(word.typed, (), f"{AFTERWARDS.get(switch, 'a command of its own')}: leave it out"))
+            continue
+        if switch:
+            command = switch
+            fixes.append(Fix(word.typed, (command,)))
+            continue
+        fix = _fix(word, around) if word.key else bare_fix(word.typed, around, [word.typed for word in listed])
+        if fix is not None:
+            fixes.append(fix)
+        elif (why := _unknown(word)) is not None:
+            odd.append((word, why))
+        kept += fix.words if fix is not None else [word.text]
+        if fix is not None and not word.key:
+            roots += [one for one in fix.words if one.startswith("data.root=")]
+    if not fixes:
+        return command, [word for place, word in enumerate(kept) if "=" not in word or word not in kept[:place]]
+    fixes += [Fix(word.typed, (), why) for word, why in odd]
+    kept = [word for word in kept if word not in [word.text for word, _ in odd]]
+    if command not in OWN:
+        kept = []
+    elif command in ("evaluate", "predict"):
+        kept = [word for word in kept if not word.startswith(("recipe=", "nproc="))]
+        given = {word.partition("=")[0] for word in kept}
+        kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
+    fixes += _contradictions(kept, roots)
+    kept += [root for root in roots if root in kept]  # of several folders and files, wherever the others stand
+    kept = list({word.partition("=")[0]: word for word in kept}.values())
+    unread = dict(_unread(kept)) if command in ("train", "compare", "plan") else {}
+    fixes += [Fix(word, (), f"does nothing with {why}: leave it out") for word, why in unread.items()]
+    kept = [word for word in kept if word not in unread]
+    raise _to_type(fixes, command, kept or WANTS.get(command, ()))
+
+
+def _check_key_name(name: str) -> None:
+    """Refuse another program's name for a key, where the reference is asked for it."""
+    own = {part for key in keys() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
+    ours = our_name(name.replace("-", "_"), ())
+    if name not in own and ours in keys():
+        raise _to_type([f"'{name}' is {ours}"], "recipes", ["keys", ours])
+
+
+def _to_type(fixes: Sequence[Fix | str], command: str, words: Sequence[str]) -> RecipeError:
+    shown = [] if command == "train" and words and "=" in words[0] else [command]
+    told = "; ".join(dict.fromkeys(map(str, fixes)))
+    mark = "?" if told == f"{command} what" else ":"
+    return RecipeError(f"{told}{mark} type {shlex.join([*shlex.split(program()), *shown, *words])}")
+
+
+def _command(words: Sequence[str]) -> tuple[str, list[str], list[Fix | str]]:
+    """The command, its words, and what was wrong with how it was named."""
+    first, rest = words[0], list(words[1:])
+    plain = first.lower().lstrip(DASHES)
+    if first in COMMANDS:
+        return first, rest, []
+    if first in ("--version", "-V"):
+        return "version", [], []
+    if spelled(words)[0].key and list(words[:2]) != ["-m", "trainer"]:
+        return "train", list(words), []
+    if plain in COMMANDS:
+        return plain, rest, [Fix(first, (plain,))]
+    if Path(first.replace("\\", "/")).name in PROGRAMS or first.endswith(".py") or first == "-m":
+        again = (word for word in rest if word in LAUNCHING or Path(word).name in PROGRAMS or word.endswith(".py"))
+        dropped = [first, *again]
+        rest = [word for word in rest if word not in dropped]
+        command = rest.pop(0) if rest and rest[0] in COMMANDS else "train"
+        return command, rest or [*WANTS.get(command, ())], [Fix(shlex.join(dropped), (), f"the program is {program()}")]
+    if plain in SENTENCES:
+        raise RecipeError(f"'{first}' is not a command: {SENTENCES[plain]}")
+    if plain in OTHER_COMMANDS:
+        target = shlex.split(OTHER_COMMANDS[plain])
+        command, own = ("train", target) if "=" in target[0] else (target[0], target[1:])
+        own = own if not rest else [*rest, *own[1:]] if command == "export" else rest
+        return command, own, [Fix(first, (command,) if own is not target else tuple(target))]
+    if bare_fix(first, Around("train", OWN["train"]), []) is not None:
+        return "train", list(words), []
+    guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
+    hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
+    raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
+
+
+def _unread(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Words that the optimizer or the schedule of a command does not read, each with whose choice that is."""
+    said = {key: value for key, _, value in (word.partition("=") for word in words)}
+    try:
+        recipe = flatten(load(said.get("recipe")).to_dict())
+    except RecipeError:
+        return
+    for key in sorted(said.keys() & READERS.keys()):
+        chooser = f"{key.partition('.')[0]}.name"
+        chosen = said.get(chooser, recipe[chooser])
+        if any(chosen in names for names in READERS.values()) and chosen not in READERS[key]:
+            yield f"{key}={said[key]}", f"{chooser}={chosen}"
+
+
+def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Fix]:
+    """Keys that two words set, each to another value, of which only the last can be told to type."""
+    values: dict[str, list[str]] = {}
+    for key, equals, value in (word.partition("=") for word in words):
+        if equals and value not in values.setdefault(key, []):
+            values[key].append(value)
+    for key, said in values.items():
+        if len(said) > 1 and not (key == "data.root" and roots):
+            yield Fix(key, (), f"given as {' and as '.join(said)}: keep the one that is meant")
+
+
+def _fix(word: Word, around: Around) -> Fix | None:
+    """What to type for a word that sets something; None where it is right, or the recipe has to say what is wrong."""
+    found = meaning(word.key, word.value, around)
+    if found is not None:
+        return Fix(word.typed, found.words, found.note)
+    return None if word.fine or not is_name(word.key) else Fix(word.typed, (word.text,))
+
+
+def _unknown(word: Word) -> str | None:
+    """Why a word can be left out of what is told to type; None where only the recipe can tell what is wrong."""
+    if not word.key:
+        return None if word.typed in FLAGS else "not key=value, as in epochs=10"
+    if word.key in keys() and (told := unknown(word.key, word.value)) is not None:
+        return told.note
+    if is_name(word.key):
+        return None
+    guess = misspelt(word.key, keys())
+    return "no key" + (f"; did you mean {guess}?" if guess else "")

@@ -1,0 +1,152 @@
+"""Words as they lie on the command line, brought to key=value: options with dashes, blanks around "=", pairs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.cli.known_keys import OWN, choices, is_name, is_path_or_text, keys, our_name
+
+DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # pages and word processors make others of a hyphen
+QUOTES = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
+QUOTES += "\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}`"
+VALUED = {word for words in OWN.values() for word in words}
+FLAGS = ("--help", "-h", "--json", "--version", "-V")  # ours, as they are
+
+
+@dataclass(frozen=True)
+class Word:
+    """What was typed, and what it says.
+
+    Attributes:
+        typed: as it was typed, several words joined by blanks.
+        key, value: what it sets; key is empty where it sets nothing.
+        fine: it is taken like this; otherwise the user is told how it is written.
+    """
+
+    typed: str
+    key: str = ""
+    value: str = ""
+    fine: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.key}={self.value}" if self.key else self.typed
+
+
+def tidied(words: Sequence[str]) -> list[str]:
+    """The words without what is not seen: blanks around them, and the line ends of a script that Windows wrote.
+
+    Blanks at the end of a value stay, and those of a file that is there.
+    """
+    kept = [word for word in words if not word or word.strip(" \t\r\n,;")]
+    return [_tidied(word) for word in kept]
+
+
+def _tidied(word: str) -> str:
+    if os.path.lexists(word):
+        return word
+    return word.lstrip().rstrip("\r") if "=" in word else word.strip()
+
+
+def spelled(words: Sequence[str]) -> list[Word]:
+    """The words with dashes, blanks and quotes brought to key=value.
+
+    Taken as they are: `--key=value`, `--key value`, `key = value`, and dashes within a key. Not so, for these are slips
+    or another program's way: `key value`, `key: value`, `--flag`, `+key=value`, capitals, printers' quotes.
+    """
+    found, rest = [], deque(words)
+    while rest:
+        word = rest.popleft()
+        taken, count = _taken(word, rest)
+        for _ in range(count):
+            rest.popleft()
+        found.append(taken)
+    return found
+
+
+def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
+    """What a word says with those after it, and how many of them it needs."""
+    following = rest[0] if rest else ""
+    if word in FLAGS or not word.strip(DASHES):
+        return Word(word), 0
+    if word[0] in "\"'" and word[-1] == word[0] and "=" in word:
+        key, _, value = word[1:-1].partition("=")
+        return _set(word, key, value, fine=False), 0
+    opened = "=[" in word and "]" not in word and not is_path_or_text(_name(word.partition("=")[0]))
+    closes = next((count for count, later in enumerate(rest, 1) if later.endswith("]")), 0) if opened else 0
+    if closes and not any("=" in later for later in [*rest][:closes]):
+        typed = " ".join((word, *[*rest][:closes]))
+        listed = re.sub(r"\[,|,\]", lambda found: found[0].strip(","), re.sub(r"[\s,]+", ",", typed))
+        key, _, value = listed.partition("=")
+        return _set(typed, key, value, fine=False), closes
+    if following == "=" and len(rest) > 1 and "=" not in word:
+        return _set(f"{word} = {rest[1]}", word, rest[1]), 2
+    if re.match("=[^=]", following) and "=" not in word:
+        return _set(f"{word} {following}", word, following[1:]), 1
+    if word[0] in DASHES:
+        return _option(word, rest)
+    key, equals, value = word.partition("=")
+    if equals and not value and _bare(following) and is_name(_name(key)):
+        return _set(f"{word} {following}", key, following), 1
+    if equals:
+        return _set(word, key, value), 0
+    key, colon, value = word.partition(":")
+    if colon and len(key) > 1 and is_name(_name(key)) and (value or _bare(following)):
+        typed = word if value else f"{word} {following}"
+        return _set(typed, key, value or following, fine=False), int(not value)
+    if len(word) > 1 and is_name(_name(word)) and _bare(following) and not is_name(_name(following)):
+        return _set(f"{word} {following}", word, following, fine=False), 1
+    return Word(word), 0
+
+
+def _option(word: str, rest: Sequence[str]) -> tuple[Word, int]:
+    following = rest[0] if rest else ""
+    key, equals, value = word.partition("=")
+    if equals:
+        return _set(word, key, value), 0
+    attached = re.fullmatch(r"-([A-Za-z])(\d[\w.]*)", word)  # -j4
+    if attached and is_name(attached[1]):
+        return _set(word, attached[1], attached[2], fine=False), 0
+    name = _name(word)
+    sizes = list(itertools.takewhile(str.isdigit, rest)) if our_name(name, ()) == "data.image_size" else []
+    if len(sizes) > 1:  # --input-size 3 224 224
+        return _set(" ".join((word, *sizes)), word, ",".join(sizes), fine=False), len(sizes)
+    if _bare(following) and choices().get(name, ())[:2] != ("true", "false"):
+        return _set(f"{word} {following}", word, following), 1
+    if name.startswith("no_") and is_name(name[3:]):
+        return Word(word, name[3:], "false", fine=False), 0
+    if (name in keys() and choices().get(name, ())[:2] != ("true", "false")) or name in VALUED:
+        return Word(word), 0  # a value is missing
+    return Word(word, name, "true", fine=False), 0
+
+
+def _set(typed: str, key: str, value: str, fine: bool = True) -> Word:
+    bare = key.lstrip(DASHES).replace("-", "_")
+    name = _name(key)
+    dotted = re.sub(r"\]?[\[/:]|__", ".", name).rstrip("]")
+    if dotted != name and is_name(dotted):  # optimizer/lr, optimizer[lr], optimizer__lr
+        name = dotted
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name):
+        return Word(typed)
+    kept = value
+    if not is_path_or_text(name):
+        kept = kept.strip(QUOTES).lstrip("=").rstrip(",;") if not value.startswith(("[", "{", "'", '"')) else value
+    elif len(value) > 1 and value[0] in QUOTES and value[-1] in QUOTES:
+        kept = value[1:-1]
+    return Word(typed, name, kept, fine and (bare, value) == (name, kept))
+
+
+def _name(key: str) -> str:
+    """A key as we write it: no dashes, blanks, quotes, plus signs of hydra or capitals."""
+    name = key.strip(QUOTES).lstrip(DASHES + "+~/").replace("-", "_").strip(QUOTES + "'\"")
+    return name.lower() if name not in keys() and is_name(name.lower()) else name
+
+
+def _bare(word: str) -> bool:
+    """Whether a word can be the value of the one before it."""
+    return bool(word) and "=" not in word and (word[0] not in DASHES or word[1:2].isdigit())

@@ -1,0 +1,151 @@
+"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table.
+
+Each mode runs as a user would start it, in a process of its own.
+Imports: errors, recipe, devices, processes, saving, launch, telemetry, training, planning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.commands.compare import entries
+from trainer.commands.compare.comparing import Comparison
+from trainer.commands.compare.comparison_folder import claim
+from trainer.commands.compare.comparison_report import Asked, ComparisonReport
+from trainer.errors import RecipeError
+from trainer.launch import launching
+from trainer.processes.rank import place
+from trainer.recipe import Recipe, shipped_recipes
+from trainer.recipe import load as load_recipe
+from trainer.recipe.recipe_words import split_words
+from trainer.saving.run_folder import write_atomically
+
+__all__ = ["command", "compare"]
+
+
+def command(words: Sequence[str]) -> int:
+    """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
+    own, rest = split_words(words, entries.OWN_WORDS)
+    report = compare(
+        own.get("recipe", ""),
+        entries.parse_modes(own["modes"]) if "modes" in own else None,
+        words=rest,
+        repeats=_whole("repeats", own["repeats"]) if own.get("repeats", "auto") != "auto" else None,
+        sweep=own.get("sweep"),
+        nproc=_whole("nproc", own["nproc"]) if "nproc" in own else None,
+        plugin=own.get("plugin"),
+        output=own.get("output"),
+        resume=own.get("resume"),
+        steps=_whole("steps", own["steps"]) if "steps" in own else None,
+    )
+    if any(row["samples_per_sec"] for row in report["entries"]):
+        return 0
+    codes = [row["exit_code"] for row in report["entries"] if row["exit_code"]]
+    if not codes:
+        raise RecipeError("no run was long enough to have a speed: raise max_steps, epochs or steps")
+    return int(codes[0])
+
+
+def compare(
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    modes: Sequence[str] | str | None = None,
+    *,
+    words: Sequence[str] = (),
+    repeats: int | None = None,
+    sweep: str | None = None,
+    nproc: int | None = None,
+    plugin: str | None = None,
+    output: str | Path | None = None,
+    resume: str | None = None,
+    steps: int | None = None,
+    predicted: Mapping[str, float] | None = None,
+) -> ComparisonReport:
+    """Run every entry several times in fresh processes and return what compare.json holds.
+
+    Args:
+        recipe: as for `train`: a name, a YAML file, a run folder, a dictionary or a recipe.
+        modes: the entries, a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one
+            of `mode=` in words, the recipe's in a sweep, else all seven.
+        words: key=value of the recipe, for every entry.
+        repeats: of each entry; None: 5, and up to 15 as long as a difference of 10 % could hide in their spread.
+        sweep: "key:[values]": every mode at each value of one key.
+        nproc: ranks of the modes that have several; None: a rank a device, two on the CPU.
+        output: the comparison's folder; None: runs/compare-<recipe>-<time>.
+        resume: "auto" continues the comparison in `output`: finished repeats stay.
+        steps: measured ones of a run; None: about as many as take 4 s, or what max_steps and epochs in words say.
+        predicted: images/s by entry, for a column beside the measured ones.
+
+    Raises:
+        RecipeError: nothing could run with these words.
+        FolderInUseError: the folder holds a comparison, or another run writes there.
+        Interrupted: Ctrl-C; the tables hold what was done before.
+    """
+    recipe = str(recipe) if isinstance(recipe, Path) else recipe
+    if isinstance(recipe, Mapping):
+        recipe = load_recipe(recipe)
+    modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
+    _check_kinds(words, sweep, output)
+    output = None if output is None else str(output)
+    repeats, nproc, steps = (
+        None if value is None else _whole(key, str(value))
+        for key, value in (("repeats", repeats), ("nproc", nproc), ("steps", steps))
+    )
+    _check_words(recipe, output, resume)
+    swept = entries.parse_sweep(sweep) if sweep else None
+    source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
+    found = entries.entries(source, words, modes, swept, str(nproc) if nproc else None, plugin)
+    base = load_recipe(source, *words)
+    name = recipe.name if isinstance(recipe, Recipe) else base.name
+    launching.load_plugin(plugin)
+    asked: Asked = {
+        "recipe": recipe if isinstance(recipe, str) else base.to_dict(),
+        "modes": list(modes) if modes is not None else None,
+        "words": sorted(words),
+        "sweep": sweep,
+        "nproc": nproc,
+        "plugin": plugin,
+        "steps": steps,
+        "repeats": repeats,
+        "settings": base.replace(output=None, resume=None).model_dump(mode="json"),
+    }
+    with claim(output, name, resume is not None, asked) as folder:
+        word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
+        return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run()
+
+
+def _check_kinds(words: object, sweep: object, output: object) -> None:
+    """Raises RecipeError for what a program hands over as something else."""
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise RecipeError(f"words= is a list, as in words=['epochs=2'], not {type(words).__name__}")
+    if not isinstance(sweep, str | None):
+        raise RecipeError(f"sweep= is text, as in sweep='batch_size:[32,64]', not {type(sweep).__name__}")
+    if not isinstance(output, str | Path | None):
+        raise RecipeError(f"output= is a folder's name, not {type(output).__name__}")
+
+
+def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:
+    """Raises RecipeError where words are missing or contradict each other, before anything is read."""
+    if place().launched:
+        raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
+    if not recipe:
+        raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
+    if resume not in (None, "auto"):
+        raise RecipeError(f"resume={resume} must be auto")
+    if resume and not output:
+        raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
+
+
+def _recipe_file(folder: Path, recipe: Recipe) -> str:
+    """A recipe of the Python API as a file, for the command line."""
+    file = folder / f"{recipe.name}.yaml"
+    write_atomically(file, recipe.replace(output=None, resume=None).to_yaml())
+    return str(file)
+
+
+def _whole(key: str, text: str) -> int:
+    if not re.fullmatch(r"\d{1,6}", text) or int(text) < 1:
+        raise RecipeError(f"{key}={text[:40]} must be a whole number, 1 or more")
+    return int(text)

@@ -1,0 +1,208 @@
+"""One comparison from its checks to its pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.commands.compare import comparison_plots, comparison_table, ranking, running, significance
+from trainer.commands.compare.comparison_folder import previous
+from trainer.commands.compare.comparison_report import Asked, ComparisonReport
+from trainer.commands.compare.conditions import Others, this_machine
+from trainer.commands.compare.entries import Entry, Sweep
+from trainer.commands.compare.exactness import batch_dependent
+from trainer.commands.compare.predictions import predictions
+from trainer.commands.compare.running import Failed, Length, Repeats, Runner
+from trainer.errors import Interrupted
+from trainer.processes.started import as_typed
+from trainer.recipe import Recipe
+
+START = 4.0  # seconds, about, before a process has its libraries
+
+
+class Comparison:
+    """One comparison under way."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        base: Recipe,
+        entries: list[Entry],
+        sweep: Sweep | None,
+        asked: Asked,
+        word: str,
+        predicted: Mapping[str, float],
+    ) -> None:
+        self.folder, self.name, self.base, self.entries, self.sweep = folder, name, base, entries, sweep
+        self.asked, self.predicted = asked, predicted
+        self.runner = Runner(folder, word, asked["plugin"])
+        self.rows = [Repeats(error=entry.problem) for entry in entries]
+        self.parts = _parts(entries)
+        self.repeats: int = asked["repeats"] or significance.LOOKS[0]  # so far
+        kept: Any = previous(folder).get("length")
+        whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
+        whole = whole and all(isinstance(number, int) and number > 0 for number in kept.values())
+        self.length: Length | None = Length(**kept) if whole else None
+        self.begun, self.others = time.perf_counter(), Others()
+        self.able, self.done = sum(row.error is None for row in self.rows), 0  # entries, runs
+
+    def run(self) -> ComparisonReport:
+        """From the checks to the pictures."""
+        status = "failed"
+        try:
+            self._measure()
+            status = "completed"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            where = f"output={self.folder} resume=auto"
+            raise Interrupted(f"stopped by Ctrl-C; what was done is in {self.folder}: continue with {where}") from None
+        finally:
+            found = self._write(status)
+            colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+            print("\n" + comparison_table.as_text(found, colour), flush=True)
+            files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(found))]
+            _say(f"  tables   {', '.join(files)}")
+            _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
+        return found
+
+    def _measure(self) -> None:
+        _say(f"comparing {self.name}: {len(self.entries)} entries x {self.repeats} repeats, in {self.folder}")
+        for entry in self.entries:
+            how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
+            _say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
+        self._round(0)
+        checked = [row.results[0] for row in self.rows if 0 in row.results]
+        if not checked:
+            return
+        fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
+        self.length = self.length or running.choose_length(self.base, checked, self.asked["steps"], fixed)
+        self._write("running")
+        _say(f"{self.length.steps} steps a run; about {self._left() / 60:.0f} min to go")
+        for repeat in self._rounds():
+            self._round(repeat)
+            self._write("running")
+        timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
+        _say("held against what plan predicts, for which it measures a few seconds")
+        self.predicted = {**predictions(self.entries, timed, self.asked["plugin"]), **self.predicted}
+
+    def _rounds(self) -> Iterator[int]:
+        """As many as were asked for; else some, and more as long as a difference that matters could hide."""
+        yield from range(1, self.repeats + 1)
+        for enough in () if self.asked["repeats"] else significance.LOOKS[1:]:
+            hiding = significance.unclear(
+                ranking.sound(*ranking.tabulate(self.entries, self.rows, self.parts, {}, self._error()))
+            )
+            if not hiding:
+                return
+            pair = f"{hiding[0].second} and {hiding[0].first}"
+            _say(f"a difference of {significance.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
+            done, self.repeats = self.repeats, enough
+            yield from range(done + 1, enough + 1)
+
+    def _error(self) -> float:
+        """Every look may err."""
+        return significance.ERROR / (1 if self.asked["repeats"] else len(significance.LOOKS))
+
+    def _both(self) -> Iterator[tuple[Entry, Repeats]]:
+        return zip(self.entries, self.rows, strict=True)
+
+    def _left(self) -> float:
+        """Seconds that the timed runs will take, as the checks were: a start, and steps."""
+        assert self.length is not None
+        left = 0.0
+        for result in (row.results[0] for row in self.rows if row.error is None):
+            step = result["step_time_s"]["mean"] if result["step_time_s"] else 0.0
+            left += START + result["seconds"] + (self.length.steps - result["steps"]) * step
+        return left * self.repeats
+
+    def _round(self, repeat: int) -> None:
+        """A B C: whatever changes in the machine from one round to the next meets all. Who has failed is left out."""
+        for entry, rows in self._both():
+            if rows.error is not None:
+                continue
+            begun = time.perf_counter()
+            try:
+                if repeat == 0:
+                    running.run_check(self.runner, entry, rows)
+                    if entry.traits.reference and not self.parts[entry.name]:
+                        running.run_rounded(self.runner, entry, rows)
+                elif self.length is not None:
+                    running.run_timed(self.runner, entry, rows, repeat, self.length)
+                speed = rows.speeds.get(repeat)
+                news = f"{comparison_table.number(speed)} images/s" if speed else "done"
+            except Failed as error:
+                rows.error = (str(error), error.code)
+                news = f"exit {error.code}: {error}"
+            self.done += 1
+            total = (self.repeats + 1) * self.able
+            what = f"repeat {repeat}" if repeat else "check of the losses"
+            _say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s")
+
+    def _write(self, status: str) -> ComparisonReport:
+        """The tables, with what there is so far."""
+        rows, pairs = ranking.tabulate(self.entries, self.rows, self.parts, self.predicted, self._error())
+        runs = [result for row in self.rows for result in row.results.values()]
+        found: ComparisonReport = {
+            "recipe": self.name,
+            "status": status,
+            "command": self._command(),
+            "asked": self.asked,
+            "length": self.length.to_dict() if self.length else None,
+            "repeats": max((row["repeats"] for row in rows), default=0),
+            "steps": self.length.steps if self.length else None,
+            "warmup_steps": self.base.logging.warmup_steps,
+            "batch_size": self.base.batch_size,
+            "model": self.base.model.name,
+            "sweep": {"key": self.sweep.key, "values": list(self.sweep.values)} if self.sweep else None,
+            "entries": rows,
+            "pairs": pairs,
+            "conclusion": [*ranking.conclusion(rows, pairs), *self.others.words()],
+            "other_programs_cores": self.others.cores(),
+            "machine": this_machine(),
+            "versions": runs[0]["versions"] if runs else {},
+            "seconds": time.perf_counter() - self.begun,
+        }
+        comparison_table.write_tables(self.folder, found)
+        return found
+
+    def _draw(self, found: ComparisonReport) -> list[Path]:
+        """Pictures must not hide what came before them."""
+        try:
+            made = comparison_plots.draw(self.folder, found, self.entries, self.sweep)
+            comparison_plots.to_tensorboard(self.folder, found, self.entries, made)
+        except Exception as error:
+            _say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
+            return []
+        return made
+
+    def _command(self) -> str:
+        asked = self.asked
+        words = [self.runner.first[0]]
+        if asked["modes"] is not None:
+            words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
+        own = {"sweep": asked["sweep"], "nproc": asked["nproc"], "plugin": asked["plugin"], "steps": asked["steps"]}
+        words += [f"{key}={value}" for key, value in {**own, "repeats": asked["repeats"]}.items() if value]
+        return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
+
+
+def _parts(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """What in each entry's model depends on how a batch is divided."""
+    models: dict[str, list[str]] = {}
+    found = {}
+    for entry in entries:
+        key = entry.recipe.model.model_dump_json()
+        if key not in models:
+            models[key] = batch_dependent(entry.recipe)
+        found[entry.name] = models[key]
+    return found
+
+
+def _say(text: str) -> None:
+    print(as_typed(text), flush=True)

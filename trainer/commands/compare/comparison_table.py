@@ -1,0 +1,164 @@
+"""The table for terminals, scripts and issues: text, compare.csv, compare.json, compare.md."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
+from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
+from trainer.processes.started import as_typed
+from trainer.saving.run_folder import write_atomically
+
+RED, PLAIN = "\033[31m", "\033[0m"
+CSV_COLUMNS = (
+    "entry", "mode", "value", "words", "ranks", "threads", "repeats", "samples_per_sec", "samples_per_sec_std", "ratio",
+    "ratio_low", "ratio_high", "reference", "compared", "step_time_s", "peak_memory_bytes", "train_loss", "val_top1",
+    "exactness", "deviation", "label", "error", "exit_code", "predicted_samples_per_sec",
+)  # fmt: skip
+
+
+def write_tables(folder: Path, report: ComparisonReport) -> None:
+    """compare.json, compare.csv and compare.md, each replaced at once."""
+    from trainer.telemetry.tracking import without_nan  # with torch, which a wrong word need not wait for
+
+    plain: ComparisonReport = without_nan(report)
+    write_atomically(folder / "compare.json", json.dumps(plain, indent=2, allow_nan=False) + "\n")
+    write_atomically(folder / "compare.csv", as_csv(plain["entries"]))
+    write_atomically(folder / "compare.md", as_markdown(plain))
+
+
+def as_csv(rows: Sequence[EntryFigures]) -> str:
+    """One line an entry, a column for each of CSV_COLUMNS."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        speed, ratio, compared = row["samples_per_sec"], row["ratio"], row["compared"]
+        flat = {
+            "words": " ".join(row["words"]),
+            "samples_per_sec": speed["mean"] if speed else None,
+            "samples_per_sec_std": speed["std"] if speed else None,
+            "ratio": ratio["median"] if ratio else None,
+            "ratio_low": ratio["low"] if ratio else None,
+            "ratio_high": ratio["high"] if ratio else None,
+            "compared": compared["verdict"] if compared else None,
+            "peak_memory_bytes": max(row["peak_memory_bytes"].values(), default=None),
+            "exactness": row["exactness"]["text"],
+            "deviation": row["exactness"]["deviation"],
+        }
+        writer.writerow({**row, **flat})
+    return text.getvalue()
+
+
+def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
+    """The table in words, its head first."""
+    references = list(dict.fromkeys(row["reference"] for row in rows))
+    to = references[0] if len(references) == 1 else "single"
+    head = [
+        "entry",
+        "ranks x threads",
+        "images/s",
+        f"ratio to {to}",
+        "",
+        "step ms",
+        "peak GiB",
+        "loss",
+        "maths",
+        "note",
+    ]
+    predicted = any(row["predicted_samples_per_sec"] is not None for row in rows)
+    table = [head + ["predicted"] * predicted]
+    for row in rows:
+        speed, ratio = row["samples_per_sec"], row["ratio"]
+        peak = max(row["peak_memory_bytes"].values(), default=None)
+        cells = [
+            row["entry"],
+            f"{row['ranks']} x {row['threads']}" if speed or not row["error"] else "-",
+            spread(speed["mean"], speed["std"]) if speed else "-",
+            f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-",
+            row["compared"]["verdict"] if row["compared"] else "",
+            number(1e3 * row["step_time_s"]) if row["step_time_s"] else "-",
+            f"{peak / 2**30:.2f}" if peak else "-",
+            f"{row['train_loss']:.4f}" if row["train_loss"] is not None else "-",
+            row["exactness"]["text"],
+            f"exit {row['exit_code']}: {row['error']}" if row["error"] else row["label"],
+        ]
+        expected = row["predicted_samples_per_sec"]
+        table.append([*cells, *[number(expected) if expected is not None else "-"] * predicted])
+    return table
+
+
+def as_text(report: ComparisonReport, colour: bool = False) -> str:
+    """The table for a terminal; errors and long notes stand below it. Rows that disagree are red."""
+    table = columns(report["entries"])
+    notes: list[str] = []
+    for row, cells in zip(report["entries"], table[1:], strict=True):
+        if len(cells[9]) > len("CPU stand-in"):
+            notes.append(f"{row['entry']}: {cells[9]}")
+            cells[9] = f"exit {row['exit_code']}" if row["error"] else cells[9].partition(":")[0]
+    widths = [max(len(cells[n]) for cells in table) for n in range(len(table[0]))]
+    right = {2, 5, 6, 7}
+    lines = []
+    for position, cells in enumerate(table):
+        padded = (
+            cell.rjust(width) if n in right else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            if width
+        )
+        line = as_typed("  ".join(padded).rstrip())
+        wrong = position > 0 and report["entries"][position - 1]["exactness"]["verdict"] == "disagrees"
+        lines.append(f"{RED}{line}{PLAIN}" if wrong and colour else line)
+    return "\n".join([*lines, "", *map(as_typed, (*notes, *report["conclusion"]))])
+
+
+def as_markdown(report: ComparisonReport) -> str:
+    """To paste into an issue: command, table, what it says, how it was measured, machine, versions."""
+    head, *rest = columns(report["entries"])
+    head = [cell or "compared" for cell in head]
+    lines = [f"### {report['recipe']}: {len(rest)} ways compared", "", f"    {report['command']}", ""]
+    lines += [_row(head), _row(["---"] * len(head))]
+    for row, cells in zip(report["entries"], rest, strict=True):
+        wrong = row["exactness"]["verdict"] == "disagrees"
+        lines.append(_row([f"**{cell}**" if wrong and cell else cell.replace("|", "\\|") for cell in cells]))
+    lines += ["", *(f"- {sentence}" for sentence in report["conclusion"]), "", method(report), ""]
+    machine, memory = report["machine"], report["machine"]["memory_bytes"]
+    parts = [machine["cpu"], f"{machine['cores']} cores", f"{memory / 2**30:.0f} GiB" if memory else ""]
+    parts += [*machine["gpus"], machine["system"]]
+    lines += [f"Machine: {', '.join(filter(None, parts))}."]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    return "\n".join([*lines, f"Versions: {versions}.", ""])
+
+
+def method(report: ComparisonReport) -> str:
+    """How the figures came about, and what they may be taken to say."""
+    runs = f"{report['repeats']} interleaved repeat{'s' * (report['repeats'] != 1)} in fresh processes"
+    looks = "" if report["asked"]["repeats"] else f", over looks after {', '.join(map(str, LOOKS))} repeats"
+    steps = f" of {report['steps']} steps" if report["steps"] else ""
+    size = f", {report['warmup_steps']} of them warm-up and left out, global batch {report['batch_size']}"
+    return (
+        f"{runs}{steps}{size}; images/s: mean +- standard deviation over repeats; ratio: median (least-greatest) of "
+        f"the repeats' ratios. A difference is shown where the confidence interval of the paired ratios lies beyond "
+        f"+-{MARGIN:.0%} (t-tests, plain and trimmed; all claims together wrong in at most {ERROR:.0%} of "
+        f"comparisons: Holm{looks}). Maths: the first losses against single's."
+    )
+
+
+def number(value: float) -> str:
+    """Three figures or more, thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def spread(mean: float, std: float | None) -> str:
+    """Mean and standard deviation, with as many decimals; without the latter where there is none."""
+    shown = number(mean)
+    if std is None:
+        return shown
+    return f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,41 @@
+"""`python -m trainer doctor`: what this machine offers to training, and what is wrong with it.
+
+It repairs nothing.
+Imports: errors, recipe, devices, processes, data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.commands.doctor import machine, software
+from trainer.commands.doctor.device_checks import look_at_cards
+from trainer.commands.doctor.findings import Findings
+from trainer.errors import RecipeError, SetupError
+from trainer.processes import fork_server
+from trainer.processes.started import as_typed
+
+
+def command(words: Sequence[str]) -> int:
+    """Print everything that the checks at a run's start see; 0, or 3 where something is wrong."""
+    if words:
+        raise RecipeError(f"doctor takes no words, and '{words[0][:80]}' is one: type python -m trainer doctor")
+    found = examine()
+    print(as_typed(found.text()), flush=True)
+    return SetupError.code if found.problems else 0
+
+
+def examine() -> Findings:
+    """Look at everything. What fails becomes a problem of one line, and the rest goes on."""
+    found = Findings()
+    found.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
+    if found.trying("software", software.versions, found):
+        found.trying("gloo", software.processes, found)
+        cards = found.trying("cards", look_at_cards, found) or 0
+        found.trying("NCCL", software.nccl, found, cards)
+        found.trying("processor", machine.precisions, found)
+        found.trying("shared memory", machine.try_loader_memory)
+    found.trying("machine", machine.resources, found)
+    found.trying("limits", machine.limits, found)
+    found.trying("environment", machine.variables, found)
+    return found

@@ -1,0 +1,141 @@
+"""Cores, memory, disk, limits, and the environment variables that change how training runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import resource
+import shutil
+import sys
+from contextlib import suppress
+
+from trainer.commands.doctor.findings import Findings
+from trainer.processes import world
+from trainer.processes.peers import shared_memory
+
+GIB = 2**30
+BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos
+OPEN_FILES = 512
+TELLING = re.compile(
+    r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|CUBLAS|HIP|ROCR|OMP|MKL|KMP|GOMP|TRAINER|SLURM|PET|UCX|TORCHELASTIC)_"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|(MASTER_(ADDR|PORT)|NPROC|NNODES|NODE_RANK|LD_LIBRARY_PATH|LD_PRELOAD)$"
+)
+SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
+
+
+def resources(found: Findings) -> None:
+    """What there is to compute and to store with."""
+    title = "machine"
+    found.row(title, "processor", f"{_processor()}, {os.cpu_count()} cores, {world.cores()} for this process")
+    quota = _cgroup("cpu.max", "cpu/cpu.cfs_quota_us")
+    if quota and not quota.startswith(("max", "-1")):
+        found.row(title, "cores' quota (cgroup)", _cores_of(quota))
+    found.row(title, "threads", _threads())
+    found.row(title, "memory", _memory())
+    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
+    if limit.isdigit() and int(limit) < 1 << 60:
+        found.row(title, "memory's limit (cgroup)", f"{int(limit) / GIB:.1f} GiB")
+    found.row(title, "/dev/shm", shared_memory())
+    usage = shutil.disk_usage(os.getcwd())
+    found.row(title, "disk of this folder", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
+    if usage.free < GIB:
+        found.problem("less than 1 GiB of disk is free here: free some, or train with output= on another disk")
+    if not os.access(".", os.W_OK):
+        found.problem(
+            f"nothing can be written into {os.getcwd()}: cd to a folder of yours, or train with output=FOLDER"
+        )
+
+
+def precisions(found: Findings) -> None:
+    """How fast the processor computes in numbers of 16 bits."""
+    from trainer.devices import precision  # needs torch
+
+    for name in precision.AUTOCAST:
+        times = precision.cpu_speed(name)
+        unclear = "not known: convolutions take too unevenly long, as beside other programs; try again"
+        text = unclear if math.isnan(times) else f"{times:.2g} times as fast as fp32, in a convolution on one core"
+        found.row("processor", name, text)
+
+
+def try_loader_memory() -> None:
+    """Raises SetupError where loader workers would find too little."""
+    from trainer.data.workers import worker_counts  # needs torch
+
+    worker_counts.check_shared_memory(BUFFERS)
+
+
+def limits(found: Findings) -> None:
+    """What the system allows this user."""
+    title = "limits"
+    for name, number, unit in (
+        ("open files", resource.RLIMIT_NOFILE, 1),
+        ("processes", resource.RLIMIT_NPROC, 1),
+        ("locked memory, MiB", resource.RLIMIT_MEMLOCK, 2**20),
+        ("address space, MiB", resource.RLIMIT_AS, 2**20),
+    ):
+        soft, hard = resource.getrlimit(number)
+        found.row(title, name, _limit(soft, unit) + (f" (at most {_limit(hard, unit)})" if soft != hard else ""))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        found.problem(f"only {soft} files may be open at once, too few for several processes: ulimit -n 4096")
+    pids = _cgroup("pids.max", "pids/pids.max")
+    if pids.isdigit():
+        found.row(title, "processes (cgroup)", pids)
+
+
+def variables(found: Findings) -> None:
+    """Environment variables that torch, NCCL, gloo or we read."""
+    for name in sorted(os.environ):
+        if TELLING.match(name) and not SECRET.search(name):
+            found.row("environment", name, os.environ[name][:300] or '""')
+
+
+def _limit(value: int, unit: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
+
+
+def _threads() -> str:
+    torch = sys.modules.get("torch")
+    count = getattr(torch, "get_num_threads", world.cores)()
+    return f"{count} in one process"
+
+
+def _processor() -> str:
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as info:
+        return next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+    return os.uname().machine
+
+
+def _memory() -> str:
+    found = {}
+    with suppress(OSError, ValueError), open("/proc/meminfo") as info:
+        for line in info:
+            name, _, rest = line.partition(":")
+            found[name] = int(rest.split()[0]) * 1024
+    if "MemAvailable" not in found:
+        return "unknown"
+    return f"{found['MemAvailable'] / GIB:.1f} of {found['MemTotal'] / GIB:.1f} GiB free"
+
+
+def _cgroup(new: str, old: str) -> str:
+    """A limit of this process's control group, as the kernel writes it; empty where there is none."""
+    paths = [f"/sys/fs/cgroup/{new}", f"/sys/fs/cgroup/{old}"]
+    with suppress(OSError), open("/proc/self/cgroup") as own:
+        for line in own:
+            _, controllers, path = line.strip().split(":", 2)
+            base = f"/sys/fs/cgroup/{old.partition('/')[0]}" if controllers else "/sys/fs/cgroup"
+            paths.insert(0, f"{base}{path}/{old.partition('/')[2] if controllers else new}")
+    for path in paths:
+        with suppress(OSError), open(path) as file:
+            text = file.read().strip()
+            if "cfs_quota" in path:
+                with suppress(OSError), open(path.replace("quota", "period")) as period:
+                    text += f" {period.read().strip()}"
+            return text
+    return ""
+
+
+def _cores_of(quota: str) -> str:
+    used, period = map(int, quota.split())
+    return f"{used / period:.1f} cores: more threads than that only wait (threads=)"

@@ -1,0 +1,173 @@
+"""A trained run, evaluated again: from its files alone, on other data or other devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from trainer import modes
+from trainer import recipe as recipes
+from trainer.data import Datasets, Loader, open_datasets
+from trainer.data.cache import as_stored
+from trainer.data.folders.splits import Before, held_out_of
+from trainer.errors import CheckpointError, RecipeError
+from trainer.models.zoo import initialise
+from trainer.modes import Context
+from trainer.processes.started import as_typed
+from trainer.processes.world import locate
+from trainer.recipe import Recipe
+from trainer.recipe.checks import check_processes
+from trainer.recipe.recipe_files import stored
+from trainer.recipe.schema import LARGEST_SIDE
+from trainer.saving.run_names import run_named
+from trainer.saving.weights import read_metadata, read_weights
+from trainer.training.evaluation import evaluate, metrics_of
+from trainer.training.same_images import check_same_images
+from trainer.training.wiring import model_of, start_process, task_of
+
+
+def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
+    """Evaluate a trained run again, in this process or as one of torchrun's ranks.
+
+    Args:
+        checkpoint: a run folder (its last weights) or its name below runs, one of its checkpoints, or a .safetensors
+            file of it.
+        words: `key=value` on top of the run's own recipe: where the data is, another batch size, devices.
+
+    Returns:
+        What `evaluate` returns, on every rank.
+
+    Raises:
+        RecipeError: it is no path, or the words mean nothing.
+        CheckpointError: no such checkpoint, or no recipe with it.
+    """
+    if not isinstance(checkpoint, str | Path):
+        given = f"not {type(checkpoint).__name__}"
+        raise RecipeError(f"evaluate() takes a run's folder or file of weights, as in evaluate('runs/x'), {given}")
+    path = run_named(str(checkpoint))
+    weights, metadata = read_weights(path)
+    recipe = recipe_of(path, metadata, words)
+    start_process(recipe)
+    world = locate(recipe)
+    rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
+    augment = {"crop": recipe.augment.crop}  # tells whether photos are read as they are needed
+    recipe = recipe.replace(
+        mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment=augment
+    )
+    check_processes(recipe, world.size)
+    data = opened_again(path, recipe, metadata)
+    task = task_of(recipe, data)
+    model = model_of(recipe, task, data, starting=False)
+    initialise(model, weights, str(path), whole=True)
+    world.connect(recipe.timeout)
+    check_same_images(world, data)
+    strategy = modes.create(Context(recipe, world, task, data.example(rows)))
+    strategy.setup(model)
+    loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
+    found = evaluate(strategy, loader.evaluation(), world)
+    loader.close()
+    if world.is_main:
+        told = task.told(metrics_of(found))
+        images = f"{found['val_samples']:,} held-out images of {data.name}"
+        print(as_typed(f"{path}: val {told} on {images}"), flush=True)
+    world.barrier()
+    world.close()
+    return found
+
+
+def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Datasets:
+    """The data set of weights at `path`, with the images held out that their run held out.
+
+    A split that the run made is in its folder, or drawn again from its seed. Of other images without a split, in
+    another folder than the run's, all are held out.
+
+    Raises:
+        CheckpointError: its classes are not those of the weights.
+    """
+    elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
+    data = open_datasets(recipe, Before(held_out_of(path), elsewhere))
+    told = metadata if "classes" in metadata else read_metadata(path)
+    try:
+        known = tuple(map(str, json.loads(told.get("classes", "null")) or data.classes))
+    except (ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: what it tells of its classes makes no sense") from None
+    if known != data.classes:
+        raise CheckpointError(f"{path} was trained on {_listed(known)}, and {data.split} holds {_listed(data.classes)}")
+    return as_stored(data, recipe)
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    return f"{len(classes)} classes ({', '.join(classes[:8])}{', ...' * (len(classes) > 8)})"
+
+
+def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -> Recipe:
+    """The recipe that weights were trained with: from their file, else from the run folder they lie in.
+
+    Its devices were those of the training; evaluation takes what is here, or what the words say.
+    """
+    anywhere = {"devices": "auto", "mode": "ddp"}
+    if "recipe" in metadata:
+        own = next((folder for folder in (path, path.parent) if (folder / "recipe.yaml").is_file()), None)
+        try:
+            written = recipes.load(stored(dict(json.loads(metadata["recipe"]))))
+            if own is not None:  # weights tell no paths, their run's folder does
+                data = recipes.load(str(own / "recipe.yaml")).data
+                written = written.replace(
+                    data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir
+                )
+        except (ValueError, TypeError, RecursionError) as error:  # a RecipeError too
+            raise CheckpointError(f"{path} holds a recipe that cannot be used ({error})") from None
+        return recipes.load({**written.to_dict(), **anywhere}, *words)
+    for folder in (path, *path.absolute().parents[:3]):
+        if (folder / "recipe.yaml").is_file():
+            return recipes.load({**recipes.load(str(folder / "recipe.yaml")).to_dict(), **anywhere}, *words)
+    raise CheckpointError(f"{path} has no recipe with it; give a run folder, as in checkpoint=runs/x")
+
+
+class ImageFacts(BaseModel):
+    """What weights tell of their classes and images, within bounds: the file may be damaged, or anyone's."""
+
+    classes: Annotated[tuple[str, ...], Field(max_length=2**20)]
+    mean: tuple[Annotated[float, Field(ge=-1e3, le=1e3, allow_inf_nan=False)], ...]
+    std: tuple[Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)], ...]
+    image_size: Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
+    shorter_side: Annotated[int, Field(ge=1, le=LARGEST_SIDE)] | None = None  # older files do not tell it
+    channels: Literal[1, 3]
+
+    @model_validator(mode="after")
+    def _fits(self) -> ImageFacts:
+        if not len(self.mean) == len(self.std) == self.channels:
+            raise ValueError("mean and std have other channels")
+        if not self.image_size <= (self.shorter_side or self.image_size) <= 2 * self.image_size:
+            raise ValueError("what is cut out is not within the image, or hardly a part of it")
+        return self
+
+    @classmethod
+    def of(cls, path: Path, facts: Mapping[str, str]) -> ImageFacts:
+        """
+        Raises:
+            CheckpointError: what they tell makes no sense.
+        """
+        try:
+            known = (f'"{key}":{facts[key]}' for key in cls.model_fields if key in facts)
+            return cls.model_validate_json("{" + ",".join(known) + "}")
+        except ValidationError:
+            raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
+
+
+def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
+    """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    for folder in (None, *path.absolute().parents[:2]):
+        if folder is not None and (folder / "last.safetensors").is_file():
+            facts = read_metadata(folder)
+        if "classes" in facts:
+            return facts
+    raise CheckpointError(f"{path} does not tell its classes; give a run folder or its last.safetensors")

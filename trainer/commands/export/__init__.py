@@ -1,0 +1,102 @@
+"""`python -m trainer export`: a trained model as a file that other programs run, checked against the model itself.
+
+What is wrong with the words is said before torch is imported.
+Imports: errors, recipe, saving, tasks, data, launch, models, training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer.errors import RecipeError, SetupError
+from trainer.launch import launching
+from trainer.recipe import nearest
+from trainer.recipe.recipe_words import split_words
+from trainer.saving.run_names import run_named
+
+SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2", "torchscript": ".torchscript", "safetensors": ".safetensors"}
+SYNONYMS = {"pt2": "exported_program", "export": "exported_program", "jit": "torchscript", "ts": "torchscript"}
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+EXAMPLE = "as in export runs/x format=onnx"
+
+
+def command(words: Sequence[str]) -> str:
+    """Export what the words name; returns what to print.
+
+    Raises:
+        RecipeError: the words mean nothing, or the format cannot express the model.
+        SetupError: a library is missing, or the file cannot be written.
+        CheckpointError: there are no such weights, or none that can be used.
+    """
+    own, rest = split_words(words, ("format", "output", "plugin", "checkpoint"))
+    run = _run([own["checkpoint"]] if "checkpoint" in own else [], rest)
+    rest = [word for word in rest if "=" in word]
+    kind = _format(own.get("format"), own.get("output"))
+    path = run_named(run)
+    target = Path(own["output"]).expanduser() if "output" in own else default_target(path, kind)
+    _check_target(target, kind)
+    launching.load_plugin(own.get("plugin"))
+    from trainer.commands.export import exporting
+
+    return exporting.export(path, kind, target, rest)
+
+
+def _run(named: list[str], rest: Sequence[str]) -> str:
+    runs = [*named, *(word for word in rest if "=" not in word)]
+    for word in runs:
+        if word in SUFFIXES or word.startswith("-"):
+            raise RecipeError(f"'{word[:80]}' is not understood: write export RUN format=NAME, {EXAMPLE}")
+    if len(runs) != 1:
+        raise RecipeError(f"export needs one run, {EXAMPLE}, not {len(runs)}; runs lists them")
+    return runs[0]
+
+
+def _format(asked: str | None, output: str | None) -> str:
+    """The format that `format=` names, or the one that `output=` ends with."""
+    if asked is None:
+        ends = Path(output).suffix if output else ""
+        found = [kind for kind, suffix in SUFFIXES.items() if suffix == ends]
+        if found:
+            return found[0]
+        raise RecipeError(f"export needs format=, one of {', '.join(SUFFIXES)}, {EXAMPLE}")
+    if asked not in SUFFIXES:
+        guess = SYNONYMS.get(asked.lower().lstrip(".")) or nearest(asked.lower().lstrip("."), SUFFIXES)
+        hint = f"; did you mean format={guess}?" if guess else ""
+        raise RecipeError(f"format={asked[:80]} is not one of {', '.join(SUFFIXES)}{hint}")
+    return asked
+
+
+def default_target(path: Path, kind: str) -> Path:
+    """model.onnx in the run folder; of best.safetensors model-best.onnx, of a checkpoint model-step-00000120.onnx."""
+    if (path / "last.safetensors").is_file() or not path.name:
+        return path / f"model{SUFFIXES[kind]}"
+    if path.is_dir():
+        home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        return home / f"model-{path.name}{SUFFIXES[kind]}"
+    stem = "" if path.stem == "last" else f"-{path.stem}"
+    return path.parent / f"model{stem}{SUFFIXES[kind]}"
+
+
+def _check_target(target: Path, kind: str) -> None:
+    """Before anything is computed.
+
+    Raises:
+        RecipeError: its name is of another format, or taken.
+        SetupError: its folder is not there, or what makes the format is not installed.
+    """
+    if target.suffix != SUFFIXES[kind]:
+        raise RecipeError(f"output={target}: files of format={kind} end with {SUFFIXES[kind]}")
+    if target.exists() or target.is_symlink():
+        raise RecipeError(f"{target} is there already: remove it, or choose another output=")
+    if target.parent.exists() and not target.parent.is_dir():
+        raise RecipeError(f"output={target}: {target.parent} is a file; choose another output=")
+    if not target.parent.is_dir() and target.parent.name:
+        raise SetupError(f"output={target}: there is no folder {target.parent}; make it, or choose another output=")
+    absent = [name for name in ONNX if kind == "onnx" and find_spec(name) is None]
+    if absent:
+        raise SetupError(f"format=onnx needs {', '.join(absent)}: pip install {' '.join(ONNX)}")
+
+
+__all__ = ["command"]

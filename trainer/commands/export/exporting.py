@@ -1,0 +1,127 @@
+"""Writing the file, holding its outputs against the model's, and saying what came of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from trainer.commands.export.export_source import ExportSource, load
+from trainer.commands.export.formats import WRITERS, Runner, quietly
+from trainer.errors import RecipeError, TrainerError, is_out_of_memory, text_of
+from trainer.saving.files import put, remove, writing
+from trainer.saving.locks import alone, unheld
+from trainer.saving.tensor_files import sync
+
+BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
+TOLERANCE = 1e-4  # of the largest output
+DRAFT, LOCK = ".export-", ".lock"  # a file's folder until it was checked; its lock is held as long
+INSTEAD = {
+    "onnx": "exported_program, torchscript or safetensors",
+    "exported_program": "torchscript or safetensors",
+    "torchscript": "exported_program or safetensors",
+    "safetensors": "exported_program",
+}
+
+
+def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
+    """Export the weights at `path`; returns what to print. The file has its name only once it was checked.
+
+    Raises:
+        CheckpointError: no usable weights.
+        RecipeError: the format cannot express the model.
+        SetupError, DiskFullError: the file cannot be written.
+    """
+    source = load(path, words)
+    folder = target.parent
+    with writing(folder, "the same words again"), _draft(folder) as draft:
+        written = draft / target.name
+        agreement = _checked(source, kind, written)
+        files = sorted(draft.iterdir(), key=lambda file: file == written)  # the model itself last
+        size = sum(file.stat().st_size for file in files)
+        for file in files:
+            sync(file)
+            put(file, folder / file.name)
+    return _told(source, path, kind, target, size, agreement)
+
+
+@contextmanager
+def _draft(folder: Path) -> Iterator[Path]:
+    """A folder in `folder` that is removed after the block; those that killed exports left behind are removed now."""
+    for left in folder.glob(f"{DRAFT}????????"):
+        with suppress(OSError), open(left / LOCK, "r+") as lock:  # one without is not ours
+            if alone(lock.fileno()):
+                remove(left)
+    made = Path(tempfile.mkdtemp(prefix=".exporting-", dir=folder))
+    home = made.with_name(made.name.replace(".exporting-", DRAFT))
+    try:
+        with open(unheld(made / LOCK)) as lock:
+            alone(lock.fileno())  # before it has the name that others look for
+            made.rename(home)
+            (home / "files").mkdir()
+            yield home / "files"
+    finally:
+        remove(made)
+        remove(home)
+
+
+def _checked(source: ExportSource, kind: str, path: Path) -> str:
+    """Write the file and run it; returns how far its outputs are from the model's.
+
+    Raises:
+        RecipeError: it cannot be written, cannot run, or computes something else.
+    """
+    name = source.recipe.model.name
+    try:
+        with torch.no_grad():
+            return _agreement(source, WRITERS[kind](source, path))
+    except TrainerError:
+        raise
+    except Exception as error:  # the exporters raise as many kinds as there are things that they cannot express
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
+        reason = " ".join(text_of(error).split())[:200] or "no reason given"
+        raise RecipeError(
+            f"format={kind} cannot express model.name={name} ({type(error).__name__}: {reason}): "
+            f"try format={INSTEAD[kind]}"
+        ) from None
+
+
+def _agreement(source: ExportSource, run: Runner) -> str:
+    worst, largest = 0.0, 0.0
+    for rows in BATCHES:
+        inputs = source.sample(rows, seed=rows)
+        wanted = source.model(inputs)
+        with quietly():
+            found = run(inputs)
+        if found.shape != wanted.shape:
+            raise ValueError(f"for {rows} samples it gives {tuple(found.shape)} instead of {tuple(wanted.shape)}")
+        difference = (found.double() - wanted.double()).abs().max().item()
+        worst, largest = max(worst, difference), max(largest, wanted.abs().max().item())
+        allowed = TOLERANCE * (wanted.abs().max().item() or 1.0)
+        if not difference <= allowed:
+            raise ValueError(f"for {rows} samples its outputs differ by {difference:.2g}, allowed is {allowed:.2g}")
+    sizes = ", ".join(map(str, BATCHES))
+    return (
+        f"with the model on random batches of {sizes}: outputs of up to {largest:.3g} differ by at most {worst:.2g}\n"
+        f"          (allowed: {TOLERANCE:g} of a batch's largest output)"
+    )
+
+
+def _told(source: ExportSource, path: Path, kind: str, target: Path, size: int, agreement: str) -> str:
+    shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
+    names = source.facts["classes"]
+    first = ", ".join(map(str, names[:5]))
+    lines = {
+        "file": f"{target}, {size / 1e6:,.1f} MB",
+        "input": f"{str(source.inputs.dtype).removeprefix('torch.')} ({shape}): {source.facts['input']}",
+        **({"resize": source.facts["resize"]} if "resize" in source.facts else {}),
+        "output": source.facts["output"],
+        "holds": f"{len(names)} names ({first}{', ...' * (len(names) > 5)}), mean, std and size",
+        "agrees": agreement,
+    }
+    head = f"exported {path} ({source.recipe.model.name}) as format={kind}"
+    return "\n".join([head, *(f"  {title:<7} {text}" for title, text in lines.items())]) + "\n"

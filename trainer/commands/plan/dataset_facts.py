@@ -1,0 +1,139 @@
+"""What is known of a data set without reading its images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer import tasks
+from trainer.data import Example, TensorSpec, open_datasets
+from trainer.data.encoded import EncodedPhotos
+from trainer.data.photos.photo_reader import TINY
+from trainer.data.sets import CLASS
+from trainer.data.shards.opening import there
+from trainer.errors import RecipeError
+from trainer.models.inputs import with_own_input
+from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe.checks import DATASETS, OWN_PHOTOS
+from trainer.tasks import Task
+from trainer.training.wiring import model_for
+
+# Training images, held-out images, classes, channels, pixels along a side.
+PUBLISHED = {
+    "mnist": (60_000, 10_000, 10, 1, 28),
+    "fashion_mnist": (60_000, 10_000, 10, 1, 28),
+    "cifar10": (50_000, 10_000, 10, 3, 32),
+    "cifar100": (50_000, 10_000, 100, 3, 32),
+}
+IMAGENET = (1000, 3, 224)
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """A data set's size and shape.
+
+    Attributes:
+        train, val: numbers of images; None where the folder is on another machine.
+        classes: of the data, or of the recipe's model where that says so; or a regression's values.
+        note: how it is known.
+        targets: of a sample.
+        plain: of a sample's inputs where they are no images.
+        photos: to train on, where they are files of this machine that are read as they are needed.
+    """
+
+    train: int | None
+    val: int | None
+    classes: int
+    channels: int
+    size: int
+    note: str
+    targets: TensorSpec = CLASS
+    plain: TensorSpec | None = None
+    photos: EncodedPhotos | None = None
+
+    def example(self, rows: int) -> Example:
+        """What a micro-batch of so many samples looks like."""
+        images = TensorSpec((self.channels, self.size, self.size), torch.float32)
+        return Example(rows, self.plain or images, self.targets, self.plain is None)
+
+    def task(self, recipe: Recipe) -> Task:
+        """The recipe's task; weights of classes change no figure of a plan."""
+        return tasks.create(recipe.replace(loss__class_weights=None), range_names(self.classes))
+
+    def model(self, recipe: Recipe, starting: bool) -> nn.Module:
+        """The recipe's model on the CPU, with its starting weights or without."""
+        task = self.task(recipe)
+        return model_for(recipe, task, self.classes, self.channels, self.size, self.plain, starting)
+
+
+def dataset_facts(recipe: Recipe) -> DatasetFacts:
+    """The recipe's images. Folders are counted, published sets have known sizes, and nothing is downloaded.
+
+    Raises:
+        RecipeError, SetupError: as training would, where that does not depend on this machine.
+    """
+    facts = _facts(with_own_input(recipe))
+    if facts.plain is not None or facts.targets != CLASS:
+        return facts
+    kind, told = tasks.kind(recipe), torch.zeros(1, dtype=torch.int64)
+    if recipe.data.labels is not None and kind.reads != "class":  # a table that is not on this machine
+        told = torch.zeros(1, facts.classes)
+    try:
+        example = kind.checked(told, range_names(facts.classes))
+    except ValueError as error:
+        raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
+    return replace(facts, targets=TensorSpec.of(example))
+
+
+def range_names(count: int) -> tuple[str, ...]:
+    """Names for classes of which only the number is known."""
+    return tuple(map(str, range(count)))
+
+
+def _is_here(data: DataRecipe) -> bool:
+    """Whether what data.root names is on this machine."""
+    root = str(data.root)
+    return there(root) if data.name == "shards" else Path(root).expanduser().is_dir()
+
+
+def _facts(recipe: Recipe) -> DatasetFacts:
+    data, wanted = recipe.data, recipe.model.num_classes
+    stands_in = data.name in OWN_PHOTOS and data.root is None and data.missing == "synthetic"
+    if data.name in PUBLISHED:
+        train, val, classes, channels, size = PUBLISHED[data.name]
+        return DatasetFacts(train, val, classes, data.channels or channels, data.image_size or size, "as published")
+    if data.name == "synthetic" or stands_in:
+        classes, channels, size = IMAGENET if stands_in else (10, 3, 32)
+        shape = (data.channels or channels, data.image_size or size)
+        if stands_in:  # a number of steps would be one of the stand-in's
+            return DatasetFacts(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
+        return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
+    if data.name in OWN_PHOTOS and data.root is not None and not _is_here(data):
+        classes, channels, size = IMAGENET
+        if tasks.kind(recipe).reads == "values":
+            classes = 1
+        shape = (data.channels or channels, data.image_size or size)
+        return DatasetFacts(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
+    cropped = recipe.augment.crop == "resized"
+    if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
+        recipe = recipe.replace(augment__crop="resized")
+    found = open_datasets(recipe)
+    return DatasetFacts(
+        len(found.train),
+        len(found.val),
+        len(found.classes),
+        found.channels,
+        found.image_size,
+        "counted here",
+        found.targets,
+        found.plain,
+        found.train if isinstance(found.train, EncodedPhotos) and not _tiny(found.image_size, cropped) else None,
+    )
+
+
+def _tiny(size: int, cropped: bool) -> bool:
+    """Whether photos are decoded once and for all, as training does with small ones."""
+    return size <= TINY and not cropped

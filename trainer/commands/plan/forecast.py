@@ -1,0 +1,212 @@
+"""How long a step would take, from what was measured of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trainer.commands.plan import schedules
+from trainer.commands.plan.amounts import as_size, duration
+from trainer.commands.plan.measured import Timings, ring
+from trainer.commands.plan.planned_layout import Layout
+from trainer.commands.plan.run_plan import ScalingFigures
+from trainer.commands.plan.schedules import Cut
+from trainer.commands.plan.shadow import Shadow
+from trainer.errors import RecipeError
+from trainer.recipe import STREAMS
+
+BACKWARD = 2 / 3  # of a pass, where the two were not measured apart; an all-reduce can hide behind it on a GPU
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted step: seconds of its parts, which follow each other, and how it came about."""
+
+    compute: float
+    communication: float
+    optimizer: float
+    other: float
+    bubble: float | None = None
+    cut: Cut | None = None
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.communication + self.optimizer + self.other
+
+
+def forecast(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None) -> Forecast:
+    """A step of the layout.
+
+    Args:
+        bandwidth: bytes a second that was stated; without, the measured one counts.
+
+    Raises:
+        RecipeError: this mode cannot be predicted.
+    """
+    recipe = layout.recipe
+    if recipe.traits.exchanges == "copies" and layout.kind == "cuda":
+        raise RecipeError(
+            f"measured= does not tell of mode={recipe.mode}, which copies the model in every pass: plan mode=ddp"
+        )
+    if bandwidth is not None:
+        measured = replace(measured, bandwidth=bandwidth, exposed=None)
+        measured = replace(
+            measured, assumptions=(*measured.assumptions, f"devices exchange {as_size(bandwidth)}/s, as stated")
+        )
+    return _of_stages(shadow, layout, measured) if layout.staged else _of_replicas(shadow, layout, measured)
+
+
+def _of_replicas(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
+    notes = list(measured.assumptions)
+    if layout.rows != measured.rows:
+        notes.append(f"an image costs as much in passes of {layout.rows} as in passes of {measured.rows}")
+    compute = measured.image * layout.rows * layout.recipe.accumulate
+    seconds, how = _all_reduce(shadow, layout, measured)
+    if how:
+        notes.append(how)
+    hidden = 0.0
+    reduced = layout.recipe.traits.exchanges == "gradients" and seconds and measured.exposed is None
+    if reduced and layout.kind == "cuda":
+        hidden = min(seconds, BACKWARD * measured.image * layout.rows)  # only the last micro-batch's pass exchanges
+        notes.append(f"{duration(hidden)} of {duration(seconds)} of all-reduce hide behind the backward pass")
+    elif reduced:
+        notes.append("nothing hides the all-reduce: on CPUs the same cores do both")
+    return Forecast(compute, seconds - hidden, measured.optimizer, measured.other, assumptions=tuple(notes))
+
+
+def _all_reduce(shadow: Shadow, layout: Layout, measured: Timings) -> tuple[float, str]:
+    """Seconds a step in which ranks exchange gradients, or weights, and how that is known."""
+    count, exchanges = layout.processes, layout.recipe.traits.exchanges
+    if count == 1 or exchanges not in ("gradients", "weights"):
+        return 0.0, ""
+    share = 1.0
+    if exchanges == "weights":
+        every = layout.recipe.local_sgd.every
+        if every is None:
+            return 0.0, "averaging once an epoch costs nothing beside its steps"
+        share = 1 / every
+    if measured.exposed is not None:
+        seconds, ranks = measured.exposed
+        scale = ring(count) / ring(ranks)
+        return seconds * scale * share, f"communication as measured among {ranks} ranks, times {scale:.2f}"
+    size = shadow.resident(shadow.model)["gradients"]
+    if measured.bandwidth is None:
+        return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
+    seconds = ring(count) * size / measured.bandwidth + 2 * (count - 1) * measured.latency
+    return seconds * share, f"a ring all-reduce of {as_size(size)} among {count}"
+
+
+def _of_stages(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
+    """Of the numbers of micro-batches that were measured the fastest, as training would choose."""
+    found = [_of_cut(shadow, layout, measured, m) for m in _microbatches(layout, measured)]
+    return min(found, key=lambda one: one.step)
+
+
+def _microbatches(layout: Layout, measured: Timings) -> list[int]:
+    if measured.blocks:
+        return schedules.candidates(layout)
+    if measured.stages and measured.stages.microbatches in layout.microbatches:
+        return [measured.stages.microbatches]
+    return [schedules.default_microbatches(layout)]
+
+
+def _of_cut(shadow: Shadow, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
+    rows, count = -(-layout.rows // microbatches), layout.workers * layout.virtual
+    notes = list(measured.assumptions)
+    ran = measured.stages
+    if measured.blocks:
+        costs = measured.blocks[rows]
+        cut = schedules.cut(shadow, layout, microbatches, costs)
+        seconds = schedules.stage_seconds(shadow.traced, cut.names, costs)
+        notes.append(f"each block's seconds were measured in micro-batches of {rows}")
+    elif ran and len(ran.cuts) == count - 1 and ran.split_size == rows and _same_cuts(layout, ran.cuts):
+        own = layout.recipe.replace(pipeline__cuts=ran.cuts)
+        cut = schedules.cut(shadow, replace(layout, recipe=own), microbatches)
+        each = [busy / ran.microbatches for busy in ran.seconds]
+        seconds = _halves(each)
+        notes.append("cuts, micro-batches and each stage's seconds as in that run")
+    else:
+        cut = schedules.cut(shadow, layout, microbatches)
+        total = sum(stage.flops for stage in cut.stages)
+        seconds = _halves([measured.image * rows * stage.flops / total for stage in cut.stages])
+        notes.append(
+            f"stages take their share of FLOPs; an image costs as much in passes of {rows} as of {measured.rows}"
+        )
+    return _step(shadow, layout, measured, cut, seconds, notes)
+
+
+def _same_cuts(layout: Layout, names: Sequence[str]) -> bool:
+    return layout.recipe.pipeline.cuts in ("auto", list(names))
+
+
+def _halves(each: Sequence[float]) -> dict[tuple[str, int], float]:
+    """Seconds of forward and backward passes of stages whose sum is known."""
+    return {
+        (kind, stage): seconds * share
+        for stage, seconds in enumerate(each)
+        for kind, share in (("F", 1 - BACKWARD), ("B", BACKWARD))
+    }
+
+
+def _step(
+    shadow: Shadow,
+    layout: Layout,
+    measured: Timings,
+    cut: Cut,
+    seconds: dict[tuple[str, int], float],
+    notes: list[str],
+) -> Forecast:
+    recipe = layout.recipe
+    counted = measured.stages is not None and measured.stages.recompute
+    if recipe.pipeline.recompute and not counted:
+        seconds = {(kind, s): t + seconds["F", s] * (kind == "B") for (kind, s), t in seconds.items()}
+    crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
+    transfer = 0.0
+    if measured.bandwidth is not None:
+        transfer = measured.latency + crossing / measured.bandwidth
+        notes.append(f"a micro-batch's {as_size(crossing)} take {duration(transfer)} from stage to stage")
+    elif layout.processes > 1:
+        notes.append("transfers between stages are left out: state bandwidth=10GB/s")
+    one_at_a_time = recipe.traits.one_stage_at_a_time or (layout.schedule == STREAMS and layout.kind == "cpu")
+    if one_at_a_time:
+        length = cut.microbatches * sum(seconds.values())
+        bubble = 1 - 1 / layout.workers
+        notes.append("one stage works at a time")
+    else:
+        listed = schedules.pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
+        length, bubble = schedules.simulated(listed, seconds, transfer)
+    exchange = 0.0
+    held = cut.of_workers([shadow.resident(stage)["gradients"] for stage in shadow.traced.stages(cut.names)])
+    if layout.shards > 1 and measured.bandwidth is not None:
+        exchange = ring(layout.shards) * max(held) / measured.bandwidth
+    share = max(held) / sum(held) if layout.processes > 1 else 1.0
+    return Forecast(
+        length * recipe.accumulate,
+        exchange,
+        measured.optimizer * share,
+        measured.other,
+        bubble,
+        cut,
+        tuple(notes),
+    )
+
+
+def over_device_counts(
+    shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None
+) -> list[ScalingFigures]:
+    """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
+    if layout.staged or layout.recipe.processes == "one":
+        return []
+    found: list[ScalingFigures] = []
+    recipe = layout.recipe
+    for count in sorted({2**n for n in range(13) if 2**n < layout.processes} | {layout.processes}):
+        if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
+            continue
+        step = forecast(shadow, replace(layout, processes=count), measured, bandwidth).step
+        rate = recipe.batch_size / step
+        first = found[0]["samples_per_sec"] if found else rate
+        found.append(
+            {"devices": count, "step_seconds": step, "samples_per_sec": rate, "efficiency": rate / (count * first)}
+        )
+    return found

@@ -1,0 +1,149 @@
+"""What was measured of a model's speed: by an earlier run, or here in a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer import recipe as recipes
+from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
+from trainer.errors import RecipeError, SetupError
+from trainer.models.balance import BlockCost
+from trainer.recipe import Recipe, checks
+from trainer.saving.files import read_json
+
+SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed depends on beside the image's size
+
+
+@dataclass(frozen=True)
+class StagesOfRun:
+    """How the run that was measured was cut.
+
+    Attributes:
+        cuts: names after which the model was cut.
+        split_size: images of a micro-batch.
+        seconds: of each stage in a step.
+        recompute: whether they hold activations computed twice.
+    """
+
+    cuts: list[str]
+    microbatches: int
+    split_size: int
+    seconds: list[float]
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Speeds of one device.
+
+    Attributes:
+        image: seconds of an image's forward and backward pass.
+        rows: images of a pass in which that was measured.
+        optimizer: seconds of the optimizer's part of a step, of the whole model.
+        other: seconds of a step that are neither: waiting for images, logging.
+        blocks: seconds of each block between neighbouring cuts, by the images of a micro-batch.
+        bandwidth: bytes a second between two devices; None where it was not measured.
+        latency: seconds before the first byte.
+        exposed: seconds of communication in a step that nothing hid, and the ranks it was among.
+        stages: of the run that was measured, where it had some.
+        assumptions: for people.
+    """
+
+    image: float
+    rows: int
+    optimizer: float = 0.0
+    other: float = 0.0
+    blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
+    bandwidth: float | None = None
+    latency: float = 0.0
+    exposed: tuple[float, int] | None = None
+    stages: StagesOfRun | None = None
+    assumptions: tuple[str, ...] = ()
+
+
+def from_run(name: str, recipe: Recipe, images: DatasetFacts) -> Timings:
+    """What a run folder's result.json tells.
+
+    Raises:
+        SetupError: there is no finished run.
+        RecipeError: it was of something else.
+    """
+    key, folder = f"measured={name}", Path(name).expanduser()
+    try:
+        result = read_json(folder / "result.json")
+        was = recipes.load(str(folder))
+    except OSError:
+        raise SetupError(f"{key} is not a run folder: give one that holds a result.json, or measured=here") from None
+    except ValueError as error:
+        raise SetupError(f"{key}: its files cannot be read ({error})") from None
+    try:
+        return _of_run(key, folder, result, was, recipe, images)
+    except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise SetupError(f"{key}: its result.json is damaged ({type(error).__name__}: {error})") from None
+
+
+def _of_run(
+    key: str, folder: Path, result: dict[str, Any], was: Recipe, recipe: Recipe, images: DatasetFacts
+) -> Timings:
+    if not result.get("step_time_s"):
+        raise SetupError(f"{key} was too short to measure its speed: train 10 steps or more, or measured=here")
+    _check_same(key, was, recipe, images)
+    if was.traits.exchanges == "copies" and not (result.get("data_parallel") or {}).get("pass_through"):
+        raise RecipeError(
+            f"{key} is of mode={was.mode}, which mixes computing with copying the model: measure mode=single"
+        )
+    processes = result["world_size"]
+    rows = result["batch_size"] // (checks.shards(was, processes) * result["accumulate"])
+    step = result["step_time_s"]["mean"]
+    shares = (result.get("verdict") or {}).get("step") or {"data": result["data_wait_fraction"] or 0.0}
+    apart = {name: step * shares.get(name, 0.0) for name in ("data", "logging", "optimizer", "communication")}
+    stages = result.get("pipeline") or {}
+    busy = stages.get("stage_seconds") or []
+    if was.traits.micro_batches and sum(busy):
+        image = sum(busy) / rows
+        rows = stages["split_size"]
+    else:
+        image = (step - sum(apart.values())) / (rows * result["accumulate"])
+    slower = 1.0
+    if str(result["devices"][0]).startswith("cpu") and recipe.threads and result["throughput"]:
+        slower = result["throughput"]["threads"] / recipe.threads
+        image *= slower
+    found = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
+    found += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
+    reduced = was.traits.exchanges == "gradients" and apart["communication"]
+    return Timings(
+        image,
+        rows,
+        apart["optimizer"],
+        apart["data"] + apart["logging"],
+        exposed=(apart["communication"], processes) if reduced else None,
+        stages=StagesOfRun(stages["cuts"], stages["microbatches"], stages["split_size"], busy, was.pipeline.recompute)
+        if busy
+        else None,
+        assumptions=(
+            found,
+            *([f"threads={recipe.threads} computes {1 / slower:.3g} times as fast as there"] if slower != 1 else []),
+            "images arrive and are logged as fast as there",
+        ),
+    )
+
+
+def _check_same(key: str, was: Recipe, recipe: Recipe, images: DatasetFacts) -> None:
+    old, new = recipes.flatten(was.to_dict()), recipes.flatten(recipe.to_dict())
+    differ = [(name, old[name], new[name]) for name in SAME if old[name] != new[name]]
+    before = dataset_facts(was).size
+    differ += [("data.image_size", before, images.size)] if before != images.size else []
+    if differ:
+        name, there, here = differ[0]
+        raise RecipeError(
+            f"{key} ran with {name}={str(there).lower()} and this plan has {str(here).lower()}: "
+            "measure the same, or measured=here"
+        )
+
+
+def ring(ranks: int) -> float:
+    """How often each rank sends a tensor's bytes in a ring all-reduce (Patarasuk and Yuan, 2009)."""
+    return 2 * (ranks - 1) / ranks

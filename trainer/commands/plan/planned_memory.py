@@ -1,0 +1,249 @@
+"""Bytes on each device of a planned run, whether they fit, and what to change where they do not."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from trainer.commands.plan import schedules
+from trainer.commands.plan.planned_layout import Layout, lay_out
+from trainer.commands.plan.run_plan import Advice, DeviceFigures, DiskFigures
+from trainer.commands.plan.schedules import Cut
+from trainer.commands.plan.shadow import Shadow
+from trainer.devices import cards
+from trainer.devices.precision import AUTOCAST
+from trainer.errors import RecipeError
+from trainer.modes.dp import rows_of_devices
+from trainer.modes.local_sgd import BUCKET
+from trainer.recipe.versions import torch_has
+from trainer.telemetry.device_memory import free_memory
+
+USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
+# Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; a communicator of NCCL.
+CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
+STAGES_TRIED = (2, 4, 8)
+AVERAGING = 20  # bytes for each element that local SGD averages: itself, as float64, and its share
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes on one device.
+
+    Attributes:
+        activations: most at once in a step beyond weights, gradients and images.
+        peak: most at once in all. Less than the sum where gradients take the place of activations.
+    """
+
+    device: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    buffers: int
+    images: int
+    activations: int
+    peak: int
+
+    def to_dict(self) -> DeviceFigures:
+        return {
+            "device": self.device,
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "ema": self.ema,
+            "buffers": self.buffers,
+            "images": self.images,
+            "activations": self.activations,
+            "peak": self.peak,
+        }
+
+
+def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[Device]:
+    """Bytes on each of the layout's devices; `cut` for a model in stages."""
+    if layout.staged:
+        return _of_stages(shadow, layout, cut or schedules.cut(shadow, layout))
+    if layout.recipe.traits.exchanges == "copies":
+        return _of_replicas(shadow, layout)
+    device = _of_whole(shadow, layout)
+    return [Device(**{**asdict(device), "device": name}) for name in layout.devices]
+
+
+def _of_whole(shadow: Shadow, layout: Layout) -> Device:
+    own, recipe = shadow.resident(shadow.model), layout.recipe
+    images = sum(shadow.batch_bytes(layout.rows))
+    several, exchanges = layout.processes > 1, recipe.traits.exchanges
+    stays = recipe.accumulate > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
+    activations = shadow.whole(layout.rows, gradients=True).peak
+    if stays:
+        working = own["gradients"] + activations
+    else:
+        working = max(own["gradients"], shadow.whole(layout.rows, gradients=False).peak)
+    peak = sum(own.values()) - own["gradients"] + images + working
+    if exchanges == "weights" and several:
+        averaging = AVERAGING * min(BUCKET, own["parameters"] // 4)
+        peak = max(peak, sum(own.values()) - own["gradients"] + averaging)
+    return Device("", **own, images=images, activations=activations, peak=peak)
+
+
+def _of_replicas(shadow: Shadow, layout: Layout) -> list[Device]:
+    """nn.DataParallel: the first device has the optimizer and all images, the others copies of the weights for a pass.
+
+    Without CUDA torch passes everything through to one device.
+    """
+    if layout.kind == "cpu":
+        return [Device(**{**asdict(_of_whole(shadow, layout)), "device": "cpu"})]
+    own, found = shadow.resident(shadow.model), []
+    for n, (name, rows) in enumerate(
+        zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False)
+    ):
+        here = own if n == 0 else own | {"optimizer": 0, "ema": 0}
+        images = sum(shadow.batch_bytes(layout.rows if n == 0 else rows))
+        activations = shadow.whole(rows, gradients=True).peak
+        found.append(Device(name, **here, images=images, activations=activations, peak=0))
+    return [_added_up(device) for device in found]
+
+
+def _of_stages(shadow: Shadow, layout: Layout, cut: Cut) -> list[Device]:
+    modules = shadow.traced.stages(cut.names)
+    owns = [shadow.resident(module) for module in modules]
+    listed = schedules.pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
+    images, targets = shadow.batch_bytes(layout.rows)
+    found = []
+    for index, name in enumerate(layout.devices):
+        worker = index % layout.workers
+        stages = [stage for stage, holder in enumerate(cut.holders) if holder == worker]
+        own = {key: sum(owns[stage][key] for stage in stages) for key in owns[0]}
+        activations = schedules.held(listed[worker], cut.stages)
+        if layout.shards > 1:  # all gradients in one block, to be averaged
+            activations = max(activations, own["gradients"])
+        batch = images * (0 in stages) + targets * (len(owns) - 1 in stages)
+        found.append(_added_up(Device(name, **own, images=batch, activations=activations, peak=0)))
+    return found
+
+
+def _added_up(device: Device) -> Device:
+    parts = {key: value for key, value in asdict(device).items() if key not in ("device", "peak")}
+    return Device(device.device, **parts, peak=sum(parts.values()))
+
+
+def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
+    """What this machine has for each of `count` devices, and how that is known; None where there is no such device.
+
+    CPU devices share the machine's memory.
+    """
+    if layout.kind == "cuda":
+        here = range(cards.look().count)
+        named = {int(name.partition("#")[0].partition(":")[2]) for name in layout.devices} & {*here}
+        sizes = {index: torch.cuda.get_device_properties(index).total_memory for index in named or here}
+        if not sizes:
+            return None
+        least = min(sizes, key=lambda index: sizes[index])
+        which = "which is here" if len({*sizes.values()}) == 1 else "the smallest of the cards here"
+        return sizes[least], f"{torch.cuda.get_device_name(least)}, {which}"
+    text = "free on this machine" + (f", a share of {count}" if count > 1 else "")
+    return free_memory(torch.device("cpu")) // count, text
+
+
+def fullest(devices: Sequence[Device]) -> int:
+    """Peak bytes of the fullest card; what several ranks or stages on one card hold adds up."""
+    peaks: dict[str, int] = {}
+    for device in devices:
+        card = device.device.partition("#")[0]
+        peaks[card] = peaks.get(card, 0) + device.peak
+    return max(peaks.values())
+
+
+def communicators(layout: Layout) -> int:
+    """Groups of NCCL that a rank is in: a pipeline has more than that of all ranks."""
+    if layout.processes == 1:
+        return 1  # copies between a process's own cards, which torch does by NCCL too
+    pipes = 1 + torch_has("gradients through a group of their own")
+    return 1 + (pipes + (layout.shards > 1)) * layout.staged
+
+
+def usable(devices: Sequence[Device], memory: int, layout: Layout) -> float:
+    """Bytes of a device's memory that a run can use: a tenth is spared, and on GPUs what CUDA and NCCL take."""
+    used = Counter(device.device.partition("#")[0] for device in devices)
+    if not any(name.startswith("cuda") for name in used):
+        return USABLE * memory
+    buffers = BUFFERS * communicators(layout) * (len(used) > 1)
+    return max(0.0, min(USABLE * memory, memory - CONTEXT * max(used.values()) - buffers))
+
+
+def fits(devices: Sequence[Device], memory: int, layout: Layout) -> bool:
+    """Whether every device has room."""
+    return fullest(devices) <= usable(devices, memory, layout)
+
+
+def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
+    """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
+    recipe, tried = layout.recipe, []
+    pieces = _accumulation(shadow, layout, memory)
+    if pieces is not None:
+        tried.append(_tried(shadow, layout, memory, "the same maths in smaller pieces", accumulate=pieces))
+    if layout.staged and not recipe.pipeline.recompute:
+        tried.append(
+            _tried(shadow, layout, memory, "the same maths, activations computed twice", pipeline__recompute=True)
+        )
+    if not layout.staged and recipe.devices in ("auto", ["cpu"]):
+        wider = (
+            _tried(shadow, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
+        )
+        tried.append(next(filter(None, wider), None))
+    if recipe.precision not in AUTOCAST:
+        tried.append(_tried(shadow, layout, memory, "16-bit activations", precision="bf16"))
+    if pieces is not None:
+        smaller = recipe.batch_size * recipe.accumulate // pieces
+        rate = "scale optimizer.lr with it" if recipe.optimizer.lr_per is None else "lr is scaled with it"
+        tried.append(_tried(shadow, layout, memory, f"other maths: {rate}", batch_size=smaller))
+    return [one for one in tried if one is not None]
+
+
+def _tried(
+    shadow: Shadow, layout: Layout, memory: int, note: str, processes: int | None = None, **changes: Any
+) -> Advice | None:
+    """The words for `changes` and what they lead to, where that fits."""
+    try:
+        changed = lay_out(layout.recipe.replace(**changes), processes or layout.processes, layout.kind == "cuda")
+        devices = footprint(Shadow(changed.recipe, shadow.images, layout.kind), changed)
+    except RecipeError:
+        return None
+    words = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in changes.items()]
+    words += [f"nproc={processes}"] if processes else []
+    return (
+        {"words": " ".join(words), "peak": fullest(devices), "note": note} if fits(devices, memory, changed) else None
+    )
+
+
+def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
+    """The fewest pieces of a batch, more than the recipe's, of which one fits at a time."""
+    recipe = layout.recipe
+    rows = recipe.batch_size // layout.shards
+    possible: list[Layout] = []
+    for pieces in range(recipe.accumulate + 1, rows + 1):
+        try:
+            possible.append(lay_out(recipe.replace(accumulate=pieces), layout.processes, layout.kind == "cuda"))
+        except RecipeError:  # no equal pieces, or none that divide into the micro-batches or pairs that are wanted
+            continue
+    first = bisect_left(possible, True, key=lambda one: fits(footprint(shadow, one), memory, one))
+    return possible[first].recipe.accumulate if first < len(possible) else None
+
+
+def disk(shadow: Shadow, layout: Layout) -> DiskFigures:
+    """Bytes of a checkpoint, of a weights file, and of a run folder when it is fullest."""
+    own = shadow.resident(shadow.model)
+    weights = own["parameters"] + shadow.saved_buffers(shadow.model)
+    state = {"model": weights, "optimizer": own["optimizer"], "ema": own["ema"]}
+    private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
+    checkpoint = sum(state.values()) + layout.processes * private
+    files = 2 * weights  # last and best
+    return {
+        "checkpoint": checkpoint,
+        "weights": weights,
+        "folder": (layout.recipe.save.keep + 1) * checkpoint + files,  # a new one is whole before an old one goes
+    }

@@ -1,0 +1,48 @@
+"""How fast this machine reads a run's photos, and what the cache of them would take. Measured on some of them."""
+
+from __future__ import annotations
+
+from trainer.commands.plan.dataset_facts import DatasetFacts
+from trainer.commands.plan.run_plan import ReadingFigures
+from trainer.data.cache.building import estimate
+from trainer.data.cache.cache_speed import pace
+from trainer.data.cache.packing import Format
+from trainer.data.photos.photo_reader import shorter_side
+from trainer.data.photos.pixel_range import wanted_of
+from trainer.data.workers.worker_counts import allowed
+from trainer.processes.world import cores
+from trainer.recipe import Recipe
+
+
+def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | None) -> ReadingFigures | None:
+    """What is known of reading; None where no photos are read, or none can be.
+
+    Args:
+        readers: ranks of this machine that read.
+        wanted: images/s that the model computes, where that is predicted.
+    """
+    if images.photos is None:
+        return None
+    found = pace(images.photos, recipe, images.size, images.channels)
+    if found is None:
+        return None
+    wish = recipe.data.workers
+    processes = min(cores(), readers * max(1, wish if isinstance(wish, int) else allowed(readers, 0)))
+    paths = [images.photos.address(index) for index in range(len(images.photos))]
+    size = recipe.data.cache_size or shorter_side(images.size)
+    black_white = wanted_of(recipe.data)
+    raw, jpeg = (estimate(paths, Format(kind, size, images.channels, black_white)) for kind in ("raw", "jpeg"))
+    share = 1 + (images.val or 0) / len(paths)  # what is held out is kept, too
+    speed = processes / (found.cached if recipe.data.cache != "off" else found.whole)
+    return {
+        "processes": processes,
+        "read_seconds": found.read,
+        "decode_seconds": found.decode,
+        "transform_seconds": found.transform,
+        "samples_per_sec": processes / found.whole,
+        "cached_samples_per_sec": processes / found.cached,
+        "cache_bytes": round(share * raw.bytes),
+        "jpeg_cache_bytes": round(share * jpeg.bytes),
+        "cache_seconds": share * raw.seconds / cores(),
+        "bound": None if wanted is None else ("loader" if speed < wanted else "model"),
+    }

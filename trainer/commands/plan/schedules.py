@@ -1,0 +1,188 @@
+"""Pipelines before they run: in which order each rank would work, what it would hold meanwhile, where to cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from trainer.commands.plan.planned_layout import Layout
+from trainer.commands.plan.run_plan import BubbleFigures
+from trainer.commands.plan.shadow import Shadow, StagePass
+from trainer.errors import RecipeError
+from trainer.models.balance import BlockCost, balance
+from trainer.models.partition import Traced, choose
+from trainer.modes.pipeline import orders, tuning
+from trainer.modes.pipeline.orders import Action
+from trainer.modes.pipeline.torch_schedules import SCHEDULES, actions_of, ranks_of_stages
+from trainer.modes.pipeline.tuning import Pipe
+from trainer.recipe import IN_TURN, STREAMS
+from trainer.recipe.checks import VIRTUAL
+
+MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: its bubble is 20 % or less
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages.
+
+    Attributes:
+        names: of the cuts.
+        microbatches: into which a shard's batch goes.
+        rows: images of one, of the largest where they differ.
+        holders: which worker holds each stage.
+        stages: each stage's pass of a micro-batch.
+        ideal: bubble of equal stages.
+        balanced_by: what made the cuts: recipe, flops or seconds.
+    """
+
+    names: tuple[str, ...]
+    microbatches: int
+    rows: int
+    holders: tuple[int, ...]
+    stages: tuple[StagePass, ...]
+    ideal: float
+    balanced_by: str
+
+    def of_workers(self, values: Sequence[int]) -> list[int]:
+        """Sums of the stages' values, worker by worker."""
+        pairs = list(zip(self.holders, values, strict=True))
+        return [sum(v for holder, v in pairs if holder == worker) for worker in range(max(self.holders) + 1)]
+
+
+def cut(shadow: Shadow, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()) -> Cut:
+    """Cut the recipe's model as it says, or where the slowest stage is fastest.
+
+    Args:
+        microbatches: instead of the recipe's number.
+        costs: of each block, where they were measured; without, its FLOPs.
+
+    Raises:
+        RecipeError: the model cannot be cut like that.
+    """
+    if microbatches is None:
+        microbatches = default_microbatches(layout)
+    rows = -(-layout.rows // microbatches)
+    names = cuts(shadow.traced, layout, costs or shadow.blocks(rows))
+    wired = layout.staged and layout.processes > 1
+    return Cut(
+        names,
+        microbatches,
+        rows,
+        tuple(ranks_of_stages(layout.schedule, layout.workers, layout.virtual)),
+        tuple(shadow.stages(names, rows, wired)),
+        orders.ideal_bubble(layout.workers, microbatches, layout.virtual),
+        "recipe" if layout.recipe.pipeline.cuts != "auto" else "seconds" if costs else "flops",
+    )
+
+
+def cuts(traced: Traced, layout: Layout, costs: Sequence[BlockCost]) -> tuple[str, ...]:
+    """The recipe's cuts, or the best for these costs."""
+    stages = layout.workers * layout.virtual
+    if layout.recipe.pipeline.cuts != "auto":
+        return choose(traced, layout.recipe.pipeline.cuts, stages)
+    return tuple(traced.cuts[index] for index in balance(costs, stages))
+
+
+def candidates(layout: Layout) -> list[int]:
+    """The numbers of micro-batches that training would measure."""
+    stages, counts = layout.workers * layout.virtual, tuple(layout.microbatches)
+    return tuning.counts_to_try(Pipe(stages, layout.workers, (layout.schedule,), layout.rows, counts))
+
+
+def default_microbatches(layout: Layout) -> int:
+    """The recipe's number of micro-batches, or of those that can be one near four a worker."""
+    wanted = MICROBATCHES * layout.workers
+    return min(layout.microbatches, key=lambda m: (abs(m - wanted), m))
+
+
+def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Action]]:
+    """Each worker's actions, in torch's own order for the schedules that are torch's.
+
+    Raises:
+        ValueError: torch has no such order for these numbers.
+    """
+    if schedule == IN_TURN:
+        return [[Action("F", worker, 0), Action("B", worker, 0)] for worker in range(workers)]
+    if schedule in ("gpipe", "1f1b", STREAMS):
+        kind = orders.gpipe if schedule == "gpipe" else orders.one_forward_one_backward
+        return [kind(worker, workers, microbatches) for worker in range(workers)]
+    stands_in: Any = SimpleNamespace(  # what a schedule reads of a stage before it runs
+        num_stages=workers * virtual, group_size=workers, group_rank=0, submod=nn.Identity(), has_backward=True
+    )
+    made: Any = SCHEDULES[schedule]
+    listed = made([stands_in] * virtual, microbatches, loss_fn=lambda outputs, targets: outputs).pipeline_order
+    return [list(actions_of(listed[rank])) for rank in range(workers)]
+
+
+def held(actions: Sequence[Action], stages: Sequence[StagePass]) -> int:
+    """Most bytes that a worker holds at once for activations, of all micro-batches it has begun."""
+    live = most = 0
+    for kind, stage, _ in actions:
+        memory, received = stages[stage].memory, stages[stage].received if stage else 0
+        if kind == "F":
+            most = max(most, live + received + memory.forward)
+            live += received + memory.saved
+        else:  # the weights' part of a backward pass needs what its inputs' part has left
+            most = max(most, live + memory.peak - memory.saved)
+            if kind != "I":
+                live -= received + memory.saved
+    return most
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Most micro-batches that a worker has begun and not finished, over all its stages."""
+    live = most = 0
+    for action in actions:
+        live += {"F": 1, "I": 0}.get(action.kind, -1)
+        most = max(most, live)
+    return most
+
+
+def simulated(
+    listed: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
+) -> tuple[float, float]:
+    """Length and bubble of a step, from each action's seconds."""
+    spans = orders.simulate(listed, seconds, transfer)
+    return max(span.end for span in spans), orders.idle_share(spans, len(listed))
+
+
+def bubbles(layout: Layout) -> list[BubbleFigures]:
+    """The ideal bubble of each schedule over as many processes, for the numbers of micro-batches that it may have."""
+    workers = layout.workers
+    found: list[BubbleFigures] = []
+    for schedule in SCHEDULES:
+        virtual = VIRTUAL.get(schedule, 1)
+        chosen = layout.recipe.replace(pipeline__schedule=schedule, pipeline__virtual_stages=None)
+        processes = max(2, layout.processes if layout.processes > 1 else workers)
+        for microbatches in [workers, 2 * workers, 4 * workers, 8 * workers]:
+            try:
+                fixed = chosen.replace(pipeline__microbatches=microbatches, pipeline__split_size=None)
+                possible = Layout(fixed, processes, layout.devices).microbatches
+            except RecipeError:
+                continue
+            seconds = {(kind, s): cost for s in range(workers * virtual) for kind, cost in (("F", 1.0), ("B", 2.0))}
+            listed = pipeline_order(schedule, workers, virtual, possible[0])
+            found.append(
+                {
+                    "schedule": schedule,
+                    "microbatches": microbatches,
+                    "bubble": simulated(listed, seconds)[1],
+                    "in_flight": max(map(in_flight, listed)),
+                }
+            )
+    return found
+
+
+def stage_seconds(traced: Traced, names: Sequence[str], costs: Sequence[BlockCost]) -> dict[tuple[str, int], float]:
+    """Each stage's seconds, forward and backward, as `simulate` wants them."""
+    bounds = [0, *(traced.cuts.index(name) + 1 for name in names), len(costs)]
+    found: dict[tuple[str, int], float] = {}
+    for stage, (a, b) in enumerate(pairwise(bounds)):
+        found["F", stage] = sum(cost.forward for cost in costs[a:b])
+        found["B", stage] = sum(cost.backward for cost in costs[a:b])
+    return found

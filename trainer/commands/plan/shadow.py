@@ -1,0 +1,276 @@
+"""A model of shapes alone: what its passes allocate and compute, counted without allocating or computing anything.
+
+Fake tensors run the real operators' shape functions through autograd, as training would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.commands.plan.allocations import Allocations, size_of
+from trainer.commands.plan.dataset_facts import DatasetFacts
+from trainer.data import Example, TensorSpec
+from trainer.devices.precision import AUTOCAST
+from trainer.errors import RecipeError
+from trainer.models.balance import BlockCost
+from trainer.models.blocks import hold_statistics
+from trainer.models.partition import Traced, trace
+from trainer.modes.pipeline.wire import Wire
+from trainer.optim.optimizers import build_optimizer, optimizer_state
+from trainer.optim.trainable import roles_of
+from trainer.recipe import ModelRecipe, Recipe
+
+
+class Pass(NamedTuple):
+    """Bytes of one forward and backward pass beyond weights, gradients, and its inputs.
+
+    Attributes:
+        saved: between forward and backward, outputs included.
+        forward: most at once in the forward pass.
+        peak: most at once over both.
+    """
+
+    saved: int
+    forward: int
+    peak: int
+
+
+class StagePass(NamedTuple):
+    """A stage's pass of one micro-batch, and what it exchanges."""
+
+    memory: Pass
+    received: int  # bytes of its inputs
+    sent: int  # bytes of its outputs
+    flops: int  # of the forward pass
+
+
+class Shadow:
+    """A recipe's model, its weights and gradients without values.
+
+    Args:
+        recipe: its model, optimizer, precision and memory format.
+        images: their shape and number of classes.
+        kind: of the devices, cpu or cuda. Without a GPU here the CPU's operators stand in for its own.
+    """
+
+    def __init__(self, recipe: Recipe, images: DatasetFacts, kind: str) -> None:
+        self.recipe, self.images, self.task = recipe, images, images.task(recipe)
+        self.device = torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
+        self._cpu = kind == "cpu"
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = self._build().train()
+        hold_statistics(self.model)
+        self._roles = roles_of(self.model, recipe)
+        self._fit = cache(self._measure)
+
+    def _build(self) -> nn.Module:
+        """The model with fake parameters; published weights have its shapes and are not fetched.
+
+        Raises:
+            RecipeError, CheckpointError: as `models.build`.
+        """
+        starting = not _published(self.recipe.model)
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        try:
+            with torch.device("meta"):
+                model = self.images.model(self.recipe, starting)
+        except (NotImplementedError, RuntimeError):  # it computes with values while it is made
+            model = self.images.model(self.recipe, starting)
+        model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
+        with self._fake:
+            fake: nn.Module = model._apply(
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
+            )
+        return fake
+
+    # Weights and what goes with them.
+
+    def resident(self, module: nn.Module) -> dict[str, int]:
+        """Bytes of a module's (the model's, or a stage's) parameters, gradients, optimizer state, average, buffers."""
+        parameters = dict(module.named_parameters())
+        weights = sum(map(size_of, parameters.values()))
+        with self._fake:
+            optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
+            state = sum(map(size_of, optimizer_state(optimizer, parameters).values()))
+        saved = self.saved_buffers(module)
+        return {
+            "parameters": weights,
+            "gradients": sum(size_of(p) for p in parameters.values() if p.requires_grad),
+            "optimizer": state,
+            "ema": weights + saved if self.recipe.ema is not None else 0,
+            "buffers": sum(map(size_of, module.buffers())),
+        }
+
+    def saved_buffers(self, module: nn.Module) -> int:
+        """Bytes of the buffers that belong in a checkpoint."""
+        kept = module.state_dict(keep_vars=True).keys()
+        return sum(size_of(buffer) for name, buffer in module.named_buffers() if name in kept)
+
+    @property
+    def size(self) -> int:
+        """Parameters."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def batch_bytes(self, rows: int) -> tuple[int, int]:
+        """Of a batch's images and targets on the device."""
+        example = self.images.example(rows)
+        return rows * example.inputs.bytes, rows * self._targets(example).bytes
+
+    def _targets(self, example: Example) -> TensorSpec:
+        """Of a sample in training: shares of the outputs under mixup and cutmix."""
+        if self.recipe.augment.together == 1:
+            return example.targets
+        return TensorSpec.of(self.task.shares(torch.zeros(1, *example.targets.shape, dtype=example.targets.dtype)))
+
+    # Passes.
+
+    def whole(self, rows: int, gradients: bool) -> Pass:
+        """The whole model's pass on so many images.
+
+        Args:
+            gradients: they exist already, as under DDP or accumulation. Otherwise they count as they are made.
+        """
+        return self._fit(rows, gradients)
+
+    def _measure(self, rows: int, gradients: bool) -> Pass:
+        with self._fake, self._shapes_suffice():
+            whole = _Running(self.model, self.in_precision)
+            return self._pass(whole, self._images(rows), gradients, last=True)
+
+    def _pass(self, module: nn.Module, inputs: Tensor, gradients: bool, last: bool) -> Pass:
+        rows = len(inputs)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if gradients else None
+        grads = [p.grad for p in parameters if p.grad is not None]
+        spec = self._targets(self.images.example(rows))
+        targets = torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device)
+        with Allocations([*module.parameters(), *module.buffers(), *grads, inputs, targets], self._cpu) as seen:
+            out = module(inputs)
+            if last:
+                out = self.task.loss(out.float(), targets)
+            saved, forward = seen.live, seen.peak
+            seed = torch.empty_like(out)
+            if out.requires_grad:  # else all of it is frozen
+                torch.autograd.backward(out, seed)
+            peak = seen.peak
+        for leaf in (*parameters, inputs):
+            leaf.grad = None
+        return Pass(saved, forward, peak)
+
+    @contextmanager
+    def _shapes_suffice(self) -> Iterator[None]:
+        """
+        Raises:
+            RecipeError: the model looks at values, or has an operator without a shape function.
+        """
+        try:
+            yield
+        except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError) as error:
+            reason = " ".join(str(error).split())[:120] or type(error).__name__
+            raise RecipeError(
+                f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than shapes ({reason}), "
+                "so training may run and no plan tells how"
+            ) from error
+
+    def _images(self, rows: int) -> Tensor:
+        inputs = self.images.example(rows).zeros(self.device).inputs
+        last = self.recipe.channels_last and inputs.dim() == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+
+    def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """A forward pass in the recipe's precision."""
+        autocast = AUTOCAST.get(self.recipe.precision)
+        with nullcontext() if autocast is None else torch.autocast(self.device.type, autocast):
+            out: Tensor = module(inputs)
+        return out
+
+    def forward_flops(self, rows: int) -> int:
+        """Of one forward pass."""
+        counter = FlopCounterMode(display=False)
+        with self._fake, self._shapes_suffice(), torch.no_grad(), counter:
+            self.model(self._images(rows))
+        return int(counter.get_total_flops())
+
+    # Stages.
+
+    @cached_property
+    def traced(self) -> Traced:
+        """
+        Raises:
+            RecipeError: the model cannot be cut.
+        """
+        return trace(self.model, self.recipe.model.name)
+
+    def blocks(self, rows: int) -> list[BlockCost]:
+        """Each block between neighbouring cuts: forward FLOPs, twice as many backward, and the bytes that go on."""
+        costs, modules = [], self.traced.stages(self.traced.cuts)
+        with self._fake, self._shapes_suffice(), torch.no_grad():
+            travelling = self._images(rows)
+            for block in modules:
+                counter = FlopCounterMode(display=False)
+                with counter:
+                    travelling = self.in_precision(block, travelling)
+                flops = float(counter.get_total_flops())
+                costs.append(BlockCost(flops, 2 * flops, size_of(travelling)))
+        return [*costs[:-1], BlockCost(costs[-1].forward, costs[-1].backward, 0)]
+
+    def stages(self, cuts: Sequence[str], rows: int, wired: bool) -> list[StagePass]:
+        """Each stage's pass of a micro-batch, as the pipeline runs it.
+
+        Args:
+            wired: between processes, where what travels is contiguous.
+        """
+        modules, found = self.traced.stages(cuts), []
+        with self._fake, self._shapes_suffice():
+            travelling = self._images(rows)
+            for index, stage in enumerate(modules):
+                first, last = index == 0, index == len(modules) - 1
+                run: nn.Module = (
+                    Wire(stage, self._run_stage, first, last) if wired else _Running(stage, self._run_stage)
+                )
+                counter = FlopCounterMode(display=False)
+                with torch.no_grad(), counter:
+                    sent = run(travelling.detach())
+                memory = self._pass(run, travelling, gradients=True, last=last)
+                found.append(StagePass(memory, size_of(travelling), size_of(sent), int(counter.get_total_flops())))
+                travelling = torch.empty_like(sent).requires_grad_()
+        return found
+
+    def _run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
+        if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):
+            return self.in_precision(stage, inputs)
+        out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+
+def _published(model: ModelRecipe) -> bool:
+    """Whether torchvision has such weights; others are `models.build`'s to refuse."""
+    if model.weights is None:
+        return False
+    try:
+        return model.weights in torchvision.models.get_model_weights(model.name).__members__
+    except ValueError:
+        return False
+
+
+class _Running(nn.Module):
+    """A module that is run in a way of its own."""
+
+    def __init__(self, stage: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stage, self._run = stage, run
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self._run(self.stage, inputs)
+        return out

@@ -1,0 +1,311 @@
+"""A plan as one tree of plain values: what is known of a layout before it runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
+from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
+from trainer.commands.plan.forecast import Forecast
+from trainer.commands.plan.measured import from_run, ring
+from trainer.commands.plan.planned_layout import Layout, every_mode
+from trainer.commands.plan.reading_speed import reading
+from trainer.commands.plan.run_plan import (
+    BatchFigures,
+    DataFigures,
+    MemoryFigures,
+    ModeFigures,
+    ModelFigures,
+    PipelineFigures,
+    PredictionFigures,
+    RateFigures,
+    RunPlan,
+    StepFigures,
+    TrafficFigures,
+)
+from trainer.commands.plan.schedules import Cut
+from trainer.commands.plan.shadow import Shadow
+from trainer.data import Shard, steps_per_epoch
+from trainer.devices import cards
+from trainer.errors import RecipeError
+from trainer.models.timm_zoo import with_own_input
+from trainer.optim.optimization import learning_rate, total_steps
+from trainer.recipe import Recipe, words_of
+from trainer.recipe.checks import OWN_PHOTOS, refused_schedules, wider_batch
+
+
+def summarise(
+    layout: Layout,
+    nproc: int | str | None,
+    room: int | None,
+    measured: str | None,
+    bandwidth: float | None,
+    plugin: str | None,
+    every: bool,
+    words: Sequence[str],
+) -> RunPlan:
+    """Everything that is known of the layout before it runs; see `trainer.commands.plan.plan`."""
+    recipe = layout.recipe
+    images = dataset_facts(with_own_input(recipe))
+    steps = _steps(layout, images)
+    shadow = Shadow(recipe, images, layout.kind)
+    source = predicted = cut = None
+    if measured is not None:
+        source = speed_probe.here(layout, images, plugin) if measured == "here" else from_run(measured, recipe, images)
+        predicted = forecast.forecast(shadow, layout, source, bandwidth)
+        cut = predicted.cut
+    speed = None if predicted is None else recipe.batch_size / predicted.step
+    if layout.staged and cut is None:
+        cut = schedules.cut(shadow, layout)
+    return {
+        "recipe": recipe.name,
+        "mode": recipe.mode,
+        "world_size": layout.processes,
+        "devices": list(layout.devices),
+        "model": _model(shadow),
+        "data": _data(recipe, images),
+        "batch": _batch(layout, images, cut),
+        "steps": steps,
+        "learning_rate": _rates(recipe, steps["per_epoch"]),
+        **_memory(shadow, layout, cut, room),
+        "pipeline": None if cut is None else _stages(shadow, layout, cut),
+        "communication": _communication(shadow, layout, cut, bandwidth),
+        "disk": planned_memory.disk(shadow, layout),
+        "reading": reading(recipe, images, layout.shards, speed),
+        "prediction": None if predicted is None else _prediction(recipe, predicted),
+        "scaling": [] if source is None else forecast.over_device_counts(shadow, layout, source, bandwidth),
+        "predicted_samples_per_sec": speed,
+        "commands": commands(recipe, layout, words),
+        "needs_folder": needs_folder(recipe),
+        "assumptions": [*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
+        "modes": _modes(shadow, layout, nproc, room) if every else None,
+    }
+
+
+def _model(shadow: Shadow) -> ModelFigures:
+    return {
+        "name": shadow.recipe.model.name,
+        "parameters": shadow.size,
+        "forward_flops_per_image": shadow.forward_flops(1),
+        "precision": shadow.recipe.precision,
+    }
+
+
+def _data(recipe: Recipe, images: DatasetFacts) -> DataFigures:
+    return {
+        "name": recipe.data.name,
+        "train_samples": images.train,
+        "val_samples": images.val,
+        "classes": images.classes,
+        "channels": images.channels,
+        "image_size": images.size,
+        "source": images.note,
+    }
+
+
+def _batch(layout: Layout, images: DatasetFacts, cut: Cut | None) -> BatchFigures:
+    """The global batch, and what of it each shard, device, pass and micro-batch has."""
+    recipe = layout.recipe
+    return {
+        "global": recipe.batch_size,
+        "shards": layout.shards,
+        "per_shard": recipe.batch_size // layout.shards,
+        "per_device": recipe.batch_size / len(layout.devices),
+        "accumulate": recipe.accumulate,
+        "per_pass": layout.rows,
+        "microbatch": None if cut is None else cut.rows,
+        "wider": wider_batch(recipe, len(layout.devices), images.train) if layout.kind == "cuda" else None,
+    }
+
+
+def _steps(layout: Layout, images: DatasetFacts) -> StepFigures:
+    recipe = layout.recipe
+    shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
+    steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
+    total = None if steps is None else total_steps(recipe, steps)
+    return {"per_epoch": steps, "epochs": recipe.epochs, "total": total, "patience": recipe.stop.patience}
+
+
+def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
+    """The learning rate at its highest and, where the number of steps is known, at the first and the last."""
+    schedule = recipe.schedule
+    known: RateFigures = {
+        "schedule": schedule.name,
+        "warmup_epochs": schedule.warmup_epochs,
+        "highest": recipe.peak_lr,
+        "first": None,
+        "last": None,
+    }
+    if steps is not None:
+        rate = learning_rate(recipe, steps)
+        known["first"], known["last"] = rate(0), rate(total_steps(recipe, steps) - 1)
+    return known
+
+
+def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -> MemoryFigures:
+    """Bytes on each device, whether they fit, and what to change."""
+    devices = planned_memory.footprint(shadow, layout, cut)
+    own = (room, "as stated") if room is not None else planned_memory.own_memory(layout, len(devices))
+    fits = None if own is None else planned_memory.fits(devices, own[0], layout)
+    return {
+        "memory_per_device": [device.to_dict() for device in devices],
+        "memory_limit": None
+        if own is None
+        else {"bytes": own[0], "usable": planned_memory.usable(devices, own[0], layout), "source": own[1]},
+        "peak": planned_memory.fullest(devices),
+        "fits": fits,
+        "advice": planned_memory.advice(shadow, layout, own[0]) if own is not None and fits is False else [],
+    }
+
+
+def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> PipelineFigures:
+    """Cuts, stages and bubbles."""
+    modules = shadow.traced.stages(cut.names)
+    return {
+        "schedule": layout.schedule,
+        "microbatches": cut.microbatches,
+        "rows": cut.rows,
+        "cuts": list(cut.names),
+        "balanced_by": cut.balanced_by,
+        "stages": [
+            {
+                "device": layout.devices[holder],
+                "parameters": sum(p.numel() for p in module.parameters()),
+                "forward_flops": stage.flops,
+                "flops_share": stage.flops / sum(one.flops for one in cut.stages),
+                "sent_bytes": stage.sent if index + 1 < len(cut.stages) else 0,
+            }
+            for index, (module, stage, holder) in enumerate(zip(modules, cut.stages, cut.holders, strict=True))
+        ],
+        "bubble_ideal": None if layout.recipe.traits.one_stage_at_a_time else cut.ideal,
+        "bubbles": schedules.bubbles(layout) if layout.recipe.traits.micro_batches else [],
+    }
+
+
+def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: float | None) -> TrafficFigures:
+    """Bytes that go between devices in a step, and what that takes at a stated bandwidth."""
+    recipe, count, exchanges = layout.recipe, layout.processes, layout.recipe.traits.exchanges
+    own = shadow.resident(shadow.model)
+    reduced = crossing = 0.0
+    if exchanges == "gradients":
+        reduced = ring(count) * own["gradients"]
+    elif exchanges == "weights" and count > 1:
+        every = recipe.local_sgd.every
+        reduced = ring(count) * (own["gradients"] + own["buffers"]) / every if every else 0.0
+    elif exchanges == "copies" and layout.kind == "cuda":  # the first device sends copies and gets gradients
+        crossing = (len(layout.devices) - 1) * (own["parameters"] + own["gradients"]) * recipe.accumulate
+    if cut is not None:
+        passes = cut.microbatches * recipe.accumulate
+        crossing = 2.0 * passes * sum(stage.sent for stage in cut.stages[:-1])
+        if layout.shards > 1:
+            modules = shadow.traced.stages(cut.names)
+            held = cut.of_workers([shadow.resident(module)["gradients"] for module in modules])
+            reduced = ring(layout.shards) * max(held)
+    total = reduced + crossing
+    return {
+        "all_reduce_bytes_per_device": round(reduced),
+        "crossing_bytes": round(crossing),
+        "every_steps": recipe.local_sgd.every if exchanges == "weights" else 1,
+        "epoch_bytes_per_device": round(ring(count) * (own["gradients"] + own["buffers"]))
+        if exchanges == "weights"
+        else 0,
+        "seconds": None if bandwidth is None else total / bandwidth,
+    }
+
+
+def _prediction(recipe: Recipe, predicted: Forecast) -> PredictionFigures:
+    return {
+        "step_seconds": predicted.step,
+        "compute_seconds": predicted.compute,
+        "communication_seconds": predicted.communication,
+        "optimizer_seconds": predicted.optimizer,
+        "other_seconds": predicted.other,
+        "bubble": predicted.bubble,
+        "samples_per_sec": recipe.batch_size / predicted.step,
+    }
+
+
+def needs_folder(recipe: Recipe) -> bool:
+    """Whether training needs images that the words do not name yet; it would measure its speed on others."""
+    return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
+
+
+def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
+    """What to type: with a launcher of ours, and under torchrun where there are several processes."""
+    typed = list(words) or words_of(recipe)
+    if needs_folder(recipe):
+        typed.append("data.root=FOLDER")
+    base = "-m trainer " + shlex.join(typed)
+    if layout.processes == 1:
+        return [f"python {base}" + " nproc=1" * (recipe.processes == "many")]
+    return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
+
+
+def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
+    """What the figures rest on."""
+    recipe, notes = layout.recipe, []
+    if layout.staged and recipe.pipeline.cuts == "auto":
+        notes.append("stages are balanced by FLOPs; training measures blocks on its devices and may cut elsewhere")
+    if layout.staged and len(layout.microbatches) > 1:
+        notes.append("pipeline.microbatches=auto tries several numbers when training starts")
+    if recipe.traits.micro_batches and (refused := refused_schedules()):
+        notes.append(f"{', '.join(refused)} are left out: the installed torch cannot run them")
+    if recipe.compile:
+        notes.append("compiled operators may keep less than these activations")
+    if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:
+        notes.append("no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB asks for its size")
+    if layout.kind == "cuda" and not cards.look().count:
+        notes.append("no GPU is here to ask: activations are those of the CPU's operators")
+    if images.train is None:
+        notes.append(f"training images are not counted: {images.note}")
+    return notes
+
+
+def _modes(shadow: Shadow, layout: Layout, nproc: int | str | None, room: int | None) -> list[ModeFigures]:
+    """Each mode on as many devices: the fullest device's bytes, and whether they fit; or why it cannot be."""
+    return [
+        _mode(shadow, mode, layout, room)
+        for mode, layout in every_mode(layout.recipe, nproc, layout.kind == "cuda").items()
+    ]
+
+
+def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | None) -> ModeFigures:
+    figures: ModeFigures = {
+        "mode": mode,
+        "world_size": None,
+        "devices": None,
+        "peak": None,
+        "activations": None,
+        "fits": None,
+        "traffic": None,
+        "bubble": None,
+        "error": None,
+    }
+    try:
+        if isinstance(layout, RecipeError):
+            raise layout
+        cut = schedules.cut(shadow, layout) if layout.staged else None
+        devices = planned_memory.footprint(shadow, layout, cut)
+    except RecipeError as error:
+        return {**figures, "error": str(error)}
+    own = room if room is not None else (planned_memory.own_memory(layout, len(devices)) or (None,))[0]
+    return {
+        **figures,
+        "world_size": layout.processes,
+        "devices": len(layout.devices),
+        "peak": planned_memory.fullest(devices),
+        "activations": max(device.activations for device in devices),
+        "fits": None if own is None else planned_memory.fits(devices, own, layout),
+        "traffic": _a_step(_communication(shadow, layout, cut, None)),
+        "bubble": None if cut is None else _waiting(layout, cut),
+    }
+
+
+def _a_step(traffic: TrafficFigures) -> int:
+    return traffic["all_reduce_bytes_per_device"] + traffic["crossing_bytes"]
+
+
+def _waiting(layout: Layout, cut: Cut) -> float:
+    """The share of a step in which a device waits for the others, of equal stages."""
+    return 1 - 1 / layout.workers if layout.recipe.traits.one_stage_at_a_time else cut.ideal

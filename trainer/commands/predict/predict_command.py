@@ -1,0 +1,253 @@
+"""`python -m trainer predict`: words -> predictions.csv."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.commands.predict import output, sources
+from trainer.commands.predict.labelling import Labeller
+from trainer.commands.predict.rows import Counts, PartFile, PredictionSettings
+from trainer.commands.predict.sources import Inputs, Item
+from trainer.commands.predict.trained_model import Trained, from_checkpoint, published
+from trainer.commands.predict.watching import Watch, images
+from trainer.data.photos.pixel_range import wanted_of
+from trainer.devices.assignment import prediction_devices
+from trainer.errors import (
+    FolderInUseError,
+    Interrupted,
+    PredictionError,
+    Preempted,
+    RecipeError,
+    TrainerError,
+)
+from trainer.launch import launching
+from trainer.pool import DevicePool, ItemError
+from trainer.processes import fork_server
+from trainer.processes.rank import Place, place
+from trainer.processes.started import as_typed
+from trainer.processes.world import World, cores, cuda_for
+from trainer.recipe import Recipe
+from trainer.recipe.recipe_words import split_words
+from trainer.saving.run_folder import write_atomically
+from trainer.saving.run_names import run_named
+
+PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
+MANY = 100  # images from which on their speed is more than that of the start
+DECODERS = 32  # threads that read for one device, at most
+
+
+def command(words: Sequence[str]) -> int:
+    """Label what the words name; 0, or an error's exit code by raising it."""
+    own, rest = split_words(words, ("checkpoint", "plugin", "recipe", "nproc"))
+    for key, instead in (("recipe", "checkpoint=RUN has its own"), ("nproc", "start several ranks with torchrun")):
+        if key in own:
+            raise RecipeError(f"{key}= is not for predict: {instead}")
+    launching.load_plugin(own.get("plugin"))
+    me = place()
+    # It loads torch while weights are read.
+    fork_server.context("trainer.pool.worker", "trainer.commands.predict.labelling")
+    trained = published(rest) if "checkpoint" not in own else from_checkpoint(run_named(own["checkpoint"]), rest)
+    folder = output_folder(trained.recipe, own.get("checkpoint"))
+    label_part(trained, folder, me)
+    return 0
+
+
+def output_folder(recipe: Recipe, checkpoint: str | None) -> Path:
+    """The folder that `output=` names, or runs/predict-<run or model>-<time>."""
+    if recipe.output:
+        return Path(recipe.output).expanduser()
+    name = Path(checkpoint).absolute().name.removesuffix(".safetensors") if checkpoint else recipe.model.name
+    return Path("runs") / f"predict-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def label_part(trained: Trained, folder: Path, me: Place) -> None:
+    """Label this rank's part; rank 0 puts all parts together."""
+    recipe, inputs = trained.recipe, _inputs(trained, me)
+    settings = _settings(trained, inputs, me)
+    devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), me.local_rank, me.local_size)
+    if devices == ["cpu"] and recipe.threads is None:  # named, it is what it is where there is no GPU: a worker a core
+        devices = prediction_devices("auto", 0, cores(), me.local_rank, me.local_size)
+    world = World(me, torch.device("cpu"), 1, ())
+    world.connect(PATIENCE)
+    folder = Path(world.share(str(folder)))  # its name may hold the time
+    final = folder / f"predictions.{recipe.predict.format}"
+    output.claim(folder)
+    before = world.share(output.complete(folder, final, settings) if me.is_main else None)
+    if before is not None:
+        world.barrier()
+        world.close()
+        _complete(before, final, inputs)
+        return
+    if inputs.ignored and me.is_main:
+        print(f"ignored: {as_typed(inputs.ignored)}", flush=True)
+    if inputs.doubt:
+        print(f"pixels: {as_typed(inputs.doubt)}", flush=True)
+    written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings, trained.seen)
+    if written.done:
+        inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
+    watch = Watch(folder, inputs.count, recipe.logging, devices, me.is_main, written.done)
+    begun = time.perf_counter()
+    _label_on(devices, _decoders(devices, me), trained, inputs, written, watch)
+    sum_up(world, folder, final, written, settings, time.perf_counter() - begun)
+
+
+def _settings(trained: Trained, inputs: Inputs, me: Place) -> PredictionSettings:
+    """What rows depend on, and what an earlier command must have had too for this one to continue it."""
+    recipe, how = trained.recipe, trained.preparation
+    return {
+        "weights": trained.fingerprint,
+        "images": inputs.name,
+        "data.root": recipe.data.root,
+        "number": inputs.total,
+        "image_size": how.image_size,
+        "normalisation": [list(how.mean), list(how.std)],
+        "pixel_range": recipe.data.pixel_range,
+        "ranks": me.size,
+        "format": recipe.predict.format,
+        "batch_size": recipe.predict.batch_size,
+        "precision": recipe.precision,
+    }
+
+
+def _decoders(devices: Sequence[str], me: Place) -> int:
+    """Threads that read images for each device; 0: a CPU worker whose one core both reads and has the model.
+
+    A CPU worker of several cores reads on half of them: its model's threads wait for each other, and for all of them
+    when one has to share its core.
+    """
+    each = cores() // (len(devices) * me.local_size)
+    beside = any(name != "cpu" for name in devices)
+    return max(1, min(DECODERS, each)) if beside else min(DECODERS, each // 2)
+
+
+def _label_on(
+    devices: Sequence[str], threads: int, trained: Trained, inputs: Inputs, written: PartFile, watch: Watch
+) -> None:
+    """Start the workers, and label with them until all is done or a signal comes.
+
+    Raises:
+        Interrupted, Preempted: with the words that go on from there.
+    """
+    recipe = trained.recipe
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        with DevicePool(
+            devices,
+            Labeller,
+            arguments=(trained.model, trained.preparation, recipe, trained.task, inputs.source, threads),
+            batch_size=recipe.predict.batch_size,
+            item_timeout=recipe.predict.timeout,
+            on_error="skip",
+        ) as pool:
+            label(pool, inputs, written, watch)
+    except (KeyboardInterrupt, Preempted) as stop:
+        kind: type[TrainerError] = Preempted if isinstance(stop, Preempted) else Interrupted
+        name = "SIGTERM" if kind is Preempted else "Ctrl-C"
+        again = f"the same words with output={written.path.parent} go on from here"
+        raise kind(f"stopped by {name}; {again}") from None
+    finally:
+        written.close()
+        watch.close()
+
+
+def _complete(before: Counts, final: Path, inputs: Inputs) -> None:
+    """There is nothing to do, or so it seems.
+
+    Raises:
+        FolderInUseError: what stdin brings now is not known.
+        PredictionError: images were given up then.
+    """
+    if inputs.total is None:
+        raise FolderInUseError(f"{final} is complete, maybe of other {inputs.name}: choose another output=")
+    print(as_typed(f"{final} is complete already; another output= labels them again"), flush=True)
+    _report_failures(before, final)
+
+
+def _report_failures(counts: Counts, final: Path) -> None:
+    if counts["failed"]:
+        raise PredictionError(
+            f"{counts['failed']} of {counts['images']} images have no prediction; the error column of {final} says why"
+        )
+
+
+def _terminated(*_: object) -> None:
+    raise Preempted("SIGTERM")
+
+
+def _inputs(trained: Trained, me: Place) -> Inputs:
+    recipe = trained.recipe
+    if trained.data is not None:
+        return sources.dataset_split(trained.data, recipe.predict.split or "val", me.rank, me.size)
+    assert recipe.data.root is not None
+    # A folder may be named like the one class of its images; several classes and values stand in tables.
+    classes = trained.classes if trained.task.reads == "class" else ()
+    return sources.image_files(recipe.data.root, classes, me.rank, me.size, wanted_of(recipe.data))
+
+
+def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> None:
+    """Every image through the pool, its row written, in order."""
+    waiting: deque[Item] = deque()
+
+    def payloads() -> Iterator[Any]:
+        for item in inputs.items:
+            waiting.append(item)
+            yield item.payload
+
+    for found in pool.map(payloads()):
+        if isinstance(found, ItemError):
+            written.write(waiting.popleft(), None, found.message)
+        else:
+            written.write(waiting.popleft(), found)
+        watch.note(pool)
+
+
+def sum_up(
+    world: World, folder: Path, final: Path, written: PartFile, settings: PredictionSettings, seconds: float
+) -> None:
+    """Put the ranks' parts together, say what came of it.
+
+    Raises:
+        PredictionError: some images were given up.
+    """
+    parts = world.share(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
+    counts = output.together(parts)
+    looked = [part["seen"] for part in parts]  # a rank may not have what tells it
+    seen = None if None in looked else sum(looked)
+    new = counts["images"] - sum(part["before"] for part in parts)
+    output.put_together(world, folder, final)
+    if world.is_main:
+        accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
+        found = {"top1": accuracy, "trained_on": seen}
+        write_atomically(
+            folder / "predict.json",
+            json.dumps({"settings": dict(settings), **counts, **found, "seconds": seconds}, indent=2) + "\n",
+        )
+        speed = new / seconds if new >= MANY else None
+        print(as_typed(summary(counts, accuracy, seen, speed, final)), flush=True)
+    world.barrier()
+    world.close()
+    _report_failures(counts, final)
+
+
+def summary(counts: Counts, accuracy: float | None, seen: int | None, speed: float | None, final: Path) -> str:
+    """What came of it; `seen` of the images whose class is known were trained on."""
+    told = counts["images"] - counts["unreadable"] - counts["failed"]
+    text = f"{images(told)} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
+    if counts["unreadable"]:
+        rows = "its row says" if counts["unreadable"] == 1 else "their rows say"
+        text += f"; {counts['unreadable']:,} could not be read, {rows} why"
+    if accuracy is not None:
+        text += f"\n  top-1    {accuracy:.2%} of {images(counts['labelled'])} whose class is known"
+    if accuracy is not None and seen:
+        some = "all" if seen == counts["labelled"] else f"{seen:,}"
+        text += f"\n  note     {some} of these were trained on; without data.root= those held out are labelled"
+    return text + f"\n  result   {final}"

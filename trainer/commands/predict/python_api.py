@@ -1,0 +1,121 @@
+"""`predict` for programs: a model and inputs over a list of devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainer.commands.predict.labelling import Forward
+from trainer.devices.assignment import prediction_devices
+from trainer.errors import RecipeError
+from trainer.pool import DevicePool
+from trainer.processes import carrying
+from trainer.processes.world import cores, cuda_for
+
+
+def predict(
+    model: nn.Module,
+    inputs: Tensor | np.ndarray[Any, Any] | Iterable[Any],
+    devices: Sequence[str | torch.device] | str | torch.device = "auto",
+    batch_size: int | None = None,
+) -> Any:
+    """A model's outputs on every device of a list, in evaluation mode, without gradients, equal to one device's.
+
+    Args:
+        model: with its weights, on the CPU or a device; every worker gets a copy of these.
+        inputs: a tensor or array (N, ...), or an iterable of tensors (...), which may be endless.
+        devices: as in ["cuda:0", "cuda:1", "cpu"], a worker each; "auto" is every GPU, without one the CPU.
+        batch_size: inputs at once; None lets each device find what it handles best.
+
+    Returns:
+        For a tensor the outputs (N, ...) on the CPU. For an iterable an iterator of outputs, in order, a bounded number
+        ahead. A model whose outputs are tuples or dictionaries gives one an input in both cases.
+
+    Raises:
+        RecipeError: no such device, a model that cannot be sent to a worker, or something else in place of either.
+        ItemError: the model failed on an input; its `index` tells on which.
+    """
+    _check(model, inputs, batch_size)
+    if isinstance(inputs, np.ndarray):
+        inputs = torch.as_tensor(inputs)
+    one = isinstance(devices, torch.device) or (isinstance(devices, str) and devices != "auto")
+    chosen: Any = [devices] if one else devices
+    if not isinstance(chosen, str | Sequence):
+        raise RecipeError(f"devices= is a list, as in devices=['cuda:0', 'cpu'], or 'auto', not {chosen!r}")
+    names = prediction_devices(chosen, cuda_for(chosen), cores())
+    if not isinstance(inputs, Tensor):
+        return _stream(model, _each(inputs), names, batch_size)
+    stream = _stream(model, inputs.cpu(), names, batch_size)
+    found: Any = None
+    rest: list[Any] = []
+    for row, output in enumerate(stream):
+        if isinstance(output, Tensor):
+            if found is None:
+                found = torch.empty(len(inputs), *output.shape, dtype=output.dtype)
+            found[row] = output
+        else:
+            rest.append(output)
+    return rest if found is None else found
+
+
+def _check(model: object, inputs: object, batch_size: object) -> None:
+    """Raises RecipeError where a program hands over something else, before anything starts."""
+    if isinstance(model, str | os.PathLike):
+        raise RecipeError(
+            f"predict() takes a model, and {os.fspath(model)!r} is a path: type python -m trainer predict "
+            f"checkpoint={os.fspath(model)} data.root=FOLDER, or load its weights into a model, "
+            "model.load_state_dict(safetensors.torch.load_file('runs/x/last.safetensors'))"
+        )
+    if isinstance(model, type):
+        raise RecipeError(f"predict() takes a model, and {model.__name__} is a class: make one, {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(inputs, DataLoader):
+        raise RecipeError(
+            "predict() makes the batches itself, and a DataLoader gives batches: give the inputs, "
+            "as in (item[0] for item in loader.dataset)"
+        )
+    if isinstance(inputs, str | bytes | os.PathLike | Mapping) or not _iterable(inputs):
+        raise RecipeError(f"predict() takes a tensor of inputs, or an iterable of them, not {type(inputs).__name__}")
+    if not isinstance(batch_size, int | None):
+        raise RecipeError(f"batch_size= is a whole number, or None, not {type(batch_size).__name__}")
+
+
+def _iterable(inputs: object) -> bool:
+    """Also where items are read by number, as from a data set."""
+    return isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")
+
+
+def _each(inputs: Iterable[Any]) -> Iterator[Any]:
+    """The inputs, held against what a worker can put together to a batch.
+
+    Raises:
+        RecipeError: one is no tensor.
+    """
+    for number, one in enumerate(inputs):
+        if not isinstance(one, Tensor | np.ndarray):
+            pair = ", and of a data set's items the input: (item[0] for item in data)" * isinstance(one, tuple | list)
+            raise RecipeError(f"predict() takes tensors, not {type(one).__name__} as input {number} is{pair}")
+        yield torch.as_tensor(one)
+
+
+def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None) -> Iterator[Any]:
+    with _pool(model, devices, batch_size) as pool:
+        yield from pool.map(inputs)
+
+
+def _pool(model: nn.Module, devices: Sequence[str], batch_size: int | None) -> DevicePool:
+    """Workers that have the model; one with a lambda, or of a class that no module holds, travels by value."""
+    homeless = any(type(part).__module__ == "__main__" for part in model.modules())
+    if not (homeless and carrying.nowhere_to_import()):
+        with suppress(RecipeError):
+            return DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size)
+    sent = carrying.packed(model, "the model", "let it hold only what can be pickled")
+    return DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size)

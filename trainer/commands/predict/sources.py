@@ -1,0 +1,212 @@
+"""What is to be labelled: a folder, a list of files, paths on stdin, or a split of a data set."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+
+from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
+from trainer.data.folders.photo_folders import LOOKED_AT
+from trainer.data.folders.scanning import NEEDS, LeftOut, images_below, is_image
+from trainer.data.photos.decoding import formats, without_warnings
+from trainer.data.photos.pixel_range import Looked, Range
+from trainer.data.sampling import own_span
+from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
+from trainer.recipe.text import shown
+from trainer.saving import files
+from trainer.saving.files import portable
+
+FIRST = 20  # lines of a list, of which one at least is there
+LONGEST = 100_000  # characters of a path in a list; the system takes 4,096
+
+
+class Item(NamedTuple):
+    """One image: its name in the results, what a worker gets, and its class where that is known."""
+
+    path: str
+    payload: Any
+    label: int | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A stream of images.
+
+    Attributes:
+        name: in words.
+        count: images, where that is known before they come.
+        total: of all ranks.
+        source: what payloads that are indices point into.
+        ignored: what lies among them and is not read, in words.
+        doubt: what is not sure of their pixels, in words.
+    """
+
+    name: str
+    count: int | None
+    items: Iterator[Item]
+    source: PhotoSource | None = None
+    total: int | None = None
+    ignored: str = ""
+    doubt: str = ""
+
+
+def image_files(
+    root: str, classes: Sequence[str], rank: int = 0, size: int = 1, pixel_range: Range | None = None
+) -> Inputs:
+    """The images of a folder (recursively, in alphabetical order), of a list of paths, or of stdin where `root` is -.
+
+    An image that lies in a folder named like a class has that label. Of several ranks each takes a contiguous part.
+
+    Raises:
+        SetupError: nothing there.
+        RecipeError: stdin for several ranks.
+    """
+    if root == "-":
+        if size > 1:
+            raise RecipeError("data.root=- reads stdin, which several ranks cannot share: give a file with the paths")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
+        return Inputs("paths from stdin", None, _labelled(_lines(sys.stdin), classes))
+    path, left = Path(root).expanduser(), LeftOut(empty=False)  # an empty file has a row that says so
+    try:
+        if path.is_dir():
+            paths = list(images_below(str(path), left, str(path)))
+        elif is_image(path.name):
+            paths = [str(path)] if path.is_file() else []
+        elif path.suffix.lower() in NEEDS and path.is_file():
+            left.other(path.name)
+            paths = []
+        else:
+            paths = _listed(path, size)
+            first = paths[:FIRST]
+            if first and path.is_file() and not any(os.path.lexists(one) for one in first):
+                raise SetupError(
+                    f"data.root={root} is no list of images: {shown(first[0])}, its first line, is not the path of a "
+                    "file. Give one path a line, an image, a folder of images, or - for paths from standard input"
+                )
+    except TrainerError:
+        raise
+    except OSError as error:
+        raise SetupError(
+            f"data.root={root}: {error.filename} cannot be read ({error.strerror}); "
+            "give a folder, a file of paths, or -"
+        ) from None
+    if not paths:
+        ignored = f" that can be read here ({left.told()})" if left.told() else ""
+        raise SetupError(
+            f"data.root={root} holds no images{ignored}; give a folder (of JPEG, PNG, WebP, ...), a file of paths, or -"
+        )
+    start, stop = own_span(len(paths), rank, size)
+    items = _labelled(paths[start:stop], classes)
+    doubt = "" if rank else doubt_of(paths, pixel_range)
+    return Inputs(root, stop - start, items, total=len(paths), ignored=left.told(), doubt=doubt)
+
+
+def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
+    """The images of a data set's `train` or `val` part, in its own order, with their labels."""
+    part = data.train if name == "train" else data.val
+    start, stop = own_span(len(part), rank, size)
+    title = f"{data.name}/{name}"
+    if data.plain or isinstance(part, TensorSet):
+        raise RecipeError(f"data.name={data.name} holds no images, and predict labels images")
+    if isinstance(part, ImageSet):
+        rows, images, known = len(part.labels), part.images, _classes(part.labels)
+        named = part.where or (lambda n: f"{title}/{n}")
+        items = (
+            Item(named(n), images[n % rows], None if known is None else known[n % rows]) for n in range(start, stop)
+        )
+        return Inputs(title, stop - start, items, total=len(part))
+    known = _classes(getattr(part, "labels", None))
+    photos = (Item(part.where(n), n, None if known is None else known[n]) for n in range(start, stop))
+    return Inputs(title, stop - start, photos, part, len(part))
+
+
+def _classes(labels: Any) -> list[int] | None:
+    """One class a sample, where a data set tells it before its images are read."""
+    if labels is None:
+        return None
+    labels = torch.as_tensor(labels)
+    one: list[int] = labels.tolist()
+    return one if labels.dim() == 1 and not labels.is_floating_point() else None
+
+
+def doubt_of(paths: Sequence[str], pixel_range: Range | None) -> str:
+    """What is not sure of the pixels of image files, by some of them; empty for photos."""
+    looked = Looked(pixel_range)
+    for path in paths[:: 1 + len(paths) // LOOKED_AT]:
+        # What cannot be read has a row that says so.
+        with suppress(Exception), without_warnings(), files.opened(path) as file:
+            looked.add(Image.open(file, formats=formats()), path)
+    try:
+        looked.check()
+    except SetupError as error:
+        return str(error)
+    return ""
+
+
+def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
+    """What is left of `inputs` after those that were labelled before.
+
+    Raises:
+        FolderInUseError: those were other images.
+    """
+    done = 0
+    for done, before in enumerate(paths, 1):
+        now = next(inputs.items, None)
+        if now is None or without_line_ends(now.path) != without_line_ends(before):
+            found = "nothing" if now is None else now.path
+            raise FolderInUseError(
+                f"{folder} was begun with other images: number {done} was {before}, "
+                f"now it is {found}; choose another output="
+            )
+    left = None if inputs.count is None else inputs.count - done
+    return replace(inputs, count=left)
+
+
+def without_line_ends(path: str) -> str:
+    """As a row of a CSV file has it."""
+    return " ".join(path.splitlines())
+
+
+def _listed(path: Path, ranks: int) -> list[str]:
+    """The paths in a file. A pipe is read like stdin, which `data.root=<(find ...)` of a shell is.
+
+    Raises:
+        RecipeError: several ranks would share a pipe.
+        SetupError: it is neither, or holds something else than paths.
+    """
+    kind = path.stat().st_mode
+    if stat.S_ISFIFO(kind) and ranks > 1:
+        raise RecipeError(f"data.root={path} is a pipe, which several ranks cannot share: give a file with the paths")
+    if not stat.S_ISFIFO(kind) and not stat.S_ISREG(kind):
+        raise SetupError(f"data.root={path} is a device: give a folder, a file of paths, or - for stdin")
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        return list(_lines(file))
+
+
+def _lines(file: Any) -> Iterator[str]:
+    """The lines of a list of paths, empty ones left out.
+
+    Raises:
+        SetupError: it is no such list; a line without an end would fill the memory.
+    """
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), 1):
+        if len(line) == LONGEST or "\0" in line:
+            raise SetupError(f"line {number} of the list of images is no path: give a file with a path a line")
+        if path := line.rstrip("\r\n"):
+            yield path
+
+
+def _labelled(paths: Any, classes: Sequence[str]) -> Iterator[Item]:
+    known = {name: index for index, name in enumerate(classes)}
+    return (Item(path, path, known.get(portable(os.path.basename(os.path.dirname(path))))) for path in paths)

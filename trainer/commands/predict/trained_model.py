@@ -1,0 +1,149 @@
+"""A model that can label: a run's or torchvision's weights, with its classes and how its images are made ready."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision.models import get_model_weights
+
+from trainer import recipe as recipes
+from trainer import tasks
+from trainer.commands.evaluate import ImageFacts, facts_of, opened_again, recipe_of
+from trainer.commands.predict.labelling import Preparation
+from trainer.commands.predict.trained_on import TrainedOn, trained_on
+from trainer.data import Datasets
+from trainer.data.folders.photo_folders import IMAGENET
+from trainer.data.photos.photo_reader import shorter_side
+from trainer.errors import RecipeError
+from trainer.models.zoo import build, initialise
+from trainer.recipe import Recipe
+from trainer.recipe.timm_names import TIMM
+from trainer.saving.weights import read_weights
+from trainer.tasks import Task
+from trainer.training.wiring import model_for
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that can label, and what it was made of."""
+
+    recipe: Recipe
+    task: Task
+    model: nn.Module
+    classes: tuple[str, ...]
+    preparation: Preparation
+    data: Datasets | None  # where a split of the data set is labelled
+    fingerprint: str
+    seen: TrainedOn | None = None  # what it was trained on, where other images are labelled
+
+
+def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
+    """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with.
+
+    Raises:
+        CheckpointError: what their file tells makes no sense.
+        RecipeError: they are no model that tells names of images.
+    """
+    weights, facts = read_weights(path)
+    recipe = recipe_of(path, facts, tuple(words))
+    data = opened_again(path, recipe, facts) if wants_split(recipe, words) else None
+    if facts.get("mean") == "[]" or (data is not None and data.plain):
+        raise RecipeError(f"{path} was trained on inputs that are no images, and predict labels images")
+    if data is not None:
+        classes, how = data.classes, Preparation.of(data)
+    else:
+        classes, how = _prepared(path, facts_of(path, facts), recipe.data.image_size)
+    task = _task(recipe, classes)
+    model = model_for(recipe, task, len(classes), how.channels, how.image_size, starting=False)
+    initialise(model, weights, str(path), whole=True)
+    names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
+    seen = trained_on(path, recipe_of(path, facts, ())) if data is None else None
+    return Trained(recipe, task, model, names, how, data, _fingerprint(weights), seen)
+
+
+def _task(recipe: Recipe, names: Sequence[str]) -> Task:
+    """The recipe's task for labelling, which asks for no loss.
+
+    Raises:
+        RecipeError: its outputs are no numbers beside names.
+    """
+    task = tasks.create(recipe.replace(loss={}, augment={}), names)
+    if type(task).ranked is Task.ranked:
+        task.ranked(torch.zeros(0))  # says so
+    return task
+
+
+def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
+    """The classes of weights and how their images were made ready, as their file tells it.
+
+    Raises:
+        CheckpointError: what it tells makes no sense.
+    """
+    told = ImageFacts.of(path, facts)
+    size = image_size or told.image_size
+    shorter = told.shorter_side if size == told.image_size else None
+    if told.shorter_side == told.image_size:  # nothing was cut off
+        shorter = size
+    return told.classes, Preparation(size, shorter or shorter_side(size), told.channels, told.mean, told.std)
+
+
+def wants_split(recipe: Recipe, words: Sequence[str]) -> bool:
+    """Whether images come from the data set; else they are files that data.root names."""
+    return recipe.predict.split is not None or not any(word.startswith("data.root=") for word in words)
+
+
+def published(words: Sequence[str]) -> Trained:
+    """One of torchvision's models with the weights that it publishes."""
+    recipe = recipes.load(None, *words)
+    if recipe.model.weights is None or recipe.data.root is None:
+        raise RecipeError(
+            "predict needs a model and images: checkpoint=RUN data.root=FOLDER, or without a checkpoint "
+            "model.name=resnet50 model.weights=DEFAULT data.root=FOLDER"
+        )
+    if recipe.predict.split is not None:
+        raise RecipeError("predict.split names a part of a run's data set, so it needs checkpoint=RUN")
+    classes, preset, size = _published(recipe)
+    model = build(recipe.model, len(classes), 3, size)
+    return Trained(
+        recipe,
+        _task(recipe, classes),
+        model,
+        classes,
+        Preparation(size, shorter_side(size), 3, *IMAGENET, preset),
+        None,
+        _fingerprint(model.state_dict()),
+    )
+
+
+def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
+    """Classes, transforms and image size that torchvision publishes with weights."""
+    if recipe.model.name.startswith(TIMM):
+        raise RecipeError(
+            f"model.name={recipe.model.name}: predict takes a model of timm from a run of yours, as checkpoint=runs/x"
+        )
+    try:
+        weights = get_model_weights(recipe.model.name)[recipe.model.weights]
+    except (KeyError, ValueError):
+        build(recipe.model, 1000, 3, 224)  # says what is wrong with the name
+        raise RecipeError(
+            f"model.weights={recipe.model.weights}: {recipe.model.name} has no published weights"
+        ) from None
+    preset = weights.transforms()
+    if not hasattr(preset, "crop_size"):
+        raise RecipeError(f"model.name={recipe.model.name} is no classifier of images: predict is for those")
+    return tuple(weights.meta["categories"]), preset, preset.crop_size[0]
+
+
+def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().contiguous()
+        found.update(name.encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]

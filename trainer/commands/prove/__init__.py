@@ -1,0 +1,92 @@
+"""`python -m trainer prove`: whether this machine trains right, and how fast.
+
+Right before fast, the most telling first, within the minutes that are given. What is done is kept, and the same words
+go on after a stop. It composes what the rooms below measure, and every run is one of the command line.
+Imports: errors, recipe, devices, processes, saving, data, models, telemetry, launch, training, doctor, comparison.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+from trainer.commands.prove.trip import Devices
+from trainer.devices import cards
+from trainer.devices.assignment import present
+from trainer.errors import Interrupted, Preempted, RecipeError, SetupError
+from trainer.processes import world
+from trainer.processes.rank import place
+from trainer.recipe.recipe_words import split_words
+
+OWN = ("minutes", "output", "devices")
+MINUTES = 10.0
+CPU_PROCESSES = 2
+
+
+def command(words: Sequence[str]) -> int:
+    """0 where all that was checked is right, 3 where something is wrong.
+
+    Raises:
+        RecipeError: words that mean nothing.
+        FolderInUseError: output= holds something else.
+        Interrupted, Preempted: stopped; what was done is kept.
+    """
+    own, rest = split_words(words, OWN)
+    if rest:
+        raise RecipeError(f"'{rest[0][:80]}' is not a word of prove: type minutes=10, devices=[...] or output=FOLDER")
+    if place().launched:
+        raise RecipeError("prove starts its processes itself: type python -m trainer prove without torchrun")
+    minutes = _minutes(own.get("minutes"))
+    devices = find_devices(own.get("devices"))
+    from trainer.commands.prove import proving  # with torch, which a wrong word need not wait for
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Preempted("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return SetupError.code if proving.prove(devices, minutes, own.get("output")) == "wrong" else 0
+    except (KeyboardInterrupt, Preempted) as error:
+        how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
+        raise kind(f"stopped by {how}; what was done is kept, and the same words go on") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _minutes(text: str | None) -> float:
+    if text is None:
+        return MINUTES
+    if not re.fullmatch(r"\d{1,4}(\.\d{1,3})?", text) or not 0 < float(text) <= 1440:
+        raise RecipeError(f"minutes={text[:40]} must be a number up to 1440, as in minutes=10")
+    return float(text)
+
+
+def find_devices(text: str | None) -> Devices:
+    """The devices that the words name: by default every GPU, and without one two processes on the CPU.
+
+    Raises:
+        RecipeError: they are not here, or of both kinds, or one twice.
+        SetupError: there are cards that torch cannot use, and nothing is named.
+    """
+    here = cards.look()
+    if text is None or text == "auto":
+        if here.fault is not None:
+            raise here.fault
+        names = [f"cuda:{n}" for n in range(here.count)] or ["cpu"] * CPU_PROCESSES
+    else:
+        listed = [name.strip() for name in text.strip("[]").split(",") if name.strip()]
+        names = present(listed, here.count)
+        if not names or len({name.partition(":")[0] for name in names}) > 1:
+            raise RecipeError(f"devices={text[:80]} must be GPUs or CPU processes, as in devices=[cpu,cpu]")
+        if names[0] != "cpu" and len(set(names)) < len(names):
+            raise RecipeError(f"devices={text[:80]} names a card twice: name each once")
+    if names[0] == "cpu":
+        return Devices(tuple(names), "cpu", ("CPU",) * len(names), max(1, world.cores() // len(names)))
+    import torch
+
+    return Devices(tuple(names), "cuda", tuple(torch.cuda.get_device_name(name) for name in names))
+
+
+__all__ = ["command"]

@@ -1,0 +1,127 @@
+"""Reading photos and saving, each beside what anybody would write without this software."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trainer import recipe as recipes
+from trainer.data import Loader, Shard, open_datasets
+from trainer.models.zoo import build
+from trainer.processes import fork_server
+from trainer.recipe.schema import ModelRecipe
+from trainer.saving import checkpoint
+from trainer.saving.checkpoint import Position, State
+from trainer.training.wiring import task_of
+
+if TYPE_CHECKING:
+    from trainer.commands.prove.prove_probe import Measurer
+
+PAIRS = 3
+PHOTOS, NAMES, SHAPE = 64, 24, (400, 500, 3)  # files, the names that each has, their pixels
+BATCH, SECONDS = 32, 1.5
+
+
+def save(here: Measurer) -> dict[str, Any]:
+    """Seconds of our checkpoint, which is hashed and read again, and of torch.save, of as many bytes."""
+    model = build(ModelRecipe(name=here.asked["model"]), 1000, 3, 224)
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    momentum = {f"{name}//momentum_buffer": torch.rand_like(p) for name, p in model.named_parameters()}
+    found: dict[str, list[float]] = {"ours": [], "bare": []}
+    for number in range(PAIRS):
+        state = State(Position(number + 1, 0, number + 1), {"model": weights, "optimizer": momentum}, {})
+        found["ours"].append(_seconds(lambda: checkpoint.commit(here.folder, state, 2)))  # noqa: B023
+        found["bare"].append(_seconds(lambda: _plainly(here.folder / "plain.pt", {**weights, **momentum})))
+    size = sum(t.numel() * t.element_size() for t in (*weights.values(), *momentum.values()))
+    shutil.rmtree(here.folder / "checkpoints")
+    (here.folder / "plain.pt").unlink()
+    return {**found, "bytes": size}
+
+
+def _plainly(path: Path, tensors: dict[str, Tensor]) -> None:
+    """As carefully as it has to be: a file that is on the disk before it has its name."""
+    with path.with_suffix(".tmp").open("wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".tmp").rename(path)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def readers(here: Measurer) -> dict[str, Any]:
+    """Photos/s of our readers and of torchvision's training pipeline with as many processes, in turn."""
+    size = here.asked["size"]
+    root = here.folder / "photos"
+    _make(root)
+    chosen = {
+        "data": {"name": "imagefolder", "root": str(root), "image_size": size},
+        "batch_size": BATCH,
+        "mode": "single",
+    }
+    recipe = recipes.load({**chosen, "augment": {"crop": "resized", "hflip": 0.5}})
+    data = open_datasets(recipe)
+    loader = Loader(data, recipe, task_of(recipe, data), Shard(), here.device)
+    found: dict[str, Any] = {"ours": [], "bare": [], "processes": loader.workers}
+    epoch = iter(range(1000))
+    for _ in range(PAIRS):
+        found["ours"].append(_pace(lambda: loader.training(next(epoch))))
+        found["bare"].append(_pace(lambda: iter(_reference(root, size, loader.workers or 0))))
+    loader.close()
+    shutil.rmtree(root)
+    return found
+
+
+def _make(root: Path) -> None:
+    """Photos, as far as a decoder can tell: rough shapes with fine noise."""
+    drawn = np.random.default_rng(0)
+    for number in range(PHOTOS):
+        rough = drawn.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        shapes = np.asarray(Image.fromarray(rough).resize(SHAPE[1::-1], Image.Resampling.BICUBIC), dtype=np.int16)
+        noisy = np.clip(shapes + drawn.integers(-12, 13, SHAPE), 0, 255).astype(np.uint8)
+        folder = root / "train" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        first = folder / f"{number}.jpg"
+        Image.fromarray(noisy).save(first, quality=90)
+        for name in range(1, NAMES):
+            os.link(first, folder / f"{number}-{name}.jpg")
+    for label in range(2):
+        (root / "val" / f"class{label}").mkdir(parents=True)
+        os.link(root / "train" / f"class{label}" / f"{label}.jpg", root / "val" / f"class{label}" / "0.jpg")
+
+
+def _reference(root: Path, size: int, workers: int) -> Any:
+    from torch.utils.data import DataLoader
+    from torchvision import datasets, transforms
+
+    steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    steps.append(transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    photos = datasets.ImageFolder(str(root / "train"), transforms.Compose(steps))
+    context = fork_server.context() if workers else None
+    return DataLoader(photos, BATCH, True, num_workers=workers, drop_last=True, multiprocessing_context=context)
+
+
+def _pace(begin: Callable[[], Iterator[Any]]) -> float:
+    """Photos/s once the readers are at work."""
+    batches = begin()
+    for _ in range(4):
+        next(batches)
+    begun, photos = time.perf_counter(), 0
+    for _ in batches:
+        photos += BATCH
+        if time.perf_counter() - begun > SECONDS:
+            break
+    return photos / (time.perf_counter() - begun)

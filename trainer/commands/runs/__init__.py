@@ -1,0 +1,90 @@
+"""`python -m trainer runs`: the runs there are, one of them on a page, several side by side, and removing them.
+
+Reads what lies in run folders, whoever wrote it and however it ended; torch is not imported.
+Imports: errors, recipe, processes, saving, telemetry.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands.runs import deleting, differences, listing, run_page
+from trainer.commands.runs.run_status import RunSummary, look, named
+from trainer.errors import RecipeError
+from trainer.recipe.recipe_words import split_words
+
+HOME = Path("runs")  # where training puts its folders
+SYNONYMS = {
+    "list": "", "ls": "", "info": "show", "view": "show", "cat": "show", "diff": "compare", "rm": "delete",
+    "remove": "delete", "del": "delete",
+}  # fmt: skip
+USAGE = "type runs, runs show RUN, runs compare RUN RUN or runs delete RUN"
+
+
+def command(words: Sequence[str]) -> str:
+    """What `python -m trainer runs words...` prints.
+
+    Raises:
+        RecipeError: words that mean nothing, or a name that is no run's.
+        FolderInUseError: a run that is to be deleted is running.
+        SetupError: a folder cannot be read or changed.
+    """
+    as_json, rest = _wants_json(words)
+    task, names = (rest[0], rest[1:]) if rest else ("", [])
+    task = SYNONYMS.get(task, task)
+    own, names = split_words(names, ("yes", "output"))
+    allowed = {"delete": "yes", "compare": "output"}.get(task)
+    for word in [f"{key}=" for key in own if key != allowed] + [name for name in names if _is_word(name)]:
+        raise RecipeError(f"'{word}' is not a word of runs{' ' * bool(task)}{task}: {USAGE}")
+    if task == "show":
+        return run_page.show(_one(names), as_json)
+    if task == "compare":
+        if len(names) < 2:
+            raise RecipeError("runs compare needs two runs or more, as in runs compare FIRST SECOND; runs lists them")
+        return differences.compare([named(name, HOME) for name in names], own.get("output"), as_json)
+    if task == "delete":
+        if not names:
+            raise RecipeError("runs delete needs the names of runs, as in runs delete FIRST SECOND; runs lists them")
+        return deleting.delete([named(name, HOME) for name in names], own.get("yes"))
+    if not task and names:
+        task, names = names[0], names[1:]
+    return _listed(task, names, as_json)
+
+
+def _listed(folder: str, more: Sequence[str], as_json: bool) -> str:
+    """The runs below a folder; the page of one where the folder is a run itself."""
+    if more or _is_word(folder):
+        raise RecipeError(f"'{' '.join((folder, *more))[:80]}' is not understood: {USAGE}")
+    if folder:
+        for path in (Path(folder).expanduser(), HOME / folder):
+            if path.is_dir() and look(path, sized=False).kind != "run":
+                return listing.table(path, as_json)
+        return run_page.show(named(folder, HOME), as_json)
+    if not HOME.is_dir():
+        return "[]\n" if as_json else "no runs yet below ./runs: python -m trainer recipe=digits trains a first one\n"
+    return listing.table(HOME, as_json)
+
+
+def _wants_json(words: Sequence[str]) -> tuple[bool, list[str]]:
+    own, rest = split_words([word for word in words if word != "--json"], ("format",))
+    if own.get("format", "json") not in ("json", "text"):
+        raise RecipeError(f"format={own['format']} is not one of text, json")
+    return "--json" in words or own.get("format") == "json", rest
+
+
+def _one(names: Sequence[str]) -> RunSummary:
+    if not names:
+        raise RecipeError("runs show needs a run, as in runs show NAME; runs lists them")
+    if len(names) != 1:
+        raise RecipeError(f"runs show needs one run, as in runs show NAME, not {len(names)}; runs lists them")
+    return named(names[0], HOME)
+
+
+def _is_word(text: str) -> bool:
+    """Whether it is an option or key=value, rather than a folder."""
+    return (text.startswith("-") or "=" in text) and not (os.path.exists(text) or os.path.exists(HOME / text))
+
+
+__all__ = ["command"]

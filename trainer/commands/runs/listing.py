@@ -1,0 +1,112 @@
+"""The runs below a folder, one line each, newest first."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands.runs import readable
+from trainer.commands.runs.run_status import FOREIGN, RunSummary, look
+from trainer.errors import SetupError
+from trainer.saving.files import why
+
+DEEP = 2  # levels of folders that hold no run themselves, as in runs/paper/seed3
+MOST = 20  # of what is no run is named
+HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
+RIGHT = {5, 6, 7}
+
+
+def table(home: Path, as_json: bool = False) -> str:
+    """What `runs` prints.
+
+    Raises:
+        SetupError: the folder cannot be read.
+    """
+    found = below(home)
+    runs = sorted((one for one in found if one.kind == "run"), key=lambda one: -(one.changed or 0.0))
+    others = [one for one in found if one.kind != "run"]
+    if as_json:
+        return json.dumps([one.to_dict() for one in (*runs, *others)], indent=2) + "\n"
+    if not runs and not others:
+        return f"no runs below {home}: python -m trainer recipe=digits output={home}/first trains one\n"
+    lines = _table(runs, home) if runs else [f"no runs below {home}"]
+    notes = [f"{_name(one, home)}: {readable.plain(one.note)}" for one in (*runs, *others) if one.note]
+    more = [f"and {len(notes) - MOST} more lines like these"] if len(notes) > MOST else []
+    lines += ["", *(readable.shortened(line, readable.columns()) for line in notes[:MOST]), *more] if notes else []
+    if runs:
+        apart = {one.path.resolve(): one for one in runs}.values()  # links name some twice
+        total = readable.bytes_of(sum(one.size or 0 for one in apart), any(one.more for one in apart))
+        lines += ["", f"{len(apart)} run{'s' * (len(apart) != 1)}, {total}; see one: python -m trainer runs show NAME"]
+    return "\n".join(lines) + "\n"
+
+
+def below(home: Path, levels: int = DEEP) -> list[RunSummary]:
+    """Every run below a folder, and what else is there: comparisons, damaged or foreign folders, dead links.
+
+    A folder that holds runs is no row itself. Plain files and hidden folders are left out.
+
+    Raises:
+        SetupError: the folder itself cannot be read.
+    """
+    try:
+        with os.scandir(home) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and _may_hold(entry))
+    except OSError as error:
+        raise SetupError(f"{home} cannot be read ({why(error)}): give another folder, as in runs FOLDER") from None
+    found = []
+    for name in names:
+        one = look(home / name)
+        inner: Sequence[RunSummary] = ()
+        if one.note == FOREIGN and levels > 1 and not one.path.is_symlink():
+            try:
+                inner = below(one.path, levels - 1)
+            except SetupError:
+                inner = ()
+        within = [run for run in inner if run.kind == "run"]
+        found += within or [one]
+    return found
+
+
+def _may_hold(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir() or (entry.is_symlink() and not os.path.exists(entry.path))
+    except OSError:  # links in a circle
+        return True
+
+
+def _name(one: RunSummary, home: Path) -> str:
+    return readable.plain(str(one.path.relative_to(home)))
+
+
+def _cells(one: RunSummary, home: Path) -> tuple[str, ...]:
+    best = one.best
+    return (
+        _name(one, home),
+        readable.shortened(readable.plain(one.mode or "-"), 12),
+        readable.shortened(readable.plain(one.model or "-"), 18),
+        one.status or "-",
+        f"{readable.shortened(readable.plain(best[0]), 10)} {readable.score(*best)}" if best else "-",
+        readable.number(one.speed),
+        readable.duration(one.age),
+        readable.bytes_of(one.size, one.more),
+    )
+
+
+def _table(runs: Sequence[RunSummary], home: Path) -> list[str]:
+    """Rows of equal columns; a name too long for its column stands on a line of its own, whole, to be copied."""
+    rows = [HEAD, *(_cells(one, home) for one in runs)]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(HEAD))]
+    widths[0] = max(len(HEAD[0]), min(widths[0], readable.columns() - sum(widths[1:]) - 2 * (len(HEAD) - 1)))
+    lines = []
+    for row in rows:
+        if len(row[0]) > widths[0]:
+            lines.append(readable.shortened(row[0], readable.WIDEST))
+        cells = (row[0] if len(row[0]) <= widths[0] else "", *row[1:])
+        padded = [
+            cell.rjust(width) if n in RIGHT else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -1,0 +1,267 @@
+"""What a folder is and how its run stands: read with limits, never trusted, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from trainer.errors import RecipeError, SetupError
+from trainer.recipe.recipe_files import stored
+from trainer.recipe.recipe_words import misspelt
+from trainer.saving import locks
+from trainer.saving.files import read, read_json, why
+
+Status = Literal["running", "completed", "stopped", "failed", "killed"]
+ENDED: dict[Any, Status] = {"completed": "completed", "preempted": "stopped", "failed": "failed"}
+OTHERS = {"compare.json": "a comparison", "predict.json": "predictions", "part-0000": "predictions"}
+FOREIGN = "no files of a run"
+MAX_RECIPE, MAX_ALIASES = 256 * 1024, 20  # bytes; more aliases of aliases would grow without limit
+MAX_FILES = 20_000  # of a folder, that are counted for its size
+LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # whose times tell when a run last did something
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A folder at a glance.
+
+    Attributes:
+        path: as the user knows it.
+        kind: `run`, or what else it is.
+        note: what is wrong with it, or what it is instead of a run; empty for a sound run.
+        status: None where it is no run.
+        changed: when it was last written, in seconds since 1970.
+        size: bytes; None where they were not asked for.
+        more: whether there are more bytes than were counted.
+        result: what result.json holds; empty where it cannot be used.
+        recipe: what recipe.yaml holds, as plain values and unchecked.
+    """
+
+    path: Path
+    kind: Literal["run", "other"]
+    note: str = ""
+    status: Status | None = None
+    changed: float | None = None
+    size: int | None = None
+    more: bool = False
+    result: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str | None:
+        """As in the recipe."""
+        return _text(self.result.get("mode") or self.recipe.get("mode"))
+
+    @property
+    def model(self) -> str | None:
+        """Its name in the recipe."""
+        section = self.recipe.get("model")
+        return _text(section.get("name")) if isinstance(section, Mapping) else None
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The task's metric and its best value so far."""
+        for key, value in self.result.items():
+            if key.startswith("best_") and key != "best_epoch" and (number := finite(value)) is not None:
+                return key.removeprefix("best_"), number
+        return None
+
+    @property
+    def speed(self) -> float | None:
+        """Images a second over all devices."""
+        found = self.result.get("throughput")
+        return finite(found.get("samples_per_sec")) if isinstance(found, Mapping) else None
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since it was last written."""
+        return None if self.changed is None else max(0.0, time.time() - self.changed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For scripts: figures as they are, None for what is not known."""
+        best = self.best
+        return {
+            "name": self.path.name,
+            "path": str(self.path),
+            "kind": self.kind,
+            "status": self.status,
+            "mode": self.mode,
+            "model": self.model,
+            "metric": best[0] if best else None,
+            "best": best[1] if best else None,
+            "samples_per_sec": self.speed,
+            "age_seconds": self.age,
+            "bytes": self.size,
+            "bytes_complete": not self.more,
+            "note": self.note or None,
+        }
+
+
+def finite(value: Any) -> float | None:
+    """A number, where it is one."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def look(path: Path, sized: bool = True) -> RunSummary:
+    """What a folder is. Whatever is wrong with it is in its note."""
+    try:
+        return _look(path, sized)
+    except (OSError, ValueError) as error:
+        return RunSummary(path, "other", why(error))
+
+
+def _look(path: Path, sized: bool) -> RunSummary:
+    if path.is_symlink() and not path.exists():
+        return RunSummary(path, "other", f"a link to {os.readlink(path)}, which is not there")
+    with os.scandir(path) as entries:
+        names = {entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False)}
+    names |= {
+        name for name in (*OTHERS, *LATEST, "checkpoints") if os.path.lexists(path / name)
+    }  # of a huge folder too
+    for name, kind in OTHERS.items():
+        if name in names:
+            return RunSummary(path, "other", kind)
+    notes: list[str] = []
+    result = _read(path / "result.json", names, notes)
+    recipe = _read(path / "recipe.yaml", names, notes)
+    if not _is_run(path, names, result):
+        return RunSummary(path, "other", FOREIGN if names else "an empty folder")
+    size, more = size_of(path) if sized else (None, False)
+    if path.is_symlink():
+        notes.insert(0, f"a link to {os.readlink(path)}")
+    return RunSummary(
+        path, "run", "; ".join(notes), _status(path, result), _changed(path, names), size, more, result, recipe
+    )
+
+
+def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
+    if file.name not in names:
+        return {}
+    try:
+        if file.suffix == ".json":
+            return read_json(file)
+        found = stored(_plain(read(file, MAX_RECIPE)))
+        if isinstance(found, dict):
+            return found
+        notes.append(f"{file.name}: it holds no recipe")
+    except (yaml.YAMLError, RecursionError, TypeError):
+        notes.append(f"{file.name}: it holds no YAML")
+    except (OSError, ValueError) as error:
+        notes.append(f"{file.name}: {why(error)}")
+    return {}
+
+
+def _plain(text: bytes) -> Any:
+    """What YAML holds, in the types of JSON: no dates, nothing that holds itself.
+
+    Raises:
+        YAMLError, ValueError, TypeError, RecursionError: it cannot be told so.
+    """
+    if text.count(b"*") > MAX_ALIASES:
+        raise ValueError("it holds no recipe")
+    return json.loads(json.dumps(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), default=str))
+
+
+def _is_run(path: Path, names: set[str], result: Mapping[str, Any]) -> bool:
+    """Whether a run wrote here: its result, its recipe beside what it logs or saves, or its name in the lock.
+
+    A lock that nobody holds, and nothing else, is of one that failed before it began.
+    """
+    if {"mode", "status", "steps"} <= result.keys():
+        return True
+    logged = bool(names & {"steps.csv", "checkpoints"}) or any(".tfevents." in name for name in names)
+    if "recipe.yaml" in names and logged:
+        return True
+    try:
+        begun = ".lock" in names and bool(read(path / ".lock", 1000))
+    except OSError:
+        return False
+    return begun and (names != {".lock"} or locks.is_held(path))
+
+
+def _status(path: Path, result: Mapping[str, Any]) -> Status:
+    """As the lock, which ends with the process that holds it, and result.json tell it together."""
+    if locks.is_held(path):
+        return "running"
+    status = result.get("status")
+    return ENDED[status] if isinstance(status, str) and status in ENDED else "killed"
+
+
+def _changed(path: Path, names: set[str]) -> float | None:
+    times = []
+    for name in LATEST if names & {*LATEST} else (".",):
+        try:
+            times.append((path / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times, default=None)
+
+
+def size_of(path: Path) -> tuple[int, bool]:
+    """Bytes of the files in a folder, links not followed, and whether there are more than were counted."""
+    total = count = 0
+    for entry in files_below(path):
+        count += 1
+        if count > MAX_FILES:
+            return total, True
+        try:
+            total += 0 if entry.is_dir(follow_symlinks=False) else entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue
+    return total, False
+
+
+def files_below(path: Path) -> Iterator[os.DirEntry[str]]:
+    """All that lies in a folder and its subfolders, as far as it can be read; links are not followed."""
+    waiting: list[str | Path] = [path]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    yield entry
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except OSError:
+            continue
+
+
+def named(name: str, home: Path) -> RunSummary:
+    """The run that a user means: a path, or a name below `home`.
+
+    Raises:
+        RecipeError: there is none; says what is there instead.
+        SetupError: it is there and cannot be read.
+    """
+    try:
+        typed = Path(name).expanduser()
+        candidates = [typed] if typed.is_absolute() else [typed, home / typed]
+        there = [path for path in candidates if os.path.lexists(path)]
+    except (OSError, ValueError, RuntimeError):
+        there = []
+    if not name or not there:
+        known = sorted(entry.name for entry in home.iterdir()) if home.is_dir() else []
+        guess = misspelt(Path(name).name, known)
+        hint = f"did you mean {guess}?" if guess else "python -m trainer runs lists those below ./runs"
+        raise RecipeError(f"'{name[:120]}' is not there, nor {home}/{name[:120]}: {hint}")
+    found = [look(path) for path in there]
+    for one in found:
+        if one.kind == "run":
+            return one
+    path = there[0]
+    if path.is_file():
+        raise RecipeError(f"{path} is a file: give the run's folder, {path.parent}")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise SetupError(f"{path} cannot be read ({found[0].note})")
+    raise RecipeError(f"{path} holds no run ({found[0].note}): python -m trainer runs lists those below ./runs")

@@ -1,0 +1,260 @@
+"""Making the blocks that are missing: by all cores, all ranks of a machine and all jobs that want the same ones.
+
+Nobody leads. A block is made by whoever claims it first, under a name that no reader looks for, and gets its own name
+when it is whole and on the disk; who dies lets go of its claim. So a build that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from trainer.data.cache import cache_blocks
+from trainer.data.cache.cache_blocks import Prepared
+from trainer.data.cache.packing import Format, Packing, key_of
+from trainer.data.cache.stored import block_path, prepared
+from trainer.data.photos.decoding import reason
+from trainer.errors import DiskFullError, PeerError, SetupError, is_disk_full
+from trainer.processes import fork_server
+from trainer.processes.allocation import PHOTOS, keep_freed_memory
+from trainer.saving import locks
+from trainer.telemetry.tracking import bar_kind
+
+LOOKED_AT, SECONDS = 24, 2.0  # photos that are prepared to estimate size and time, and when to be content with fewer
+SPARE = 2**28  # bytes that are left free on the disk
+PASSING = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EAGAIN}
+POLL, SPEAK = 0.5, 10.0  # seconds between two looks at what others make, and between two lines
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What making blocks takes.
+
+    Attributes:
+        photos, bytes: to be prepared, and what they come to.
+        seconds: for one process.
+    """
+
+    photos: int
+    bytes: int
+    seconds: float
+
+
+def missing(packing: Packing, home: Path) -> list[int]:
+    """The blocks that are not there."""
+    with os.scandir(home) as entries:
+        there = {entry.name for entry in entries}
+    names = [os.path.basename(block_path("", key.tobytes())) for key in packing.keys]
+    return [block for block, name in enumerate(names) if name not in there]
+
+
+def estimate(paths: Sequence[bytes], how: Format) -> Estimate:
+    """From some of the photos, prepared."""
+    begun, sizes = time.perf_counter(), []
+    for path in random.Random(0).sample(paths, min(LOOKED_AT, len(paths))):
+        with suppress(Exception):  # decoders raise anything at all; what cannot be read takes no room
+            sizes.append(prepared(path, how).data.nbytes)
+        if time.perf_counter() - begun > SECONDS and sizes:
+            break
+    one = (time.perf_counter() - begun) / max(1, len(sizes))
+    return Estimate(len(paths), int(len(paths) * sum(sizes) / max(1, len(sizes))), len(paths) * one)
+
+
+def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, patience: float) -> None:
+    """Make what is missing, with `workers` processes; returns when all of it is there, whoever made it.
+
+    Args:
+        show: draw a bar, or write lines, of how far it is.
+        patience: seconds without anything new, of anybody, after which it is given up.
+
+    Raises:
+        DiskFullError, SetupError: `home` cannot be written.
+        PeerError: another process claims a block and does not finish it, or one of ours was killed.
+    """
+    absent = missing(packing, home)
+    if not absent:
+        return
+    progress, moved, written = BuildProgress(len(absent), show), time.monotonic(), _drafted(home)
+    exchanged: set[int] = set()  # blocks of photos that changed meanwhile: they are read as they are now
+    context = fork_server.context("torchvision", "trainer.data.cache.building")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
+    try:
+        while absent:
+            random.shuffle(absent)  # ranks and jobs that begin together claim different ones
+            asked = {pool.submit(make, str(home), packing.keys[n].tobytes(), packing.paths[n], how): n for n in absent}
+            for done in as_completed(asked):
+                if done.result() is Made.EXCHANGED:
+                    exchanged.add(asked[done])
+                if done.result() is not Made.ELSEWHERE:
+                    progress.one_more()
+            before, absent = len(absent), [n for n in missing(packing, home) if n not in exchanged]
+            drafts, written = written, _drafted(home)
+            if len(absent) < before or written != drafts:
+                moved = time.monotonic()
+            elif time.monotonic() - moved > patience:
+                raise PeerError(
+                    f"{home}: another process began {len(absent)} blocks of the cache {patience:g} seconds "
+                    "ago and finished none: end it, or set data.cache=off"
+                )
+            else:
+                time.sleep(POLL)
+            progress.left(len(absent))
+    except BrokenProcessPool:
+        raise PeerError(
+            "a process that built the cache died (killed, or out of memory): type the same again, it goes on; "
+            "data.workers=1 takes less memory. Where its error is above, it imports the script that trains, which "
+            'needs if __name__ == "__main__": around train(...)'
+        ) from None
+    except UnreadableError as error:
+        raise SetupError(str(error)) from None
+    except OSError as error:
+        raise _refused(home, error) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        progress.close()
+
+
+class Made(Enum):
+    """What came of a block: it is there; another process is at it; its photos were exchanged meanwhile."""
+
+    THERE, ELSEWHERE, EXCHANGED = range(3)
+
+
+def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
+    """Make one block, if nobody else is at it.
+
+    Raises:
+        OSError: it cannot be written.
+        UnreadableError: a photo cannot be read now, for a reason that may pass.
+    """
+    torch.set_num_threads(1)
+    path = Path(block_path(home, key))
+    draft = path.with_suffix(cache_blocks.DRAFT)
+    with locks.claimed(draft) as file:
+        if file is None:
+            return Made.THERE if path.exists() else Made.ELSEWHERE
+        try:
+            if not path.exists():
+                cache_blocks.write(file, key, (_or_none(name, how) for name in paths), len(paths))
+                if key_of(paths, how) != key:
+                    return Made.EXCHANGED
+                os.replace(draft, path)
+        except FileNotFoundError:  # on a disk whose locks do not reach other machines, they may have been faster
+            if not path.exists():
+                raise
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(draft)  # still claimed: nobody else writes to it
+    return Made.THERE
+
+
+def _begin() -> None:
+    """In a new process, before its first block."""
+    fork_server.begin_worker()
+    keep_freed_memory(PHOTOS)
+
+
+class UnreadableError(Exception):
+    """A photo that cannot be read at the moment."""
+
+
+def _or_none(path: bytes, how: Format) -> Prepared | None:
+    """A photo to be stored; None for what is no photo, of which training says what is wrong with it."""
+    try:
+        return prepared(path, how)
+    except Exception as error:  # decoders raise anything at all
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in PASSING):
+            where = os.fsdecode(path.partition(b"\0")[0])
+            raise UnreadableError(f"{where} cannot be read ({reason(error)}); type the same again") from None
+        return None
+
+
+def _drafted(home: Path) -> int:
+    """Bytes of the blocks that are being made."""
+    found = 0
+    with os.scandir(home) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                found += entry.stat().st_size if entry.name.endswith(cache_blocks.DRAFT) else 0
+    return found
+
+
+def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> None:
+    """Refuse to begin what does not fit.
+
+    Raises:
+        DiskFullError: the line says what to type instead.
+    """
+    free = free_of(home, in_memory)
+    if needed.bytes + SPARE * (4 if in_memory else 1) > free:  # memory is for the run, too
+        smaller = "data.cache_format=jpeg takes a tenth, " if how.layout == "raw" else ""
+        other = "data.cache=disk" if in_memory else "data.cache_dir=FOLDER on another disk"
+        raise DiskFullError(
+            f"the cache of {needed.photos:,} photos takes about {size_of(needed.bytes)}, and {home} has "
+            f"{size_of(free)} free: {smaller}{other}, or data.cache=off"
+        )
+
+
+def free_of(home: Path, in_memory: bool) -> int:
+    """Bytes that may be written: on a disk in memory no more than there is memory."""
+    free = shutil.disk_usage(home).free
+    if in_memory:
+        with suppress(OSError, ValueError, StopIteration):
+            told = Path("/proc/meminfo").read_text().splitlines()
+            free = min(free, 1024 * int(next(line for line in told if line.startswith("MemAvailable")).split()[1]))
+    return free
+
+
+def size_of(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def _refused(home: Path, error: OSError) -> SetupError | DiskFullError:
+    reason = error.strerror or str(error)
+    if is_disk_full(error):
+        return DiskFullError(
+            f"{home}: the disk is full ({reason}); what is built stays: free some space and type the same again, "
+            "or take data.cache_format=jpeg, data.cache_dir=FOLDER or data.cache=off"
+        )
+    return SetupError(f"{home} cannot be written ({reason}); data.cache_dir=FOLDER chooses another folder")
+
+
+class BuildProgress:
+    """How far a build is, for people."""
+
+    def __init__(self, total: int, show: bool) -> None:
+        bar = bar_kind() if show else None
+        self._bar = bar(total=total, unit="block", desc="cache", leave=False) if bar else None
+        self._show, self._total, self._done = show, total, 0
+        self._begun = self._spoke = time.monotonic()
+
+    def one_more(self) -> None:
+        self.left(self._total - self._done - 1)
+
+    def left(self, count: int) -> None:
+        """So many blocks are still to come."""
+        new, self._done = self._total - count - self._done, self._total - count
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(new)
+        elif self._show and now - self._spoke > SPEAK and self._done:
+            self._spoke = now
+            seconds = (now - self._begun) * count / self._done
+            print(f"  cache: {self._done:,} of {self._total:,} blocks, about {seconds:.0f} s left", flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

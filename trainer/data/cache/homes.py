@@ -1,0 +1,152 @@
+"""Where caches live: a folder for each set and way of storing it, on a disk or in memory.
+
+    <data.cache_dir>/<name of the set's folder>-<hash>/
+        about.json      whose it is
+        .used           locked by every process that reads there
+        <key>.block
+
+What lies in memory goes with the last process that reads it; what a killed one left there goes when the next one comes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from trainer.data.cache import cache_blocks
+from trainer.data.cache.packing import Format, Packing
+from trainer.data.downloads import data_folder
+from trainer.errors import SetupError, TrainerError
+from trainer.recipe import DataRecipe
+from trainer.saving import locks
+from trainer.saving.run_folder import write_atomically
+
+ABOUT, USED = "about.json", ".used"
+MEMORY = "/dev/shm"
+
+
+def parent(data: DataRecipe) -> Path:
+    """The folder in which caches lie, for data.cache=ram or another.
+
+    Raises:
+        SetupError: this system has no disk in memory.
+    """
+    if data.cache != "ram":
+        return Path(data.cache_dir).expanduser() if data.cache_dir else data_folder(DataRecipe()) / "cache"
+    if not os.path.isdir(MEMORY):
+        raise SetupError(f"data.cache=ram needs {MEMORY}, which this system has not: data.cache=disk")
+    return memory()
+
+
+@dataclass
+class Home:
+    """The cache of one set, in use until `close`."""
+
+    path: Path
+    in_memory: bool
+    lock: int
+
+    def close(self) -> None:
+        if self.in_memory and locks.alone(self.lock):
+            shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):  # others' caches lie there
+                self.path.parent.rmdir()
+        os.close(self.lock)
+
+
+def opened(data: DataRecipe, how: Format, packing: Packing) -> Home:
+    """The cache of the photos of data.root, made where there is none.
+
+    What no photo of today lies in is removed from it, unless another process uses it.
+
+    Raises:
+        SetupError, DiskFullError: it cannot be written.
+    """
+    above = parent(data)
+    in_memory = data.cache == "ram"
+    keep = {key.tobytes().hex() + cache_blocks.SUFFIX for key in packing.keys}
+    path = above / name_of(data, how)
+    try:
+        lock = None
+        while lock is None:
+            above.mkdir(parents=True, exist_ok=True, mode=0o700 if in_memory else 0o777)
+            if in_memory and (os.lstat(above).st_uid != os.getuid() or above.is_symlink()):
+                raise PermissionError(errno.EPERM, "it is another user's")
+            lock = _held(path, keep)
+        _tell(path, {"root": str(data.root), "format": how.layout, "size": how.size, "channels": how.channels})
+    except TrainerError:
+        raise
+    except OSError as error:
+        other = "set data.cache=disk" if in_memory else "data.cache_dir=FOLDER chooses another folder"
+        raise SetupError(f"{above} cannot be written ({error.strerror or error}); {other}") from None
+    return Home(path, in_memory, lock)
+
+
+def _held(path: Path, keep: Set[str]) -> int | None:
+    """A folder's lock, shared; None where the folder was swept away between our making it and our holding it."""
+    with suppress(FileNotFoundError):
+        path.mkdir(exist_ok=True)
+        lock = locks.unheld(path / USED)
+        if locks.alone(lock):
+            _prune(path, keep)
+        locks.share_again(lock)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(path / USED)):
+                return lock
+        os.close(lock)
+    return None
+
+
+def _prune(path: Path, keep: Set[str]) -> None:
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            if name not in keep and name.endswith((cache_blocks.SUFFIX, cache_blocks.DRAFT)):
+                with suppress(OSError):
+                    os.unlink(path / name)
+
+
+def _tell(path: Path, about: dict[str, object]) -> None:
+    """Whose cache it is, and, by that file's time, that it is used."""
+    text = json.dumps(about, indent=1) + "\n"
+    try:
+        if (path / ABOUT).read_text() == text:
+            with suppress(OSError):  # somebody else's, or read-only
+                os.utime(path / ABOUT)
+            return
+    except (OSError, ValueError):
+        pass
+    write_atomically(path / ABOUT, text)
+
+
+def name_of(data: DataRecipe, how: Format) -> str:
+    """Of the folder for a set: one for each table of labels, which may name other photos."""
+    whole = os.path.realpath(Path(data.root or ".").expanduser())
+    name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]  # of a pattern or a list not all
+    told = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
+    return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(told))}"
+
+
+def sweep() -> None:
+    """Remove the caches in memory that nobody reads any more: those of processes that were killed."""
+    with suppress(OSError):
+        for path in memory().iterdir():
+            with suppress(OSError):
+                lock = locks.unheld(path / USED)
+                if locks.alone(lock):
+                    shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+        memory().rmdir()
+
+
+def memory() -> Path:
+    """The folder of the caches in memory, of this user."""
+    return Path(MEMORY, f"trainer-{os.getuid()}")

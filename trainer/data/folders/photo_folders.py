@@ -1,0 +1,278 @@
+"""Photo folders: root/train/<class>/... and root/val/<class>/..., or what else `layout` knows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+from trainer import tasks
+from trainer.data.encoded import EncodedPhotos, to_look_at
+from trainer.data.folders.layout import check_several, classes_of, layout_of
+from trainer.data.folders.scanning import LeftOut, few
+from trainer.data.folders.splits import Before, hold_out, table
+from trainer.data.photos.decoding import formats, reason
+from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out
+from trainer.data.photos.pixel_range import Looked, wanted_of
+from trainer.data.sets import Datasets, ImageSet
+from trainer.errors import SetupError
+from trainer.recipe import AugmentRecipe, Recipe
+from trainer.recipe.checks import torchvision_classifiers
+from trainer.saving import files
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IN_MEMORY_BYTES = 2**30
+PHOTO = 224  # pixels along a side that photos are brought to
+LOOKED_AT = 100  # headers of images, to choose a size
+GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
+LISTED = 12  # classes whose images are counted one by one
+UNBALANCED = 5  # times as many images
+
+Shape = tuple[int, int, int]  # channels, height, width
+Photos = TypeVar("Photos", bound=EncodedPhotos)
+
+
+class PhotoFolder(EncodedPhotos):
+    """The images of one split, in a file each."""
+
+    @cached_property
+    def _real(self) -> str:
+        return os.path.realpath(self.root)
+
+    def address(self, index: int) -> bytes:
+        return os.fsencode(os.path.join(self._real, self.name(index)))
+
+
+def open_folder(recipe: Recipe, before: Before) -> Datasets:
+    """Scan `data.root`. Folders of tiny images are decoded at once and kept in memory.
+
+    Raises:
+        SetupError: something is missing; the line names it.
+    """
+    if recipe.data.root is None:
+        raise SetupError(
+            "data.name=imagefolder needs images: type data.root=FOLDER, "
+            "a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with <class>/*.jpg alone"
+        )
+    root, left = Path(recipe.data.root).expanduser(), LeftOut()
+    layout = layout_of(root, left)
+    classes = classes_of(layout.train, left)
+    check_several(layout, classes)
+    whole = _folder(layout.train, classes)
+    if layout.held_out is None:
+        train, val, split = divided(whole, recipe, before)
+    else:
+        others = classes_of(layout.held_out, left)
+        for name in sorted(set(classes) ^ set(others)):
+            parts = (layout.train.name, layout.held_out.name)
+            here, there = parts if name in classes else parts[::-1]
+            raise SetupError(
+                f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes"
+            )
+        train, val, split = whole, _folder(layout.held_out, others), str(layout.held_out)
+    notes = left.notes()
+    if layout.beside:
+        notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
+    names = [files.portable(name) for name in classes]
+    return photos(recipe, train, val, names, split, notes, made=layout.held_out is None)
+
+
+def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
+    labels = np.repeat(np.arange(len(classes)), [len(images) for images in classes.values()])
+    return PhotoFolder(root, itertools.chain.from_iterable(classes.values()), labels)
+
+
+def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Photos, str]:
+    """The images that train and those held out, of a set that nobody divided, and what to say of it.
+
+    Raises:
+        SetupError: nothing can be held out.
+    """
+    names = [whole.name(index) for index in range(len(whole))]
+    one = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
+    chosen, told = hold_out(names, one, recipe.data.val_fraction, recipe.seed, before, whole.root)
+    if chosen.all():
+        return whole, whole, told
+    return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), told
+
+
+def split_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
+    """The text of a run's split.csv: which images train and which are held out."""
+
+    def rows(part: EncodedPhotos) -> Iterator[tuple[str, str]]:
+        for index in range(len(part)):
+            label = part.labels[index]
+            yield part.name(index), names[label] if part.labels.ndim == 1 else ""
+
+    return table((("train", rows(train)), ("val", rows(val))))
+
+
+def counted(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool) -> dict[str, str]:
+    """How many images each class has, for a run's banner, and what to do where some have far fewer."""
+    several = train.labels.ndim > 1  # rows of 0 and 1
+    here, there = (
+        part.labels.sum(0).astype(int) if several else np.bincount(part.labels, minlength=len(names))
+        for part in (train, val)
+    )
+    order = np.argsort(here, kind="stable")
+    fewest, most = order[0], order[-1]
+    each = [f"{name} {a} + {b}" for name, a, b in zip(names, here, there, strict=True)]
+    if len(names) > LISTED:
+        ends = ", ".join(each[row] for row in order[:3]), ", ".join(each[row] for row in order[-3:])
+        each = [f"fewest {ends[0]}; most {ends[1]}"]
+    notes = {"classes": f"{', '.join(each)} (training + held out)"}
+    if here[most] >= UNBALANCED * here[fewest] and not balanced and not several:
+        notes["balance"] = (
+            f"{names[most]} has {here[most] / max(1, here[fewest]):.0f} times as many images as {names[fewest]}: "
+            "data.balance=true draws all classes equally often"
+        )
+    return notes
+
+
+def photos(
+    recipe: Recipe,
+    train: EncodedPhotos,
+    val: EncodedPhotos,
+    names: Sequence[str],
+    split: str,
+    notes: Mapping[str, str],
+    made: bool,
+) -> Datasets:
+    """A data set of photos; tiny ones are decoded at once. `made` says that nobody had divided them."""
+    train.pixel_range = val.pixel_range = wanted_of(recipe.data)
+    values = Looked(train.pixel_range)
+    channels, size, looked = image_shape(recipe, header_shapes(train, values))
+    values.check()
+    counts = {} if tasks.kind(recipe).reads == "values" else counted(train, val, names, recipe.data.balance)
+    notes = {**looked, **values.notes(), **counts, **notes}
+    bytes_needed = (len(train) + len(val)) * size * size * channels
+    tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
+    mean, std = statistics(*IMAGENET, channels)
+    return Datasets(
+        name=recipe.data.name,
+        train=decoded(train, size, channels, recipe, evaluated=False) if tiny else train,
+        val=decoded(val, size, channels, recipe, evaluated=True) if tiny else val,
+        classes=tuple(names),
+        channels=channels,
+        image_size=size,
+        mean=mean,
+        std=std,
+        synthetic=False,
+        split=split,
+        notes={**cropping(recipe.augment, size), **notes},
+        sources=(train, val),
+        split_table=partial(split_table, train, val, names) if made and train is not val else None,
+    )
+
+
+def cropping(augment: AugmentRecipe, size: int) -> dict[str, str]:
+    """What to say where parts of images are enlarged that have few pixels as they are."""
+    if augment.crop != "resized" or size > TINY:
+        return {}
+    return {"crop": f"parts of images of {size} pixels show little: augment.crop=pad shifts them instead"}
+
+
+def header_shapes(folder: EncodedPhotos, looked: Looked | None = None) -> list[Shape]:
+    """(channels, height, width) of some of the images, as their headers tell; none is decoded but what is `looked` at:
+    pixels that are no bytes."""
+    shapes = []
+    for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
+        with suppress(Exception), warnings.catch_warnings():  # what cannot be read is found in training
+            warnings.simplefilter("ignore")
+            with to_look_at(folder.address(index)) as file, Image.open(file, formats=formats()) as image:
+                shapes.append(shape_of(image))
+                if looked is not None:
+                    looked.add(image, folder.where(int(index)))
+    return shapes
+
+
+def shape_of(image: Image.Image) -> Shape:
+    return (1 if image.mode in GRAY else 3), image.height, image.width
+
+
+def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str, str]]:
+    """Channels and size to bring images to, and what to say of it.
+
+    What the recipe says; else small square images of one size stay as they are, gray ones gray, and everything else
+    becomes what photos are commonly brought to, 3 x 224 x 224, as it does where the model's starting weights or
+    torchvision's models want that.
+    """
+    data, model, sizes = recipe.data, recipe.model, {shape[1:] for shape in shapes}
+    height, width = next(iter(sizes)) if len(sizes) == 1 else (PHOTO, PHOTO)
+    torchvisions, own = model.name in torchvision_classifiers(), model.init_from is not None
+    small = height == width < PHOTO and model.weights is None and not (own and torchvisions)
+    gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
+    coloured = torchvisions or own or model.weights is not None
+    channels = data.channels or (1 if gray and not coloured else 3)
+    size = data.image_size or (height if small else PHOTO)
+    if (data.image_size and data.channels) or not shapes:
+        return channels, size, {}
+    found = f"{len(shapes)} looked at are {'gray' if gray else 'in colour'}, "
+    found += f"{height} x {width}" if len(sizes) == 1 else "of several sizes"
+    keys = [f"data.{key}=" for key in ("channels", "image_size") if getattr(data, key) is None]
+    chosen = f"{' and '.join(keys)} choose{'s' if len(keys) == 1 else ''} otherwise"
+    return channels, size, {"images": f"become {channels} x {size} x {size} ({found}); {chosen}"}
+
+
+def statistics(
+    mean: tuple[float, ...], std: tuple[float, ...], channels: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of pixels after a change of channels."""
+    if len(mean) == channels:
+        return mean, std
+    if channels == 3:
+        return mean * 3, std * 3
+
+    def luma(values: tuple[float, ...]) -> tuple[float, ...]:
+        return (sum(part * share for part, share in zip(values, (0.299, 0.587, 0.114), strict=True)),)
+
+    return luma(mean), luma(std)
+
+
+def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, evaluated: bool) -> ImageSet:
+    """Every image of a folder of tiny ones, in memory.
+
+    With data.on_error=skip, an unreadable image is left out when held out and replaced by the next readable one in
+    training, as loader workers do it.
+    """
+    images = torch.empty(len(folder), size, size, channels, dtype=torch.uint8)
+    failures: dict[int, str] = {}
+    # In this thread: images are so small that several threads take longer, by passing the interpreter lock around.
+    for index in range(len(folder)):
+        try:
+            images[index] = held_out(folder.open(index, channels)[0], size).permute(1, 2, 0)
+        except Exception as error:  # decoders raise anything at all
+            failures[index] = reason(error)
+    named = tuple((folder.where(index), failures[index]) for index in sorted(failures))
+    if named and recipe.data.on_error == "stop":
+        raise unreadable(*named[0])
+    rows = np.arange(len(folder))
+    if evaluated:
+        rows = np.delete(rows, list(failures))
+    elif failures:
+        for index in sorted(failures):
+            near = ((index + step) % len(folder) for step in range(1, NEIGHBOURS))
+            rows[index] = next((other for other in near if other not in failures), -1)
+    if not len(rows) or rows.min() < 0:
+        raise SetupError(f"{folder.root}: hardly any image can be read, the first is {named[0][0]} ({named[0][1]})")
+    kept = torch.from_numpy(rows)
+    pixels = images if not failures else images[kept]
+
+    def where(index: int) -> str:
+        return folder.where(int(rows[index]))
+
+    return ImageSet(pixels.permute(0, 3, 1, 2), torch.as_tensor(folder.labels)[kept], failures=named, where=where)
+
+
+def unreadable(where: str, why: str) -> SetupError:
+    """The error for an image that cannot be read while data.on_error=stop."""
+    return SetupError(f"{where} cannot be read ({why}); remove it or set data.on_error=skip")

@@ -1,0 +1,124 @@
+"""A picture of photos as the model sees them: some training images of each class, looked at before hours are spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from trainer.data.augment import Auto, Draws, Gallery, private_random_state
+from trainer.data.encoded import EncodedPhotos
+from trainer.data.photos.photo_reader import Reader
+from trainer.data.sampling import Array
+from trainer.data.sets import Datasets, ImageSet
+from trainer.recipe import Recipe
+from trainer.recipe.checks import OWN_PHOTOS
+from trainer.saving.files import draft_of, put, writing
+from trainer.telemetry import fonts
+
+FILE = "contact_sheet.png"
+CLASSES, IMAGES = 20, 8  # at most: rows and columns
+SECONDS = 3.0  # of reading, after which no further column is begun
+CELL, MARGIN, NAMES, TEXT = 112, 6, 190, 14  # pixels
+
+
+def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
+    """Draw it into a run folder that has none yet, where `data` are photos with a class each.
+
+    Raises:
+        SetupError, DiskFullError: the folder cannot be written.
+    """
+    part = data.train
+    if recipe.data.name not in OWN_PHOTOS or data.synthetic or not isinstance(part, EncodedPhotos | ImageSet):
+        return
+    labels = torch.as_tensor(part.labels)
+    if labels.dim() != 1 or labels.is_floating_point() or (folder / FILE).exists():
+        return
+    sheet = drawn(part, labels.numpy(), data, recipe)
+    draft = draft_of(folder / FILE)
+    with writing(folder):
+        try:
+            sheet.save(draft, "PNG")
+            put(draft, folder / FILE)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe: Recipe) -> Image.Image:
+    """A row for each class with its name, and images as they reach the model in the first epoch."""
+    classes = _some(len(data.classes))
+    members = [np.flatnonzero(labels == label) for label in classes]
+    height = MARGIN + CELL
+    canvas = Image.new("RGB", (NAMES + IMAGES * height + MARGIN, 2 * TEXT + len(classes) * height + MARGIN), "white")
+    paper = ImageDraw.Draw(canvas)
+    shown = f"{len(classes)} of {len(data.classes)} classes" if len(classes) < len(data.classes) else "training images"
+    title = f"{shown} as the model sees them, {data.channels} x {data.image_size} x {data.image_size}"
+    _write(paper, (MARGIN, MARGIN), title + ", augmented; before mixup, cutmix and erasing")
+    for row, (label, own) in enumerate(zip(classes, members, strict=True)):
+        below = 2 * TEXT + row * height + CELL // 3
+        _write(paper, (MARGIN, below), fonts.fit(data.classes[label], TEXT, NAMES - 2 * MARGIN))
+        _write(paper, (MARGIN, below + TEXT + 4), f"{len(own):,} images")
+    for column, images in enumerate(_columns(part, members, data, recipe)):
+        for row, image in images:
+            left, top = NAMES + column * height, 2 * TEXT + row * height
+            if image is None:
+                _write(paper, (left, top + CELL // 3), "cannot be read", "red")
+            else:
+                canvas.paste(_cell(image), (left, top))
+    return canvas
+
+
+def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black") -> None:
+    written, font = fonts.set_in(words, TEXT)
+    paper.text(at, written, ink, font)
+
+
+def _some(classes: int) -> list[int]:
+    """All classes, or as many as there are rows for, from the first to the last."""
+    return sorted(set(np.linspace(0, classes - 1, min(CLASSES, classes)).round().astype(int).tolist()))
+
+
+def _columns(
+    part: EncodedPhotos | ImageSet, members: list[Array], data: Datasets, recipe: Recipe
+) -> Iterator[list[tuple[int, Tensor | None]]]:
+    """One image of each class after the other, (H, W, C) uint8 with its row, until there are enough or time is up.
+
+    None stands for one that cannot be read.
+    """
+    begun = time.monotonic()
+    for column in range(IMAGES):
+        rows = [row for row, own in enumerate(members) if column < len(own)]
+        if not rows or (column and time.monotonic() - begun > SECONDS):
+            return
+        spread = [members[row][column * len(members[row]) // min(IMAGES, len(members[row]))] for row in rows]
+        yield list(zip(rows, _seen(part, np.array(spread), data, recipe), strict=True))
+
+
+def _seen(part: EncodedPhotos | ImageSet, index: Array, data: Datasets, recipe: Recipe) -> list[Tensor | None]:
+    """Training images of the first epoch, (H, W, C) uint8 each; None for those that cannot be read."""
+    augment, seed = recipe.augment, recipe.seed
+    if isinstance(part, ImageSet):
+        cpu = torch.device("cpu")
+        gallery = Gallery(part.images[index % len(part.images)], augment.crop_padding * (augment.crop == "pad"), cpu)
+        draws = Draws.of(augment, seed, 0, index, gallery.width, cpu)
+        images = gallery.take(torch.arange(len(index)), draws)
+        with private_random_state():
+            return list(Auto(augment, seed, 0, index).batch(images))
+    images = torch.empty(len(index), 1, data.image_size, data.image_size, data.channels, dtype=torch.uint8)
+    labels = torch.empty(len(index), 1, dtype=torch.int64)
+    reader = Reader(part, images, labels, augment, seed, skip=False)
+    counts = [reader.fill(slot, 0, index[slot : slot + 1]).rows for slot in range(len(index))]
+    return [image[0] if count else None for image, count in zip(images, counts, strict=True)]
+
+
+def _cell(image: Tensor) -> Image.Image:
+    """At the size of the sheet; small images by whole pixels, so that one sees how few there are."""
+    pixels = image.numpy()
+    picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
+    small = picture.width < CELL
+    return picture.resize((CELL, CELL), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)

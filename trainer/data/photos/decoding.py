@@ -1,0 +1,243 @@
+"""Decoding: from a file, a Pillow image or a user's item to a uint8 tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms.v2 import functional as vision
+
+from trainer.data.photos.lazy_images import Picture
+from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, kind_of, values_of
+from trainer.errors import text_of
+from trainer.saving import files
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# What Pillow may open, whatever a file is called: its readers of other formats start programs (EPS: Ghostscript), hold
+# no pixels, or are rarely met and rarely mended. HEIF and JXL where a package that reads them is installed.
+FORMATS = (
+    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000"),
+    *("TGA", "ICO", "DIB", "PCX", "SGI", "QOI"),
+)
+PLUGINS = {"pillow_heif": "register_heif_opener", "pillow_jxl": None}  # packages, and what makes them known to Pillow
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins
+LARGEST = 2**30  # bytes of an image file, and of the values that it may become
+
+
+def open_image(path: str, channels: int, pixel_range: Range | None = None) -> Picture:
+    """A file's image, upright: turned as its EXIF orientation says.
+
+    `pixel_range` is the recipe's data.pixel_range.
+
+    JPEG goes through torchvision, which is twice as fast; what it does not take, every other kind, and what becomes
+    smaller at once, through Pillow.
+
+    Raises:
+        OSError, ValueError, RuntimeError: it cannot be read; so does decoding.
+    """
+    return open_encoded(read_file(path), channels, pixel_range)
+
+
+def read_file(path: str | bytes) -> Bytes:
+    """An image file's bytes.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is larger than an image is.
+    """
+    with files.opened(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise ValueError(f"the file is larger than {LARGEST:,} bytes")
+        return np.fromfile(file, np.uint8)
+
+
+def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -> Picture:
+    """An image by the bytes of its file, as `open_image`."""
+    if not data.size:
+        raise ValueError("it is empty")
+    if data[:2].tobytes() == b"\xff\xd8":
+        height, width, orientation = jpeg_header(data)
+        if height * width * channels > LARGEST:
+            raise ValueError(f"{width} x {height} pixels are more than an image has")
+        if height and width:
+            size = (width, height) if orientation >= 5 else (height, width)
+            return Picture(*size, partial(_jpeg, data, channels, orientation))
+    if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
+        raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
+    return Picture.of(_by_pillow(data, channels, pixel_range))
+
+
+def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
+    """Upright. Either library reads what the other does not take, whatever the factor."""
+
+    def whole() -> Tensor:
+        return _turned(jpeg_pixels(torch.from_numpy(data), channels), orientation)
+
+    if factor == 1:
+        with contextlib.suppress(RuntimeError):
+            return whole()
+    try:
+        return _turned(_smaller(data, channels, factor), orientation)
+    except (OSError, SyntaxError, ValueError):
+        if factor > 1:
+            with contextlib.suppress(RuntimeError):
+                return whole()
+        raise
+
+
+def _smaller(data: Bytes, channels: int, factor: int) -> Tensor:
+    with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:  # how large it is we have looked at
+        if factor > 1:
+            opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
+        return from_pillow(opened, channels)
+
+
+def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
+    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8, as it lies.
+
+    Raises:
+        RuntimeError: torchvision does not take it.
+    """
+    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
+    with without_warnings():
+        image: Tensor = decode_jpeg(data, mode=mode)
+    return image
+
+
+def _turned(image: Tensor, orientation: int) -> Tensor:
+    """An image (C, H, W) upright, by its EXIF orientation (Exif 2.32, page 36)."""
+    image = image.transpose(1, 2) if orientation >= 5 else image
+    flipped = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
+    return image.flip(flipped) if flipped else image
+
+
+def _by_pillow(data: Bytes, channels: int, pixel_range: Range | None) -> Tensor:
+    try:
+        with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
+            pixels = from_pillow(opened, channels, pixel_range)
+            return _turned(pixels, _orientation(opened))
+    except UnidentifiedImageError:
+        if data[:4].tobytes() in TIFF:
+            raise ValueError(
+                "a TIFF that is damaged, or of a kind that is not read here, as 64 bits: save it as PNG"
+            ) from None
+        raise
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Without Pillow's, about odd metadata in images that are fine, and torchvision's, about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@lru_cache(maxsize=1)
+def formats() -> tuple[str, ...]:
+    """Those of `FORMATS` that Pillow can open here."""
+    Image.init()
+    for package, register in PLUGINS.items():
+        with contextlib.suppress(ImportError):
+            plugin = import_module(package)
+            if register is not None:
+                getattr(plugin, register)()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def jpeg_header(data: Bytes) -> tuple[int, int, int]:
+    """Height and width as a JPEG's frame header tells them, before any pixel is allocated; (0, 0) without one.
+
+    And its EXIF orientation: 1 to 8, 1 where it has none.
+    """
+    place, end, orientation = 2, len(data) - 8, 0
+    while place < end and data[place] == 0xFF:
+        kind = data[place + 1]
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            high, low, wide, narrow = data[place + 5 : place + 9].tolist()
+            return 256 * high + low, 256 * wide + narrow, orientation or 1
+        # Fill bytes and markers that stand alone are one and two bytes long; the others tell their length.
+        step = 1 if kind == 0xFF else 2
+        if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
+            step += 256 * int(data[place + 2]) + int(data[place + 3])
+        if not orientation and kind == 0xE1 and data[place + 4 : place + 8].tobytes() == b"Exif":
+            orientation = _exif_orientation(data[place + 4 : place + step].tobytes())
+        place += step
+    return 0, 0, 1
+
+
+def _exif_orientation(exif: bytes) -> int:
+    found = Image.Exif()
+    with contextlib.suppress(Exception):  # EXIF is whatever a program wrote there
+        found.load(exif)
+        return _in_range(found)
+    return 1
+
+
+def _orientation(image: Image.Image) -> int:
+    """Of an image that is loaded: 1 to 8; 1 where it makes no sense."""
+    with contextlib.suppress(Exception):
+        return _in_range(image.getexif())
+    return 1
+
+
+def _in_range(exif: Image.Exif) -> int:
+    orientation = exif.get(ExifTags.Base.Orientation, 1)
+    return orientation if orientation in range(2, 9) else 1
+
+
+def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
+    """A Pillow image of any mode, as it lies, as (channels, height, width) uint8; transparency is dropped.
+
+    Raises:
+        ValueError: its pixels are no bytes, and nothing tells which of their values are black and white.
+    """
+    kind = kind_of(image)
+    if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
+        raise ValueError("of 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits")
+    if kind is not None and not kind.colour:
+        image = Image.fromarray(as_bytes(values_of(image, kind), kind.natural, pixel_range))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
+    return torch.from_numpy(pixels.reshape(image.height, image.width, channels)).permute(2, 0, 1)
+
+
+def with_channels(images: Tensor, channels: int) -> Tensor:
+    """Images (..., C, H, W) of 1 or 3 channels with 1 (their luma) or 3 (repeated)."""
+    if images.shape[-3] == channels:
+        return images
+    if channels == 3:
+        return images.expand(*images.shape[:-3], 3, *images.shape[-2:])
+    luma: Tensor = vision.rgb_to_grayscale(images)
+    return luma
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be read, in a few words."""
+    if isinstance(error, UnidentifiedImageError):  # which names an object of ours
+        return "cannot identify image file"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else text_of(error).partition("\n")[0]
+    return text[:200] or type(error).__name__
+
+
+def from_item(image: Any, channels: int, pixel_range: Range | None = None) -> Tensor:
+    """The image of a user's data set item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` gives it."""
+    if isinstance(image, Image.Image):
+        return from_pillow(image, channels, pixel_range)
+    if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3):
+        found = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+        raise TypeError(f"an item must be (uint8 tensor of 1 or 3 x H x W or Pillow image, label), found {found}")
+    return with_channels(image, channels)

@@ -1,0 +1,264 @@
+"""Photos: from a sample index to a uint8 image of the right size, in a loader worker."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.transforms.v2 import functional as vision
+
+from trainer.data import sampling
+from trainer.data.augment import Auto, private_random_state
+from trainer.data.photos.decoding import reason
+from trainer.data.photos.lazy_images import Picture
+from trainer.data.sampling import Array
+from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
+from trainer.recipe import AugmentRecipe
+
+TINY = 64  # images of this size and less are not zoomed into
+VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch resizes bytes as they are
+NEIGHBOURS = 100  # how many further samples are tried in place of one that cannot be read
+
+# Which of the readers; epoch, or None for evaluation; sample indices, in training modulo the samples
+# (`sampling.balanced`).
+Key = tuple[int, int | None, Array]
+Unreadable = tuple[str, str]  # what could not be read, and why
+
+
+class Report(NamedTuple):
+    """What came of filling a slot.
+
+    Attributes:
+        rows: that are real.
+        failures: what could not be read.
+        end: whether the first of them is not to be got over.
+        uncached: photos of a cache that it did not give.
+        seconds: that it took.
+    """
+
+    rows: int
+    failures: list[Unreadable]
+    end: bool = False
+    uncached: int = 0
+    seconds: float = 0.0
+
+
+def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
+    """A photo for evaluation: its shorter side resized to `shorter` pixels, and `size` x `size` cut out of the centre.
+
+    Whatever evaluates or labels goes through here, and so has the same pixels: the image is decoded no larger than
+    this takes. `shorter` is by default `shorter_side(size)`.
+    """
+    shorter = shorter or shorter_side(size)
+    image = picture.whole(shorter)
+    if min(image.shape[-2:]) != shorter:
+        image = resized(image, [shorter])
+    centre: Tensor = vision.center_crop(image, [size, size])
+    return centre
+
+
+def shorter_side(size: int) -> int:
+    """What the shorter side of a photo becomes before `size` pixels are cut out for evaluation: size / 0.875; of tiny
+    ones nothing is cut off."""
+    return size if size <= TINY else round(size / 0.875)
+
+
+def shorter_side_of(data: Datasets) -> int:
+    """The same for the held-out images of a data set: those that lie in memory, or on targets, are evaluated whole."""
+    whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
+    return data.image_size if whole else shorter_side(data.image_size)
+
+
+def resized(image: Tensor, size: list[int]) -> Tensor:
+    """Resize a (C, H, W) image to [height, width], or its shorter side to [length]."""
+    # As channels_last, which is how JPEG is decoded and batches are kept: faster to resize and to copy on.
+    whole = image[None].contiguous(memory_format=torch.channels_last)
+    if len(size) == 1 or not VECTORISED or image.dtype != torch.uint8 or image.shape[1:] == (*size,):
+        small: Tensor = vision.resize(whole, size, antialias=True)
+        return small[0]
+    # What torchvision calls, without its look at every argument: a quarter of the time of a small image. The stride of
+    # the one image is spelt out, or torch returns another layout (pytorch/pytorch#68430).
+    whole = whole.as_strided(whole.shape, (whole.numel(), *whole.stride()[1:]))
+    return F.interpolate(whole, size, mode="bilinear", antialias=True)[0]
+
+
+def seed_draws(seed: int, epoch: int, sample: int) -> None:
+    """From here on what a user's data set draws, from torch, NumPy or random, is this sample's in this epoch."""
+    key = int(sampling.hashed(seed, epoch, sample, sampling.ITEM)[0])
+    torch.default_generator.manual_seed(key >> 1)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+@contextmanager
+def own_draws() -> Iterator[None]:
+    """What is drawn within this block changes no draw outside."""
+    before, state = random.getstate(), np.random.get_state()
+    try:
+        with private_random_state():
+            yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(state)
+
+
+class PhotoDraws:
+    """The random part of some photos' way to training, before they leave the worker."""
+
+    def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
+        self.recipe = recipe
+        self.crop: sampling.CropBoxes | None = None
+        if recipe.crop == "resized":
+            low, high = recipe.crop_scale
+            self.crop = sampling.CropBoxes(sampling.box_draws(seed, epoch, index, sampling.CROP), (low, high))
+        self.shift = sampling.shifts(seed, epoch, index, recipe.crop_padding)
+        self.flip = sampling.flips(seed, epoch, index, recipe.hflip)
+        self.auto = Auto(recipe, seed, epoch, index)
+
+    def apply(self, row: int, picture: Picture, size: int) -> Tensor:
+        """An image as (C, size, size) uint8."""
+        if self.crop is not None:
+            box = self.crop.box(row, picture.height, picture.width)
+            image = resized(picture.pixels(box, size), [size, size])
+        else:
+            image = held_out(picture, size)
+            if self.recipe.crop == "pad":
+                top, left = self.shift[row].tolist()
+                image = F.pad(image, (self.recipe.crop_padding,) * 4)[:, top : top + size, left : left + size]
+        if self.flip[row]:
+            image = image.flip(-1)
+        return self.auto(row, image)
+
+
+class Reader:
+    """Fills slots of batch buffers with samples. What loader workers hold.
+
+    It never raises for a sample: a worker's traceback is no message for a user.
+    """
+
+    as_picture: Callable[[Tensor], Picture] = staticmethod(Picture.of)  # what a source reads that opens no pictures
+
+    def __init__(
+        self,
+        source: PhotoSource,
+        images: Tensor,
+        labels: Tensor,
+        augment: AugmentRecipe,
+        seed: int,
+        skip: bool,
+    ) -> None:
+        """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows, ...) are the buffers."""
+        self.source, self.images, self.labels = source, images, labels
+        self.augment, self.seed, self.skip = augment, seed, skip
+        self.size, self.channels = images.shape[2], images.shape[-1]
+        self.draws = not isinstance(source, LabelledSource)  # a user's own, which may draw at random
+        self.pictures = source if isinstance(source, PictureSource) else None
+
+    def fill(self, slot: int, epoch: int | None, index: Array) -> Report:
+        """Read the samples of a `Key`."""
+        images, labels = self.images[slot], self.labels[slot]
+        before = self._uncached
+        with own_draws():
+            report = (
+                self._evaluation(images, labels, index)
+                if epoch is None
+                else self._training(images, labels, epoch, index)
+            )
+        return report._replace(uncached=self._uncached - before)
+
+    @property
+    def _uncached(self) -> int:
+        return int(getattr(self.source, "uncached", 0))
+
+    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> Report:
+        prepare = self._for_training(epoch, index)
+        failures: list[Unreadable] = []
+        for row, place in enumerate(index.tolist()):
+            image, label, failed = self._readable(place, epoch, partial(prepare, row))
+            failures += failed
+            if image is None:
+                return Report(0, failures, end=True)
+            images[row] = image
+            labels[row] = label
+        return Report(len(index), failures)
+
+    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> Report:
+        failures: list[Unreadable] = []
+        row = 0
+        for sample in index.tolist():
+            image, label, failed = self._try(sample, 0, self._for_evaluation)
+            failures += failed
+            if image is None:
+                if not self.skip:
+                    return Report(0, failures, end=True)
+                continue
+            images[row] = image
+            labels[row] = label
+            row += 1
+        images[row:] = images[row - 1] if row else 0
+        labels[row:] = labels[row - 1] if row else 0
+        return Report(row, failures)
+
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
+        """From (row, image) to what lies in the buffer."""
+        draws = PhotoDraws(self.augment, self.seed, epoch, index)
+        return lambda row, picture: draws.apply(row, picture, self.size).permute(1, 2, 0)
+
+    def _for_evaluation(self, picture: Picture) -> Tensor:
+        return held_out(picture, self.size).permute(1, 2, 0)
+
+    def _readable(
+        self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
+    ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+        """The sample, prepared, or, where skipping is allowed, the next one that can be read."""
+        image, label, failures = self._try(place, epoch, prepare)
+        for step in range(1, NEIGHBOURS):
+            if image is not None or not self.skip:
+                break
+            image, label, _ = self._try(place + step, epoch, prepare)
+        return image, label, failures
+
+    def _try(
+        self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
+    ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+        """The sample at a place of the epoch's order, which counts on behind the last one (`sampling.balanced`)."""
+        sample = place % len(self.source)
+        try:
+            if self.pictures is not None:
+                picture, label = self.pictures.open(sample, self.channels)
+                return prepare(picture), label, []
+            if self.draws:
+                seed_draws(self.seed, epoch, place)
+            image, label = self.source.read(sample, self.channels)
+            return prepare(self.as_picture(image)), label, []
+        except Exception as error:  # decoders and users' data sets raise anything at all
+            return None, 0, [(self.source.where(sample), reason(error))]
+
+
+class DenseReader(Reader):
+    """For images under whose pixels targets lie: they are neither resized nor cropped."""
+
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
+        return lambda row, picture: self._for_evaluation(picture)
+
+    def _for_evaluation(self, picture: Picture) -> Tensor:
+        return picture.whole(max(picture.height, picture.width)).permute(1, 2, 0)
+
+
+class PlainReader(Reader):
+    """For inputs that are no images: they lie in the buffer as the data set gives them."""
+
+    as_picture = staticmethod(lambda inputs: Picture(0, 0, lambda _: inputs))
+
+    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
+        return lambda row, picture: picture.decode(1)
+
+    def _for_evaluation(self, picture: Picture) -> Tensor:
+        return picture.decode(1)

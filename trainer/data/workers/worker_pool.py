@@ -1,0 +1,312 @@
+"""Processes that read photos into memory which this one shares: what comes next is asked of them in good time."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.data.photos.decoding import reason
+from trainer.data.photos.photo_reader import Key, Report
+from trainer.data.sets import PhotoSource
+from trainer.data.workers.buffers import Buffers, Filled, Makes
+from trainer.data.workers.worker_counts import PREFETCH, Search, slots
+from trainer.data.workers.worker_process import MESSAGE, serve
+from trainer.errors import PeerError, RecipeError, SetupError
+from trainer.processes import fork_server
+
+POLL = 1.0  # seconds between two looks at whether the workers live
+
+
+class Here:
+    """In place of workers: this process reads, when it is asked."""
+
+    def __init__(self, buffers: Buffers, make: Makes) -> None:
+        self._buffers, self._readers = buffers, make(buffers)
+
+    def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
+        for part, epoch, index in keys:
+            report = self._readers[part].fill(0, epoch, index)
+            yield Filled(self._buffers.inputs[0], self._buffers.labels[0], report)
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """Nothing is read ahead."""
+
+    def ready(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Request:
+    """A batch that a worker has been asked for."""
+
+    def __init__(self, key: Key, worker: Worker, slot: int) -> None:
+        self.key, self.worker, self.slot = key, worker, slot
+        self.report: Report | None = None
+        self.wanted = True
+
+
+class Worker:
+    """A process, its slots, and what it has been asked for, the oldest first."""
+
+    def __init__(self, process: BaseProcess, connection: Connection, buffers: Buffers) -> None:
+        self.process, self.connection, self.buffers = process, connection, buffers
+        self.free = deque(range(len(buffers.inputs)))
+        self.requests: deque[Request] = deque()
+
+    def ask(self, key: Key) -> Request:
+        request = Request(key, self, self.free.popleft())
+        part, epoch, index = key
+        self.buffers.order[request.slot, : len(index)] = torch.from_numpy(np.ascontiguousarray(index))
+        self.requests.append(request)
+        with suppress(OSError):  # it died: its answer will not come
+            self.connection.send_bytes(MESSAGE.pack(part, request.slot, -1 if epoch is None else epoch, len(index)))
+        return request
+
+
+class Workers:
+    """Keeps processes busy with the batches that are read now, and those that will be.
+
+    A worker fills slots of its own in shared memory, and only their numbers travel: nothing is allocated in a step, and
+    a stopped worker cannot block this process half-way through handing over a tensor. Batches come in order, whoever
+    read them.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[PhotoSource],
+        buffers: Callable[[int], Buffers],
+        make: Makes,
+        search: Search,
+        patience: float,
+    ) -> None:
+        """`buffers` allocates so many slots; `search` says how many processes there are."""
+        self._sources, self._new, self._make, self.search, self._patience = sources, buffers, make, search, patience
+        self._workers: list[Worker] = []
+        self._leaving: list[Worker] = []  # they do what they were asked for, and no more
+        self._processes: list[BaseProcess] = []
+        self._asked: deque[Request] = deque()  # in the order in which they are wanted
+        self._todo: deque[Key] = deque()  # not asked for yet
+        self._turn = 0
+        # Also when this process ends without close(), before multiprocessing waits for them: they ignore its signal.
+        util.Finalize(self, _kill, (self._processes,), exitpriority=10)
+
+    def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
+        """Each key's batch; begins to read at once. What an earlier call has left is given up.
+
+        Raises:
+            PeerError: a worker died or hangs.
+            RecipeError, SetupError: none can be started.
+        """
+        self._turn += 1
+        self.search.pause()
+        known = len(self._asked) <= len(keys) and all(
+            _same(request.key, key) for request, key in zip(self._asked, keys, strict=False)
+        )
+        if not known:
+            self._drop()
+        self._todo = deque(keys[len(self._asked) :])
+        self._fill()
+        return self._batches(keys, self._turn)
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """What will be read after that: workers without other work begin."""
+        self._todo.extend(keys)
+        self._fill()
+
+    def ready(self) -> bool:
+        """Whether the next batch is there."""
+        self._listen(0)
+        return bool(self._asked) and self._asked[0].report is not None
+
+    def close(self) -> None:
+        """End the workers: they get a moment to finish, a hung one is killed."""
+        self._turn += 1
+        self._drop()
+        self._todo.clear()
+        for worker in [*self._workers, *self._leaving]:
+            worker.connection.close()
+        deadline = time.monotonic() + 2 * POLL
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        _kill(self._processes)
+        for rest in (self._workers, self._leaving, self._processes):
+            rest.clear()
+
+    def _batches(self, keys: Sequence[Key], turn: int) -> Iterator[Filled]:
+        left = len(keys)
+        try:
+            for key in keys:
+                left -= 1
+                if turn != self._turn:
+                    raise RuntimeError("these batches were given up when others were asked for")
+                request = self._await(key)
+                worker, slot = request.worker, request.slot
+                assert request.report is not None
+                try:
+                    yield Filled(worker.buffers.inputs[slot], worker.buffers.labels[slot], request.report)
+                finally:
+                    worker.free.append(slot)
+                if key[1] is not None and turn == self._turn:  # evaluation has another pace
+                    self._resize(self.search.batch())
+        except GeneratorExit:
+            if turn == self._turn and left:  # else all have been used, and what is asked for is expected
+                self._drop()
+                self._todo.clear()
+            raise
+        except PeerError:
+            self.close()
+            raise
+
+    def _await(self, key: Key) -> Request:
+        """The next batch, within `timeout` seconds; those in which this process was stopped do not count."""
+        waited = 0.0
+        while True:
+            self._fill()
+            begun = time.perf_counter()
+            if self._asked and self._asked[0].report is not None:
+                return self._asked.popleft()
+            if waited >= self._patience:
+                raise PeerError(self._late(key))
+            self._listen(min(POLL, self._patience - waited))
+            seconds = time.perf_counter() - begun
+            self.search.waited += seconds
+            waited += min(seconds, 2 * POLL)
+
+    def _fill(self) -> None:
+        while self._todo and (worker := self._idlest()) is not None:
+            self._asked.append(worker.ask(self._todo.popleft()))
+
+    def _idlest(self) -> Worker | None:
+        """Who is to have the next request: a new one before any has two. None: all have enough."""
+        if len(self._workers) < self.search.count and all(worker.requests for worker in self._workers):
+            self._grow()
+        able = (worker for worker in self._workers if worker.free and len(worker.requests) < PREFETCH)
+        return min(able, key=lambda worker: len(worker.requests), default=None)
+
+    def _listen(self, seconds: float) -> None:
+        """Take what workers have answered, or wait so long for it.
+
+        Raises:
+            PeerError: one has died.
+        """
+        busy: dict[Any, Worker] = {
+            worker.connection: worker for worker in [*self._workers, *self._leaving] if worker.requests
+        }
+        for connection in wait(list(busy), seconds):
+            worker = busy[connection]
+            try:
+                report = worker.connection.recv()
+            except (EOFError, OSError):
+                raise PeerError(self._died(worker)) from None
+            request = worker.requests.popleft()
+            request.report = report
+            self.search.read += report.seconds
+            if not request.wanted:
+                worker.free.append(request.slot)
+        for worker in [worker for worker in self._leaving if not worker.requests]:
+            worker.connection.close()
+            self._leaving.remove(worker)
+
+    def _drop(self) -> None:
+        """Forget what was asked for: its slots are free once it is there."""
+        for request in self._asked:
+            request.wanted = False
+            if request.report is not None:
+                request.worker.free.append(request.slot)
+        self._asked.clear()
+
+    def _resize(self, count: int) -> None:
+        self._leaving += self._workers[count:]
+        del self._workers[count:]
+
+    def _grow(self) -> None:
+        """One more; where that fails, and there are some, these do it."""
+        try:
+            self._workers.append(self._start())
+        except SetupError:
+            if not self._workers or not self.search.searches:
+                raise
+            self.search.settle(len(self._workers))
+
+    def _start(self) -> Worker:
+        number = len(self._workers)
+        try:
+            context = fork_server.context("torchvision", "trainer.data.photos.photo_reader")
+            buffers = self._new(slots(number + 1) - slots(number) if number else slots(1))
+            ours, theirs = context.Pipe()
+            info = {"id": number, "num_workers": self.search.count}
+            process = context.Process(
+                target=serve, args=(theirs, self._make(buffers), buffers.order, info), daemon=True
+            )
+            process.start()
+        except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
+            fixed = [source for source in self._sources if not getattr(source, "by_value", True)]
+            if not fixed:
+                raise RecipeError(
+                    f"the data set cannot be sent to loader workers ({error}); "
+                    "define its class in a module, or set data.workers=0"
+                ) from None
+            for source in fixed:  # a lambda, or a class within a function
+                source.by_value = True  # type: ignore[attr-defined]
+            return self._start()
+        except (OSError, RuntimeError) as error:  # torch's, where memory cannot be shared
+            raise SetupError(
+                f"loader worker {number + 1} of {self.search.count} cannot be started ({reason(error)}); "
+                "use fewer data.workers (data.workers=0 needs none)"
+            ) from None
+        theirs.close()
+        self._processes.append(process)
+        return Worker(process, ours, buffers)
+
+    def _died(self, worker: Worker) -> str:
+        worker.process.join(POLL)
+        time.sleep(0.1)  # what killed it may have killed others
+        codes = {process.pid: process.exitcode for process in self._processes}
+        # Killed ones have a negative code, and those whose fork server was killed, and took them along, its own.
+        if any((code or 0) > 0 and code != fork_server.GONE for code in codes.values()):
+            return (
+                "loader workers failed to start, their error is above; they import the script that trains: "
+                'it needs if __name__ == "__main__": around train(...), or data.workers=0'
+            )
+        pids = [str(pid) for pid, code in codes.items() if code] or [str(worker.process.pid)]
+        return self._told(worker.requests[0].key, f"loader worker {', '.join(pids)} died (killed, or out of memory)")
+
+    def _late(self, key: Key) -> str:
+        busy = [worker for worker in [*self._leaving, *self._workers] if worker.requests]
+        worker = self._asked[0].worker if self._asked else busy[0]
+        return self._told(
+            key, f"loader worker {worker.process.pid} did not answer for timeout={self._patience:g} seconds"
+        )
+
+    def _told(self, key: Key, what: str) -> str:
+        part, _, index = key
+        source = self._sources[part]
+        awaited = (
+            f"{len(index)} samples from {source.where(int(index[0]) % len(source))} on were awaited"
+            if len(index)
+            else "nothing was awaited"
+        )
+        return f"{what}; {awaited}; data.workers=0 reads in this process"
+
+
+def _same(one: Key, other: Key) -> bool:
+    return one[:2] == other[:2] and np.array_equal(one[2], other[2])
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()

@@ -1,0 +1,268 @@
+"""`DevicePool`: workers on a list of devices, for streams of items and for jobs."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing import process, util  # util's own exit handler comes after ours, for ours is registered later
+from typing import Any, Literal
+
+import torch
+
+from trainer.errors import RecipeError, SetupError
+from trainer.pool.argument_checks import check_devices, check_importable, check_worker, one_of, unpicklable
+from trainer.pool.batching import Batching
+from trainer.pool.engine import Engine, Start
+from trainer.pool.failures import ItemError
+from trainer.pool.handles import ProcessHandle, ThreadHandle
+from trainer.pool.scheduler import Scheduler, Seat
+from trainer.pool.transport import pack
+from trainer.pool.worker import Caller, Definition
+from trainer.processes import fork_server
+
+ITEM_TIMEOUT = 60.0  # seconds
+
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class DevicePool:
+    """Workers on devices that do a stream of items in order, as fast as all devices together can.
+
+        with DevicePool(["cuda:0", "cuda:1", "cpu"], Classifier, arguments=(model,)) as pool:
+            for label in pool.map(photos):
+                ...
+
+    A worker is a class, made in the worker process as `worker(*arguments)`, with
+
+        setup(device)   optional; called once, with the `torch.device`
+        __call__(item)  one result, or
+        batch(items)    a list of results, or a tensor or array of shape (len(items), ...)
+        prepare(items)  optional, beside `batch`, which gets what this returns, as many: called when a batch arrives,
+                        in another thread, while the worker still does the one before
+
+    or a plain function of an item. It may be called again for an item whose worker was lost. Items given to a worker
+    are views of shared memory that hold during the call: clone what is kept. Gradients do not travel, sparse tensors
+    are refused, results are on the CPU and own their memory.
+
+    Args:
+        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker process has as many
+            threads as OMP_NUM_THREADS says, or else its share of the cores.
+        worker: the class or function. It must pickle: defined at the top of a module.
+        arguments: of the class. Their tensors are in memory once for all processes (a process that writes to them
+            gets its own copy of those pages).
+        batch_size: items of every batch, in the order of the stream, so that results do not depend on the devices or
+            their number; None lets each device's batches grow to what it handles best, and follow its speed.
+        assign: "free" gives work to whichever worker is free, "round_robin" in turn: item i (with a `batch_size`,
+            batch i) and job i to worker i % len(devices).
+        flavour: "process", or "thread" for work that releases the GIL. Threads cannot be killed.
+        start_method: "forkserver" (each start takes a tenth of a second) or "spawn".
+        item_timeout: seconds an item may take until its worker counts as hung and is replaced; None: for ever. A batch
+            may take that long and four times what it usually takes. Jobs may take as long as they like.
+        retries: how often an item is tried. A failed batch is done again item by item; one whose worker died is done
+            again as it is, and item by item, once, when so many workers have died of it.
+        on_error: what `map` does about an item that failed every time: "raise" its `ItemError`, or "skip" it, which
+            yields the `ItemError` in the result's place.
+
+    Raises:
+        RecipeError: arguments that cannot mean anything, or a worker that does not pickle: before anything starts.
+        SetupError: a device that this machine lacks.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device],
+        worker: Callable[..., Any],
+        *,
+        arguments: tuple[Any, ...] = (),
+        batch_size: int | None = None,
+        assign: Literal["free", "round_robin"] = "free",
+        flavour: Literal["process", "thread"] = "process",
+        start_method: Literal["forkserver", "spawn"] = "forkserver",
+        item_timeout: float | None = ITEM_TIMEOUT,
+        retries: int = 3,
+        on_error: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        found = check_devices(devices)
+        check_worker(worker, arguments)
+        one_of("assign", assign, "free", "round_robin")
+        one_of("flavour", flavour, "process", "thread")
+        one_of("on_error", on_error, "raise", "skip")
+        if min(batch_size or 1, retries, 1 if item_timeout is None else item_timeout) <= 0 or batch_size == 0:
+            raise RecipeError("batch_size, retries and item_timeout of a DevicePool must be positive")
+        self._skip = on_error == "skip"
+        self._processes = flavour == "process"
+        start: Start
+        if self._processes:
+            start = _process_starter(start_method, worker, arguments, len(found))
+        elif item_timeout not in (None, ITEM_TIMEOUT):
+            raise RecipeError("a thread cannot be stopped: leave item_timeout out, or use flavour='process'")
+        else:
+            start = partial(_start_thread, partial(Caller, worker, arguments))
+        seats = [Seat(index, str(device)) for index, device in enumerate(found)]
+        batching = Batching([device.type for device in found], batch_size)
+        scheduler = Scheduler(seats, batching, assign == "round_robin", retries)
+        self._engine = Engine(start, scheduler, item_timeout if self._processes else None)
+        _open.add(self._engine)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    def map(self, items: Iterable[Any], *, ordered: bool = True) -> Iterator[Any]:
+        """A stream of results, one for each item, while a bounded number of items is on the way.
+
+        The iterable is read in the caller's thread, as results are taken; it may be endless. An iterator that is left
+        unfinished does no harm.
+
+        Args:
+            items: tensors, arrays, nested dicts, lists and tuples of them, whatever pickles.
+            ordered: in the items' order; else as they come.
+
+        Raises:
+            ItemError: with on_error="raise", in place of the failed item's result.
+            PredictionError: a worker's setup failed, or the pool was closed.
+            Exception: what the iterable raised, after the results of the items that it gave before.
+        """
+        source = iter(items)
+        self._engine.check()
+        return self._results(source, ordered)
+
+    def _results(self, source: Iterator[Any], ordered: bool) -> Iterator[Any]:
+        stream = self._engine.add_stream(ordered)
+        taken = given = 0
+        broken: Exception | None = None  # what the iterable raised: after the results of what it gave before
+        try:
+            while True:
+                results = stream.get()
+                if results is None:
+                    if stream.ended and given == taken:
+                        if broken:
+                            raise broken
+                        return
+                    if stream.ended or taken - given >= stream.window:
+                        stream.wait()
+                        continue
+                    try:
+                        stream.put(taken, next(source))
+                        taken += 1
+                    except StopIteration:
+                        stream.end()
+                    except Exception as error:
+                        broken = error
+                        stream.end()
+                elif not isinstance(results, ItemError):
+                    given += len(results)
+                    yield from results
+                elif self._skip:
+                    given += 1
+                    yield results
+                else:
+                    raise results
+        finally:
+            broken = None  # which holds this frame
+            self._engine.close_stream(stream)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run one job on a worker, whose CUDA device is current meanwhile; `current_device()` tells it.
+
+        An exception reaches the Future with the worker's traceback as a note. A job whose worker is lost is done again.
+
+        Raises:
+            RecipeError: the job does not pickle.
+        """
+        call: Any = (function, args, kwargs)
+        if self._processes:
+            check_importable(function)
+            try:
+                call = pack(call)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise unpicklable(function, error) from error
+        return self._engine.add_job(call)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """One dict a worker: device, worker (its index), items (done), items_per_sec (while it works), queue (items it
+        holds), batch_size (at present), replaced (how often)."""
+        batching = self._engine.scheduler.batching
+        return [
+            {
+                "device": seat.device,
+                "worker": seat.index,
+                "items": seat.done,
+                "items_per_sec": batching.paces[seat.index].rate,
+                "queue": seat.held,
+                "batch_size": batching.size(seat.index),
+                "replaced": seat.replaced,
+            }
+            for seat in self._engine.seats
+        ]
+
+    def close(self) -> None:
+        """End all workers, within seconds; what is not done is dropped, and its iterators and Futures get an error."""
+        self._finalizer()
+
+    def __enter__(self) -> DevicePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# --- how workers start ------------------------------------------------------------------------------------------------
+
+
+def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int) -> Start:
+    if method == "fork":
+        raise RecipeError(
+            "start_method='fork' copies locks held by threads that the copy lacks (OpenMP's, CUDA's), "
+            "and hangs: use 'forkserver' or 'spawn'"
+        )
+    one_of("start_method", method, "forkserver", "spawn")
+    me = process.current_process()
+    if getattr(me, "_inheriting", False):
+        raise RecipeError(
+            "a worker imports this script, which makes a DevicePool: put that under if __name__ == '__main__':"
+        )
+    if me.daemon:
+        raise RecipeError("a daemonic process may not start workers: use flavour='thread', or daemon=False for it")
+    check_importable(worker)
+    try:
+        definition = Definition.of(worker, arguments)
+    except SetupError:
+        raise
+    except Exception as error:
+        raise unpicklable(worker, error) from error
+    served = method == "forkserver"
+    context: Any = fork_server.context("trainer.pool.worker") if served else multiprocessing.get_context("spawn")
+    threads = threads_each(count)
+
+    def start(seat: Seat, wake: Callable[[], None]) -> ProcessHandle:
+        return ProcessHandle(context, definition, seat.device, threads, f"DevicePool-{seat.index}")
+
+    return start
+
+
+def _start_thread(make: Callable[[torch.device], Caller], seat: Seat, wake: Callable[[], None]) -> ThreadHandle:
+    return ThreadHandle(make, seat.device, f"DevicePool-{seat.index}", wake)
+
+
+def threads_each(workers: int) -> int:
+    """Threads of a worker: OMP_NUM_THREADS where the user set it, else the cores of this process shared out."""
+    wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(wish) if wish.isdigit() and int(wish) else max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+@atexit.register
+def end_of_program() -> None:
+    """End all workers of this process."""
+    for engine in list(_open):
+        engine.close()
+
+
+assert util  # imported for the order of exit handlers

@@ -291,6 +291,27 @@ def test_unused_parameters_under_ddp(group):
         mode_of(load(None, "mode=ddp", "accumulate=2"), pair, (4, 1, 2, 2)).setup(Half())
 
 
+class Sometimes(Half):
+    """A model that drops one of its layers from some passes on."""
+
+    drops = False
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.drops else self.unused(x.flatten(1)))
+
+
+def test_layers_that_are_dropped_at_times_are_refused_under_ddp(group):
+    pair, model = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1")), Sometimes()
+    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
+    strategy.setup(model)
+    batch = Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
+    strategy.forward_backward(batch, 0.25)
+    model.drops = True
+    strategy.forward_backward(batch, 0.25)  # its reducer waits for the layer
+    with pytest.raises(RecipeError, match="mode=single"):
+        strategy.forward_backward(batch, 0.25)
+
+
 class Asked(TorchDispatchMode):
     """How often a tensor's value was asked for."""
 

@@ -104,9 +104,15 @@ class DistributedDataParallel(Strategy):
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
+            name = self.recipe.model.name
+            if self.recipe.accumulate == 1:
+                raise RecipeError(
+                    f"model.name={name} has parameters that some passes use and others do not, which ddp cannot "
+                    "average: use mode=single"
+                ) from None
             raise RecipeError(
-                f"model.name={self.recipe.model.name} has parameters that a pass does not use, and ddp cannot "
-                "accumulate over those: set accumulate=1, or mode=single"
+                f"model.name={name} has parameters that a pass does not use, and ddp cannot accumulate over those: set "
+                "accumulate=1, or mode=single"
             ) from None
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:

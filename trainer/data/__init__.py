@@ -1,7 +1,7 @@
 """Data: sets of images, their order, and the batches that a rank reads of them.
 
 No model and no mode: what a rank reads is told by a `Shard`.
-Imports: errors, recipe, tasks, processes, saving, models, telemetry.
+Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry.
 """
 
 from trainer.data.datasets import open_datasets

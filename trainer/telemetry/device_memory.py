@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 import resource
 import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from trainer.devices import host
 
 
 def peak_memory(device: torch.device) -> int:
@@ -32,17 +33,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device; on CPU what the machine and the control group leave."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as info:
-            free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.stat") as stat:  # cached files are given up when memory is wanted
-            cached = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file"))
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            free = min(free, int(limit.read()) - int(used.read()) + cached)
-    except (OSError, ValueError, StopIteration):
-        pass  # no such file, or "max": no limit
-    return free
+    return host.free_memory()
 
 
 def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:

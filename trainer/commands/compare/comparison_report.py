@@ -114,7 +114,7 @@ class PairFigures(TypedDict):
 class MachineFigures(TypedDict):
     cpu: str
     cores: int
-    memory_bytes: int | None
+    memory_bytes: int
     gpus: list[str]
     system: str
 

@@ -6,10 +6,9 @@ import os
 import platform
 import resource
 import time
-from contextlib import suppress
 
 from trainer.commands.compare.comparison_report import MachineFigures
-from trainer.devices import cards
+from trainer.devices import cards, host
 from trainer.processes import world
 
 BUSY = 0.2  # cores: what others may use before it is worth a word
@@ -19,14 +18,13 @@ def this_machine() -> MachineFigures:
     """Processor, cores, memory, GPUs and system."""
     import torch
 
-    name = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as info:
-        name = next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
-    memory = None
-    with suppress(OSError, ValueError):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    gpus = [torch.cuda.get_device_name(n) for n in range(cards.look().count)]
-    return {"cpu": name, "cores": world.cores(), "memory_bytes": memory, "gpus": gpus, "system": platform.platform()}
+    return {
+        "cpu": host.processor(),
+        "cores": world.cores(),
+        "memory_bytes": host.total_memory(),
+        "gpus": [torch.cuda.get_device_name(n) for n in range(cards.look().count)],
+        "system": platform.platform(),
+    }
 
 
 class Others:

@@ -8,9 +8,9 @@ import re
 import resource
 import shutil
 import sys
-from contextlib import suppress
 
 from trainer.commands.doctor.findings import Findings
+from trainer.devices import host
 from trainer.processes import world
 from trainer.processes.peers import shared_memory
 
@@ -27,15 +27,16 @@ SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
 def resources(found: Findings) -> None:
     """What there is to compute and to store with."""
     title = "machine"
-    found.row(title, "processor", f"{_processor()}, {os.cpu_count()} cores, {world.cores()} for this process")
-    quota = _cgroup("cpu.max", "cpu/cpu.cfs_quota_us")
+    found.row(title, "processor", f"{host.processor()}, {os.cpu_count()} cores, {world.cores()} for this process")
+    quota = host.group_setting("cpu", "cpu.max") or host.group_setting("cpu", "cpu.cfs_quota_us")
     if quota and not quota.startswith(("max", "-1")):
+        quota += f" {host.group_setting('cpu', 'cpu.cfs_period_us')}"
         found.row(title, "cores' quota (cgroup)", _cores_of(quota))
     found.row(title, "threads", _threads())
-    found.row(title, "memory", _memory())
-    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
-    if limit.isdigit() and int(limit) < 1 << 60:
-        found.row(title, "memory's limit (cgroup)", f"{int(limit) / GIB:.1f} GiB")
+    found.row(title, "memory", f"{host.free_memory() / GIB:.1f} of {host.total_memory() / GIB:.1f} GiB free")
+    limit = host.memory_limit()
+    if limit is not None:
+        found.row(title, "memory's limit (cgroup)", f"{limit / GIB:.1f} GiB")
     found.row(title, "/dev/shm", shared_memory())
     usage = shutil.disk_usage(os.getcwd())
     found.row(title, "disk of this folder", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
@@ -79,7 +80,7 @@ def limits(found: Findings) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
         found.problem(f"only {soft} files may be open at once, too few for several processes: ulimit -n 4096")
-    pids = _cgroup("pids.max", "pids/pids.max")
+    pids = host.group_setting("pids", "pids.max")
     if pids.isdigit():
         found.row(title, "processes (cgroup)", pids)
 
@@ -101,41 +102,6 @@ def _threads() -> str:
     return f"{count} in one process"
 
 
-def _processor() -> str:
-    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as info:
-        return next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
-    return os.uname().machine
-
-
-def _memory() -> str:
-    found = {}
-    with suppress(OSError, ValueError), open("/proc/meminfo") as info:
-        for line in info:
-            name, _, rest = line.partition(":")
-            found[name] = int(rest.split()[0]) * 1024
-    if "MemAvailable" not in found:
-        return "unknown"
-    return f"{found['MemAvailable'] / GIB:.1f} of {found['MemTotal'] / GIB:.1f} GiB free"
-
-
-def _cgroup(new: str, old: str) -> str:
-    """A limit of this process's control group, as the kernel writes it; empty where there is none."""
-    paths = [f"/sys/fs/cgroup/{new}", f"/sys/fs/cgroup/{old}"]
-    with suppress(OSError), open("/proc/self/cgroup") as own:
-        for line in own:
-            _, controllers, path = line.strip().split(":", 2)
-            base = f"/sys/fs/cgroup/{old.partition('/')[0]}" if controllers else "/sys/fs/cgroup"
-            paths.insert(0, f"{base}{path}/{old.partition('/')[2] if controllers else new}")
-    for path in paths:
-        with suppress(OSError), open(path) as file:
-            text = file.read().strip()
-            if "cfs_quota" in path:
-                with suppress(OSError), open(path.replace("quota", "period")) as period:
-                    text += f" {period.read().strip()}"
-            return text
-    return ""
-
-
 def _cores_of(quota: str) -> str:
-    used, period = map(int, quota.split())
+    used, period = map(int, quota.split()[:2])
     return f"{used / period:.1f} cores: more threads than that only wait (threads=)"

@@ -26,6 +26,7 @@ from trainer.data.cache.cache_blocks import Prepared
 from trainer.data.cache.packing import Format, Packing, key_of
 from trainer.data.cache.stored import block_path, prepared
 from trainer.data.photos.decoding import reason
+from trainer.devices import host
 from trainer.errors import DiskFullError, PeerError, SetupError, is_disk_full
 from trainer.processes import fork_server
 from trainer.processes.allocation import PHOTOS, keep_freed_memory
@@ -197,7 +198,9 @@ def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> 
     Raises:
         DiskFullError: the line says what to type instead.
     """
-    free = free_of(home, in_memory)
+    free = shutil.disk_usage(home).free
+    if in_memory:
+        free = min(free, host.free_memory())
     if needed.bytes + SPARE * (4 if in_memory else 1) > free:  # memory is for the run, too
         smaller = "data.cache_format=jpeg takes a tenth, " if how.layout == "raw" else ""
         other = "data.cache=disk" if in_memory else "data.cache_dir=FOLDER on another disk"
@@ -205,16 +208,6 @@ def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> 
             f"the cache of {needed.photos:,} photos takes about {size_of(needed.bytes)}, and {home} has "
             f"{size_of(free)} free: {smaller}{other}, or data.cache=off"
         )
-
-
-def free_of(home: Path, in_memory: bool) -> int:
-    """Bytes that may be written: on a disk in memory no more than there is memory."""
-    free = shutil.disk_usage(home).free
-    if in_memory:
-        with suppress(OSError, ValueError, StopIteration):
-            told = Path("/proc/meminfo").read_text().splitlines()
-            free = min(free, 1024 * int(next(line for line in told if line.startswith("MemAvailable")).split()[1]))
-    return free
 
 
 def size_of(count: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.devices import host
 from trainer.errors import SetupError
 from trainer.processes.world import cores
 from trainer.recipe import Recipe
@@ -56,13 +57,16 @@ def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
 
 
 def allowed(readers: int, batch_bytes: int) -> int:
-    """Workers of one rank where `readers` ranks of this machine read: a core each, and files and memory for them."""
+    """Workers of one rank where `readers` ranks of this machine read: a core each, and files and memory for them.
+
+    Shared memory is memory: a container that is left less than it has of shared memory would be killed.
+    """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # of this process
     each = max(1, min(cores() // readers, files // FILES if files > 0 else cores()))  # no limit is told as -1
     free = free_shared_memory()
     if free is None or not batch_bytes:
         return each
-    room = int(free * SHARE / (readers * batch_bytes))
+    room = int(min(free, host.free_memory()) * SHARE / (readers * batch_bytes))
     return max(1, min(each, (room - 1) // PREFETCH))
 
 

@@ -26,8 +26,9 @@ from trainer.recipe.schema import LARGEST_SIDE
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.training.evaluation import evaluate, metrics_of
+from trainer.training.initial_model import model_of
+from trainer.training.resolving import start_process, task_of
 from trainer.training.same_images import check_same_images
-from trainer.training.wiring import model_of, start_process, task_of
 
 
 def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:

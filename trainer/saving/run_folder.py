@@ -34,14 +34,30 @@ MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
 
 
-class RunFolder:
-    """A folder held under a lock as long as this process lives.
+class NullFolder:
+    """Of a rank that has no run folder.
 
     Attributes:
         path: the folder.
         resuming: whether the newest good checkpoint in it is to be continued.
         replaced: whether a run that ended before it saved anything made way.
+        settled: keys of the recipe that the run to be continued chose, where this recipe leaves them open.
     """
+
+    path: Path | None = None
+    resuming = replaced = False
+
+    def __init__(self) -> None:
+        self.settled: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Before anything is saved: the folder is still this run's."""
+
+
+class RunFolder(NullFolder):
+    """A folder held under a lock as long as this process lives."""
+
+    path: Path
 
     def __init__(self, recipe: Recipe) -> None:
         """Choose and claim the folder: `output`, or runs/<recipe>-<mode>-<time>.
@@ -51,9 +67,10 @@ class RunFolder:
             RecipeError: it is continued with a recipe that computes something else.
             SetupError: it cannot be written.
         """
-        self.replaced = False
-        self._named = recipe.output is not None
+        super().__init__()
         self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
+        self._made = recipe.output is None or not os.path.lexists(self.path)
+        self._first = not os.path.lexists(self.path / LOCK)
         self._lock = locks.hold(self.path, "run", LOCK)
         try:
             self.resuming = self._claim(recipe)
@@ -78,7 +95,7 @@ class RunFolder:
                 f"{self.path} holds a run already: continue it with resume=auto, or choose another output="
             )
         if resuming:
-            self._check_recipe(recipe)
+            self._continue(recipe)
         self._sign()
         return resuming
 
@@ -91,7 +108,7 @@ class RunFolder:
         return signature()
 
     def check(self) -> None:
-        """Before anything is saved: the folder is still this run's. A lock that was merely removed is made again.
+        """The folder is still this run's. A lock that was merely removed is made again.
 
         Raises:
             FolderInUseError: another run has it.
@@ -135,7 +152,8 @@ class RunFolder:
             with suppress(OSError):
                 path.unlink()
 
-    def _check_recipe(self, recipe: Recipe) -> None:
+    def _continue(self, recipe: Recipe) -> None:
+        """Take what the run here settled, and hold the rest of its recipe against this one."""
         file = self.path / "recipe.yaml"
         if not os.path.lexists(file):
             return
@@ -144,7 +162,12 @@ class RunFolder:
         except RecipeError as error:
             advice = "remove that file to continue with the recipe that you give now"
             raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
-        changes = recipes.changed_keys(before, recipe)
+        self.settled = {
+            f"data__{key}": getattr(before.data, key) for key in CHOSEN if getattr(recipe.data, key) is None
+        }
+        if recipe.data.cache == "auto":
+            self.settled["data__cache"] = before.data.cache
+        changes = recipes.changed_keys(before, recipe.replace(**self.settled))
         if before.data.name in OWN_PHOTOS:  # what null was before a run's recipe said it
             changes = {key: found for key, found in changes.items() if found != (None, PHOTOS.get(key))}
         if "data.pixel_range" in changes and "data.pixel_range" not in recipes.origins(str(file)):
@@ -203,43 +226,17 @@ class RunFolder:
             write_atomically(self.path / "tuning.json", json.dumps(known, indent=2) + "\n")
 
     def close(self) -> None:
-        """Let go of the lock. Below runs/ an error that needs no stack beside it leaves no folder without a run."""
+        """Let go of the lock. A start that fails with a sentence leaves no trace of a folder that held no run."""
         if self._lock < 0:
             return
         with suppress(OSError):
-            told = isinstance(sys.exception(), TrainerError)
-            if told and not self._named and os.listdir(self.path) == [LOCK]:
+            failed = isinstance(sys.exception(), TrainerError)
+            if failed and self._first and not os.path.lexists(self.path / "recipe.yaml"):
                 (self.path / LOCK).unlink()
-                self.path.rmdir()
+                if self._made:
+                    self.path.rmdir()
         os.close(self._lock)
         self._lock = -1
-
-
-def continued_folder(recipe: Recipe) -> Path | None:
-    """The folder of the run that this one goes on with, if it does: by resume=auto or as a restart of its own job.
-
-    Every rank may ask, before rank 0 claims the folder; a machine that does not see it has none.
-    """
-    if recipe.output is None:
-        return _before_restart(recipe)
-    folder = Path(recipe.output).expanduser()
-    saved = (folder / "recipe.yaml").is_file() and (folder / "checkpoints").is_dir()
-    return folder if is_restart() or (recipe.resume is not None and saved) else None
-
-
-def as_before(recipe: Recipe) -> Recipe:
-    """The recipe with images as the run to be continued has them, where it does not say so itself."""
-    folder = continued_folder(recipe)
-    if folder is None:
-        return recipe
-    try:
-        before = recipes.load(str(folder / "recipe.yaml")).data
-    except RecipeError:
-        return recipe  # a folder that cannot be continued, as it says when it is opened
-    chosen = {key: getattr(before, key) for key in CHOSEN if getattr(recipe.data, key) is None}
-    if recipe.data.cache == "auto":
-        chosen["cache"] = before.cache
-    return recipe.replace(**{f"data__{key}": value for key, value in chosen.items()})
 
 
 def _before_restart(recipe: Recipe) -> Path | None:

@@ -19,7 +19,7 @@ from trainer.processes.started import as_typed
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import writing
-from trainer.saving.run_folder import RunFolder, StepsFile, write_atomically
+from trainer.saving.run_folder import NullFolder, RunFolder, StepsFile, write_atomically
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers
@@ -28,6 +28,7 @@ from trainer.telemetry.loggers import Loggers
 class NullTracker:
     """Does nothing, for ranks that have no run folder."""
 
+    folder = NullFolder()
     path: Path | None = None
     shows = False  # whether there is a page to make pictures and texts for
 
@@ -86,10 +87,13 @@ class NullTracker:
 class Tracker(NullTracker):
     """The run folder's writer."""
 
+    folder: RunFolder
+    path: Path
+
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.recipe = recipe
         self.folder = folder
-        self.path: Path = folder.path
+        self.path = folder.path
         self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None

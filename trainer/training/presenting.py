@@ -21,6 +21,7 @@ from trainer.devices import precision
 from trainer.errors import TrainerError, text_of
 from trainer.processes.started import as_typed
 from trainer.processes.world import cores
+from trainer.recipe import flatten
 from trainer.recipe.loading import words_of
 from trainer.recipe.word_values import word_value
 from trainer.telemetry import dashboards, gallery
@@ -149,11 +150,17 @@ def opening(run: Run, words: Sequence[str]) -> str:
         {
             f"# {run.recipe.name}, {run.recipe.mode}": _list(banner.facts(run)),
             "## What was changed": _list(changed) if changed else "Nothing: the recipe as it is.",
+            "## What was left open": _list(_settled(run)),
             "## Machine": _list(_machine(run)),
             "## If it is interrupted": _commands(_next(run, words)[:1]),
             "## The whole recipe": "```yaml\n" + run.recipe.to_yaml() + "```",
         }
     )
+
+
+def _settled(run: Run) -> dict[str, str]:
+    values = flatten(run.recipe.to_dict())
+    return {key: f"{values[key]}, {reason}" for key, reason in run.reasons.items()}
 
 
 def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:

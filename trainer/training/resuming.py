@@ -21,7 +21,7 @@ from trainer.recipe import Recipe
 from trainer.saving import checkpoint
 from trainer.saving.spreading import on_every_rank
 from trainer.saving.weights import save_weights
-from trainer.telemetry.tracking import NullTracker, Tracker
+from trainer.telemetry.tracking import NullTracker
 from trainer.training.randomness import random_states, restore_random_states, seed_ranks
 from trainer.training.run import History, Run
 from trainer.training.same_images import tell_changes
@@ -45,10 +45,10 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
         SetupError: another rank has checkpoints in that folder and rank 0 has none; starting over would lose them.
     """
     found = None
-    if isinstance(tracker, Tracker) and tracker.folder.replaced:
+    if tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
-    if isinstance(tracker, Tracker) and tracker.folder.resuming:
-        found = checkpoint.newest(tracker.folder.path, tracker.say)
+    if tracker.folder.resuming and tracker.path is not None:
+        found = checkpoint.newest(tracker.path, tracker.say)
     if found and "model" not in found.state.tensors:
         raise CheckpointError(_SENSELESS.format(step=found.state.position.step, found="no weights"))
     state = on_every_rank(found, world)
@@ -88,7 +88,7 @@ def _save(run: Run) -> None:
     }
     unlogged = torch.stack(run.unlogged).cpu() if run.unlogged else torch.zeros(0)
     ranks = run.world.gather({**random_states(run.world.drives), "unlogged": unlogged, **_private(run)})
-    if isinstance(run.tracker, Tracker):
+    if run.tracker.path is not None:
         tensors["samples"] = run.samples
         tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
         facts = {
@@ -101,7 +101,7 @@ def _save(run: Run) -> None:
         state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
         run.tracker.folder.check()
         run.tracker.flush()  # first: what a checkpoint continues has all its rows, wherever the process is killed
-        checkpoint.commit(run.tracker.folder.path, state, run.recipe.save.keep, run.tracker.folder.check)
+        checkpoint.commit(run.tracker.path, state, run.recipe.save.keep, run.tracker.folder.check)
 
 
 def restore(run: Run, state: checkpoint.State) -> None:
@@ -208,7 +208,7 @@ def write_weights(run: Run, name: str) -> None:
 def _write_weights(run: Run, name: str) -> None:
     run.world.heartbeat()
     weights = run.strategy.gather(run.average.tensors() if run.average is not None else run.weights())
-    if isinstance(run.tracker, Tracker):
+    if run.tracker.path is not None:
         data = run.datasets
         model = bare(run.recipe.model, run.num_classes, data.image_size, data.channels)
         facts = {
@@ -227,4 +227,4 @@ def _write_weights(run: Run, name: str) -> None:
             "recipe": json.dumps(run.recipe.for_others()),
         }
         run.tracker.folder.check()
-        save_weights(run.tracker.folder.path / f"{name}.safetensors", weights, facts, run.tracker.folder.check)
+        save_weights(run.tracker.path / f"{name}.safetensors", weights, facts, run.tracker.folder.check)

@@ -43,6 +43,7 @@ class Run:
     """A wired run."""
 
     recipe: Recipe
+    reasons: dict[str, str]  # why a key of the recipe is not as typed
     interrupts: Interrupts
     callbacks: Callbacks
     datasets: Datasets

@@ -12,6 +12,7 @@ from trainer.data.folders.splits import NOTHING_BEFORE, SPLIT_FILE, Before, cont
 from trainer.errors import SetupError
 from trainer.processes.rank import job_id
 from trainer.recipe import load
+from trainer.saving.run_folder import RunFolder
 
 
 def names_of(source):
@@ -65,18 +66,24 @@ def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
 def test_a_restart_of_the_job_keeps_its_split(tmp_path, monkeypatch):
     """Without resume=auto, and before anything was saved."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / SPLIT_FILE).write_text("file,label,split\na/1.jpg,a,val\na/2.jpg,a,train\n")
+    split = "file,label,split\na/1.jpg,a,val\na/2.jpg,a,train\n"
+
+    def split_of(where, job, *words):
+        (tmp_path / where).mkdir(parents=True, exist_ok=True)
+        (tmp_path / where / SPLIT_FILE).write_text(split)
+        (tmp_path / where / ".lock").write_text(job)
+        folder = RunFolder(load("digits", *words))
+        folder.close()
+        return continued(folder)
+
     for words in (["output=run"], ["output=run", "resume=auto"]):
-        assert continued(load(None, *words)) == NOTHING_BEFORE
+        assert split_of("run", "", *words) == NOTHING_BEFORE
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert continued(load(None, "output=run")) == Before(frozenset({"a/1.jpg"}))
-    assert continued(load(None)) == NOTHING_BEFORE
-    (tmp_path / "runs").mkdir()
-    own = (tmp_path / "run").rename(tmp_path / "runs" / "digits-ddp-20260101-000000")
-    (own / ".lock").write_text(job_id())
-    assert continued(load("digits")) == Before(frozenset({"a/1.jpg"}))
+    assert split_of("run", job_id(), "output=run") == Before(frozenset({"a/1.jpg"}))
+    below = "runs/digits-ddp-20260101-000000"
+    assert split_of(below, job_id()) == Before(frozenset({"a/1.jpg"}))
+    assert split_of(below, "another job") == NOTHING_BEFORE
 
 
 def test_a_run_that_never_began_leaves_no_split_behind(tmp_path):

@@ -19,7 +19,7 @@ from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.recipe import Recipe
 from trainer.saving.weights import read_weights
-from trainer.training.wiring import model_for
+from trainer.training.initial_model import model_for
 
 LARGEST = 2**32  # bytes of one input
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"

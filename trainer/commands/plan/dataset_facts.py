@@ -19,7 +19,7 @@ from trainer.models.inputs import with_own_input
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
-from trainer.training.wiring import model_for
+from trainer.training.initial_model import model_for
 
 # Training images, held-out images, classes, channels, pixels along a side.
 PUBLISHED = {

@@ -26,7 +26,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.timm_names import TIMM
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
-from trainer.training.wiring import model_for
+from trainer.training.initial_model import model_for
 
 
 @dataclass(frozen=True)

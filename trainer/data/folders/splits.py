@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.errors import SetupError
-from trainer.recipe import Recipe
+from trainer.processes.rank import is_restart
 from trainer.saving.files import opened, portable
-from trainer.saving.run_folder import continued_folder
+from trainer.saving.run_folder import RunFolder
 
 SPLIT_FILE = "split.csv"  # of a run folder: the split that was made for it, which data.labels= takes too
 HEADER = ("file", "label", "split")
@@ -80,10 +80,9 @@ def hold_out(
     return chosen, f"{share:.3g} of each class of {where}, drawn by file name and seed={seed} (data.val_fraction)"
 
 
-def continued(recipe: Recipe) -> Before:
-    """The split of the run that is to be continued, where there is one."""
-    folder = continued_folder(recipe)
-    return NOTHING_BEFORE if folder is None else Before(held_out_of(folder))
+def continued(folder: RunFolder) -> Before:
+    """The split of the run that goes on in a folder, or of a start of the same job that saved nothing yet."""
+    return Before(held_out_of(folder.path)) if folder.resuming or is_restart() else NOTHING_BEFORE
 
 
 def table(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> str:

@@ -18,7 +18,7 @@ from trainer.data.items import as_input, names_of, pair
 from trainer.data.photos.photo_reader import own_draws, seed_draws
 from trainer.data.registered import lent, registered
 from trainer.errors import RecipeError
-from trainer.processes import carrying
+from trainer.processes import pickling
 from trainer.recipe import load
 from trainer.tasks import Classification, Multilabel, Regression
 
@@ -196,11 +196,11 @@ def test_items_whose_class_no_module_holds_travel_by_value(monkeypatch):
         pass
 
     found = opened(Nowhere([(torch.zeros(2), 0), (torch.ones(2), 1)]), Rows([(torch.ones(2), 1)]), 2).train
-    monkeypatch.setattr(carrying, "arrived", False)
+    monkeypatch.setattr(pickling, "arrived", False)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a test runner's may have none
     with pytest.raises(AttributeError):
         pickle.dumps(found)
-    monkeypatch.setattr(carrying, "arrived", True)
+    monkeypatch.setattr(pickling, "arrived", True)
     again = pickle.loads(pickle.dumps(found))
     assert again.read(1, 3)[0].tolist() == [1, 1] and again.where(1) == found.where(1)
     with pytest.raises(RecipeError, match=r"the data set cannot be sent to another process .*mode=single"):

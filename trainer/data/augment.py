@@ -1,6 +1,6 @@
 """Augmentation: whole batches of small images, single photos, and what is done to both on the device.
 
-Every draw is a function of (seed, epoch, sample index): see `order`.
+Every draw is a function of (seed, epoch, sample index): see `sampling`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from trainer.data.photos.decoding import from_item
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
 from trainer.errors import RecipeError
-from trainer.processes import carrying
+from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS
 from trainer.recipe.keywords import check_name
@@ -197,13 +197,13 @@ class UserItems:
         self.by_value = False  # its classes travel too: no other process can import them
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.by_value or carrying.nowhere_to_import():
-            return {"packed": carrying.packed(vars(self), "the data set")}
+        if self.by_value or pickling.nowhere_to_import():
+            return {"packed": pickling.packed(vars(self), "the data set")}
         return vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "packed" in state:
-            carrying.arrived = True
+            pickling.arrived = True
             state = pickle.loads(state["packed"])
         vars(self).update(state)
 

@@ -1,6 +1,6 @@
 """What happens to gradients and weights: learning rate, finite guard, fp16 scaling, moving average.
 
-Apart from `training`, which calls these in order, because each is a small thing of its own with its own state.
+`training.loop` calls these in this order; each has a state of its own.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from trainer.devices import cards
 from trainer.errors import RecipeError, SetupError
-from trainer.processes import carrying
+from trainer.processes import pickling
 
 MOVE = "move what does not pickle to the top of a module, undecorate it, or use flavour='thread'"
 
@@ -53,7 +53,7 @@ def check_worker(worker: Any, arguments: Sequence[Any]) -> None:
 def check_importable(function: Any) -> None:
     """Raises RecipeError for what another process cannot find: it was typed into an interpreter."""
     main: Any = sys.modules["__main__"]
-    carrying.forget_stdin()
+    pickling.forget_stdin()
     here = getattr(function, "__module__", None) == "__main__" and not isinstance(function, partial)
     if here and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
         name = getattr(function, "__qualname__", repr(function))

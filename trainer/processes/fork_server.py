@@ -15,7 +15,7 @@ import threading
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from trainer.processes import carrying, early, family
+from trainer.processes import early, family, pickling
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
 GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone and cannot tell it
@@ -27,7 +27,7 @@ def context(*preload: str) -> Any:
 
     And torchvision where this process has it: a worker that needs it would load it for two seconds, each one by itself.
     """
-    carrying.forget_stdin()
+    pickling.forget_stdin()
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
     if server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything

@@ -42,7 +42,7 @@ class NullTracker:
         """Training begins here, and goes on to so many steps; `metric` is what people look at beside the loss."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """TensorBoard values; tags as in the design, x is the optimizer step."""
+        """Values by their TensorBoard tags; `step` is the optimizer's."""
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Markdown for TensorBoard's text tab."""

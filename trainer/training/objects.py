@@ -22,7 +22,7 @@ from trainer.errors import RecipeError
 from trainer.models import zoo
 from trainer.models.given import Given
 from trainer.models.zoo import register_model
-from trainer.processes import carrying
+from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS, TASKS, torchvision_classifiers
 
@@ -140,7 +140,7 @@ def sent(recipe: Recipe, plugin: str | None) -> dict[str, bytes]:
     own = {what: found for what, found in named.items() if found[1] is not None}
     if not own:
         return {}
-    parts = {what: (name, carrying.packed(value, f"{what}={name}")) for what, (name, value) in own.items()}
+    parts = {what: (name, pickling.packed(value, f"{what}={name}")) for what, (name, value) in own.items()}
     lines = ["from trainer.training import objects", f"objects.receive(__file__, {plugin!r})"]
     return {f"{MODULE}.py": "\n".join(lines).encode(), SENT: pickle.dumps(parts)}
 
@@ -150,7 +150,7 @@ def receive(module: str, plugin: str | None) -> None:
     from trainer.launch.launching import load_plugin
 
     load_plugin(plugin)
-    carrying.arrived = True
+    pickling.arrived = True
     parts: dict[str, tuple[str, bytes]] = pickle.loads(Path(module).with_name(SENT).read_bytes())
     for what, (name, content) in parts.items():
         value = pickle.loads(content)  # may import a module that registers it

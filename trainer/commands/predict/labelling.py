@@ -183,7 +183,7 @@ class Forward:
     """A worker that is a model: items are inputs without the batch dimension, results the model's outputs."""
 
     def __init__(self, model: nn.Module | bytes) -> None:
-        """`model` may be what `carrying.packed` made of it."""
+        """`model` may be what `pickling.packed` made of it."""
         self.model: nn.Module = pickle.loads(model) if isinstance(model, bytes) else model
 
     def setup(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from trainer.commands.predict.labelling import Forward
 from trainer.devices.assignment import prediction_devices
 from trainer.errors import RecipeError
 from trainer.pool import DevicePool
-from trainer.processes import carrying
+from trainer.processes import pickling
 from trainer.processes.world import cores, cuda_for
 
 
@@ -114,8 +114,8 @@ def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], bat
 def _pool(model: nn.Module, devices: Sequence[str], batch_size: int | None) -> DevicePool:
     """Workers that have the model; one with a lambda, or of a class that no module holds, travels by value."""
     homeless = any(type(part).__module__ == "__main__" for part in model.modules())
-    if not (homeless and carrying.nowhere_to_import()):
+    if not (homeless and pickling.nowhere_to_import()):
         with suppress(RecipeError):
             return DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size)
-    sent = carrying.packed(model, "the model", "let it hold only what can be pickled")
+    sent = pickling.packed(model, "the model", "let it hold only what can be pickled")
     return DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size)

@@ -1,12 +1,11 @@
 """What a program made, on its way to another process: objects whose classes no module holds travel by value.
 
 A class of a notebook, of `python -` or of the script itself has no module that another process could import.
-cloudpickle (joblib brings it, which scikit-learn needs) sends its code along.
+cloudpickle sends its code along.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 from typing import Any
 
@@ -24,18 +23,15 @@ def packed(value: Any, what: str, instead: str = STAY) -> bytes:
     Raises:
         RecipeError: it cannot travel; `what` names it, and `instead` says what to do.
     """
-    try:
-        import cloudpickle  # type: ignore[import-untyped]
-    except ImportError:
-        cloudpickle = pickle
+    import cloudpickle  # type: ignore[import-untyped]
+
     try:
         found: bytes = cloudpickle.dumps(value)
         return found
     except Exception as error:  # an object may raise anything at all as it is pickled
         reason = " ".join(str(error).split())[:160]
-        hint = " (or pip install cloudpickle)" if cloudpickle is pickle else ""
         raise RecipeError(
-            f"{what} cannot be sent to another process ({type(error).__name__}: {reason}): {instead}{hint}"
+            f"{what} cannot be sent to another process ({type(error).__name__}: {reason}): {instead}"
         ) from None
 
 

@@ -75,7 +75,7 @@ def test_what_a_container_has_no_memory_for_is_not_begun(computer, monkeypatch, 
     require_room(tmp_path, needed, how, in_memory=True)
     assert worker_counts.allowed(1, GIB // 4) == 9  # 19 batches of a quarter are within a half of 10 GiB
     computer("0::/\n", {"": V2})
-    with pytest.raises(DiskFullError, match=r"2\.0 GiB free.*data\.cache=disk"):
+    with pytest.raises(DiskFullError, match=r"2\.00 GiB free.*data\.cache=disk"):
         require_room(tmp_path, needed, how, in_memory=True)
     require_room(tmp_path, needed, how, in_memory=False)
     assert worker_counts.allowed(1, GIB // 4) == 1

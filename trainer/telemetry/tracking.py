@@ -23,6 +23,7 @@ from trainer.saving.run_folder import NullFolder, RunFolder, StepsFile, write_at
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers
+from trainer.telemetry.readable import duration
 
 
 class NullTracker:
@@ -176,7 +177,7 @@ class Tracker(NullTracker):
         now = time.perf_counter()
         self._paced = self._paced or (step, now)
         first, begun = self._paced
-        return f", {_duration((now - begun) / (step - first) * (self._total - step))} left" if step > first else ""
+        return f", {duration((now - begun) / (step - first) * (self._total - step))} left" if step > first else ""
 
     def evaluating(self, done: int, total: int) -> None:
         if self._bar is not None:
@@ -238,8 +239,3 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

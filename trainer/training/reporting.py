@@ -14,6 +14,7 @@ from torch import Tensor
 import trainer
 from trainer.devices import precision
 from trainer.telemetry.flops import model_flops_utilisation
+from trainer.telemetry.readable import as_size
 from trainer.telemetry.tracking import without_nan
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training.evaluation import metrics_of
@@ -139,7 +140,7 @@ def last_line(run: Run, result: Result) -> str:
         else ""
     )
     if run.speed_only:
-        memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in run.memory.items())
+        memory = ", ".join(f"{name} {as_size(size)}" for name, size in run.memory.items())
         text = f"measured on synthetic images: {rate}; peak memory {memory}"
         return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
     metric = run.task.metric

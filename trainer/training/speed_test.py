@@ -11,6 +11,7 @@ from trainer.devices.precision import AUTOCAST
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.telemetry.device_memory import activation_bytes, free_memory
+from trainer.telemetry.readable import as_size
 
 STEPS, SECONDS = 20, 120.0
 SHARE = 0.6  # of the free memory may be activations; allocators and gradients of activations need the rest
@@ -40,7 +41,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     if pieces != recipe.accumulate:
         say(
             f"  memory: {world.size} x {rows} images "
-            f"need {per_image * rows * world.size / 2**30:.1f} GiB of activations; "
+            f"need {as_size(per_image * rows * world.size)} of activations; "
             f"accumulating {pieces} pieces of {rows // pieces} instead (accumulate={pieces})"
         )
     recipe = recipe.replace(augment__crop="none", augment__auto="none", augment__hflip=0.0, augment__erase=0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.commands.compare.comparison_table import number, spread
+from trainer.commands.compare.comparison_table import spread
+from trainer.telemetry.readable import number
 
 
 def test_numbers_for_people():

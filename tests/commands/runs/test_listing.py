@@ -155,7 +155,7 @@ def test_names_do_not_move_the_cursor(home):
 def test_a_huge_folder_is_counted_as_far_as_is_sensible(home, monkeypatch):
     monkeypatch.setattr(run_status, "MAX_FILES", 4)
     make(home / "large")
-    assert re.search(r">[\d.]+ kB$", rows(runs.command([]))["large"][-1])
+    assert re.search(r">[\d.]+ KiB$", rows(runs.command([]))["large"][-1])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -22,6 +22,7 @@ from trainer.commands.compare.running import Failed, Length, Repeats, Runner
 from trainer.errors import Interrupted
 from trainer.processes.started import as_typed
 from trainer.recipe import Recipe
+from trainer.telemetry.readable import number
 
 START = 4.0  # seconds, about, before a process has its libraries
 
@@ -136,7 +137,7 @@ class Comparison:
                 elif self.length is not None:
                     running.run_timed(self.runner, entry, rows, repeat, self.length)
                 speed = rows.speeds.get(repeat)
-                news = f"{comparison_table.number(speed)} images/s" if speed else "done"
+                news = f"{number(speed)} images/s" if speed else "done"
             except Failed as error:
                 rows.error = (str(error), error.code)
                 news = f"exit {error.code}: {error}"

@@ -12,6 +12,7 @@ from trainer.commands.compare.comparison_report import ComparisonReport, EntryFi
 from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.started import as_typed
 from trainer.saving.run_folder import write_atomically
+from trainer.telemetry import readable
 
 RED, PLAIN = "\033[31m", "\033[0m"
 CSV_COLUMNS = (
@@ -81,14 +82,14 @@ def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
             spread(speed["mean"], speed["std"]) if speed else "-",
             f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-",
             row["compared"]["verdict"] if row["compared"] else "",
-            number(1e3 * row["step_time_s"]) if row["step_time_s"] else "-",
+            readable.number(1e3 * row["step_time_s"]) if row["step_time_s"] else "-",
             f"{peak / 2**30:.2f}" if peak else "-",
             f"{row['train_loss']:.4f}" if row["train_loss"] is not None else "-",
             row["exactness"]["text"],
             f"exit {row['exit_code']}: {row['error']}" if row["error"] else row["label"],
         ]
         expected = row["predicted_samples_per_sec"]
-        table.append([*cells, *[number(expected) if expected is not None else "-"] * predicted])
+        table.append([*cells, *[readable.number(expected) if expected is not None else "-"] * predicted])
     return table
 
 
@@ -100,18 +101,10 @@ def as_text(report: ComparisonReport, colour: bool = False) -> str:
         if len(cells[9]) > len("CPU stand-in"):
             notes.append(f"{row['entry']}: {cells[9]}")
             cells[9] = f"exit {row['exit_code']}" if row["error"] else cells[9].partition(":")[0]
-    widths = [max(len(cells[n]) for cells in table) for n in range(len(table[0]))]
-    right = {2, 5, 6, 7}
-    lines = []
-    for position, cells in enumerate(table):
-        padded = (
-            cell.rjust(width) if n in right else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            if width
-        )
-        line = as_typed("  ".join(padded).rstrip())
-        wrong = position > 0 and report["entries"][position - 1]["exactness"]["verdict"] == "disagrees"
-        lines.append(f"{RED}{line}{PLAIN}" if wrong and colour else line)
+    lines = [as_typed(line) for line in readable.table(table, right={2, 5, 6, 7})]
+    for position, row in enumerate(report["entries"], 1):
+        if colour and row["exactness"]["verdict"] == "disagrees":
+            lines[position] = f"{RED}{lines[position]}{PLAIN}"
     return "\n".join([*lines, "", *map(as_typed, (*notes, *report["conclusion"]))])
 
 
@@ -147,14 +140,9 @@ def method(report: ComparisonReport) -> str:
     )
 
 
-def number(value: float) -> str:
-    """Three figures or more, thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def spread(mean: float, std: float | None) -> str:
     """Mean and standard deviation, with as many decimals; without the latter where there is none."""
-    shown = number(mean)
+    shown = readable.number(mean)
     if std is None:
         return shown
     return f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"

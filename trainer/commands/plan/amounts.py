@@ -44,15 +44,6 @@ def _amount(key: str, word: str, units: dict[str, float], example: str, listed: 
     return amount
 
 
-def as_size(size: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:,.2f} GiB"
-
-
 def operations(count: float) -> str:
     """Floating point operations for people."""
     for unit in ("FLOP", "KFLOP", "MFLOP", "GFLOP"):
@@ -65,8 +56,3 @@ def operations(count: float) -> str:
 def multiply_adds(count: float) -> str:
     """The same as papers and torchvision count them, a multiplication and its addition as one: 4.09 GMACs."""
     return operations(count / 2).replace("FLOP", "MACs")
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.commands.plan import schedules
-from trainer.commands.plan.amounts import as_size, duration
 from trainer.commands.plan.measured import Timings, ring
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.run_plan import ScalingFigures
@@ -14,6 +13,7 @@ from trainer.commands.plan.schedules import Cut
 from trainer.commands.plan.shadow import Shadow
 from trainer.errors import RecipeError
 from trainer.recipe import STREAMS
+from trainer.telemetry.readable import as_size, duration
 
 BACKWARD = 2 / 3  # of a pass, where the two were not measured apart; an all-reduce can hide behind it on a GPU
 

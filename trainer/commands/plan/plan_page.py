@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Literal, get_args
 
 import trainer
-from trainer.commands.plan.amounts import as_size, duration, multiply_adds, operations
+from trainer.commands.plan.amounts import multiply_adds, operations
 from trainer.commands.plan.run_plan import (
     BatchFigures,
     DataFigures,
@@ -23,6 +23,8 @@ from trainer.commands.plan.run_plan import (
     StepFigures,
 )
 from trainer.recipe import TRAITS
+from trainer.telemetry import readable
+from trainer.telemetry.readable import as_size, duration
 
 WIDTH = 108
 Part = Literal["parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak"]
@@ -243,6 +245,5 @@ def _modes(modes: Sequence[ModeFigures]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns side by side, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    """The first column to the left and the others to the right."""
+    return [f"  {line}" for line in readable.table(rows, right=range(1, len(rows[0])))]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from trainer.commands.compare.comparison_table import number
 from trainer.commands.compare.running import Failed, failure_line, speed, steps_of
 from trainer.commands.prove import published
 from trainer.commands.prove.outcome import Check, Outcome, measured, wrong
 from trainer.commands.prove.trip import Devices, Trip
+from trainer.telemetry.readable import number
 
 # A device or a link is slow below this share of the best of its like, throttled below this share of its own best. On
 # CPUs other programs take their part, which no clock leaves out wholly.

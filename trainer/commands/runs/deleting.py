@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from trainer.commands.runs import readable
 from trainer.commands.runs.run_status import RunSummary
 from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
 from trainer.saving import locks
 from trainer.saving.files import remove, why
+from trainer.telemetry import readable
 
 WRITTEN = (  # by training and by commands that are given the run
     "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "contact_sheet.png", "timeline.*",
@@ -63,7 +63,7 @@ def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
         raise RecipeError("runs delete asks before it deletes, and nobody is there to answer: add yes=true")
     for one in runs:
         best = f", {one.best[0]} {readable.score(*one.best)}" if one.best else ""
-        print(f"  {readable.plain(str(one.path))}: {one.status}{best}, {readable.bytes_of(one.size, one.more)}")
+        print(f"  {readable.plain(str(one.path))}: {one.status}{best}, {readable.as_size(one.size, one.more)}")
     try:
         answer = input(f"delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}? y/N ")
     except EOFError:
@@ -99,7 +99,7 @@ def _delete(one: RunSummary) -> str:
         raise SetupError(f"{path} cannot be removed ({why(error)}): look at its owner and rights (ls -l)") from None
     finally:
         os.close(lock)
-    freed = readable.bytes_of(one.size, one.more)
+    freed = readable.as_size(one.size, one.more)
     if not left:
         return f"deleted {readable.plain(str(path))} ({freed})"
     shown = readable.plain(", ".join(left[:3])) + f" and {len(left) - 3} more" * (len(left) > 3)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer import recipe as recipes
-from trainer.commands.runs import readable
 from trainer.commands.runs.run_page import value_of
 from trainer.commands.runs.run_status import RunSummary, finite
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import flatten
 from trainer.saving.files import writing
 from trainer.saving.run_folder import read_steps
-from trainer.telemetry import plots
+from trainer.telemetry import plots, readable
 from trainer.telemetry.curves import curves_of
 
 MOST = 6  # runs
@@ -107,7 +106,7 @@ def _figures(runs: Sequence[RunSummary]) -> dict[str, Callable[[RunSummary], str
         peaks = one.result.get("peak_memory_bytes")
         sizes = [finite(size) for size in peaks.values()] if isinstance(peaks, Mapping) else []
         known = [size for size in sizes if size is not None]
-        return readable.bytes_of(int(max(known))) if known else MISSING
+        return readable.as_size(int(max(known))) if known else MISSING
 
     def counted(key: str) -> Callable[[RunSummary], str]:
         def told(one: RunSummary) -> str:
@@ -131,7 +130,7 @@ def _figures(runs: Sequence[RunSummary]) -> dict[str, Callable[[RunSummary], str
         "waits for data": lambda one: f"{found:.1%}" if (found := waiting(one)) is not None else MISSING,
         "peak memory": fullest,
         "time": lambda one: readable.duration(value("seconds")(one)),
-        "size": lambda one: readable.bytes_of(one.size, one.more),
+        "size": lambda one: readable.as_size(one.size, one.more),
     }
 
 
@@ -139,12 +138,9 @@ def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """Titles and cells in columns that fit; a text too long for its column loses its middle."""
     titles = max(len(title) for title, _ in rows)
     room = (readable.columns() - titles) // len(rows[0][1]) - 2
-    cells = [[readable.shortened(readable.plain(cell), room) for cell in row] for _, row in rows]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(rows[0][1]))]
-    return [
-        "  ".join([title.ljust(titles), *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))]).rstrip()
-        for (title, _), row in zip(rows, cells, strict=True)
-    ]
+    return readable.table(
+        [(title, *(readable.shortened(readable.plain(cell), room) for cell in row)) for title, row in rows]
+    )
 
 
 def _picture(runs: Sequence[RunSummary], names: Sequence[str], output: str | None) -> tuple[Path | None, list[str]]:

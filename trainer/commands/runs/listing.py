@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.commands.runs import readable
 from trainer.commands.runs.run_status import FOREIGN, RunSummary, look
 from trainer.errors import SetupError
 from trainer.saving.files import why
+from trainer.telemetry import readable
 
 DEEP = 2  # levels of folders that hold no run themselves, as in runs/paper/seed3
 MOST = 20  # of what is no run is named
@@ -37,7 +37,7 @@ def table(home: Path, as_json: bool = False) -> str:
     lines += ["", *(readable.shortened(line, readable.columns()) for line in notes[:MOST]), *more] if notes else []
     if runs:
         apart = {one.path.resolve(): one for one in runs}.values()  # links name some twice
-        total = readable.bytes_of(sum(one.size or 0 for one in apart), any(one.more for one in apart))
+        total = readable.as_size(sum(one.size or 0 for one in apart), any(one.more for one in apart))
         lines += ["", f"{len(apart)} run{'s' * (len(apart) != 1)}, {total}; see one: python -m trainer runs show NAME"]
     return "\n".join(lines) + "\n"
 
@@ -90,23 +90,15 @@ def _cells(one: RunSummary, home: Path) -> tuple[str, ...]:
         f"{readable.shortened(readable.plain(best[0]), 10)} {readable.score(*best)}" if best else "-",
         readable.number(one.speed),
         readable.duration(one.age),
-        readable.bytes_of(one.size, one.more),
+        readable.as_size(one.size, one.more),
     )
 
 
 def _table(runs: Sequence[RunSummary], home: Path) -> list[str]:
     """Rows of equal columns; a name too long for its column stands on a line of its own, whole, to be copied."""
     rows = [HEAD, *(_cells(one, home) for one in runs)]
-    widths = [max(len(row[n]) for row in rows) for n in range(len(HEAD))]
-    widths[0] = max(len(HEAD[0]), min(widths[0], readable.columns() - sum(widths[1:]) - 2 * (len(HEAD) - 1)))
-    lines = []
-    for row in rows:
-        if len(row[0]) > widths[0]:
-            lines.append(readable.shortened(row[0], readable.WIDEST))
-        cells = (row[0] if len(row[0]) <= widths[0] else "", *row[1:])
-        padded = [
-            cell.rjust(width) if n in RIGHT else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return lines
+    others = readable.table([row[1:] for row in rows], {n - 1 for n in RIGHT})
+    room = max(len(HEAD[0]), readable.columns() - max(map(len, others)) - 2)
+    lines = readable.table([(row[0] if len(row[0]) <= room else "", *row[1:]) for row in rows], RIGHT)
+    above = [[] if len(row[0]) <= room else [readable.shortened(row[0], readable.WIDEST)] for row in rows]
+    return [line for whole, own in zip(above, lines, strict=True) for line in (*whole, own)]

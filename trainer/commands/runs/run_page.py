@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import recipe as recipes
-from trainer.commands.runs import readable
 from trainer.commands.runs.run_status import RunSummary, finite, size_of
 from trainer.errors import RecipeError
+from trainer.telemetry import readable
 
 KEYS = 24  # changed keys of a recipe that are shown
 ADVICE = {
@@ -86,7 +86,7 @@ def _figures(one: RunSummary) -> Iterator[tuple[str, str]]:
         )
     peaks = [size for size in map(finite, _section(result, "peak_memory_bytes").values()) if size is not None]
     if peaks:
-        yield "memory", f"{readable.bytes_of(int(max(peaks)))} on the fullest device"
+        yield "memory", f"{readable.as_size(int(max(peaks)))} on the fullest device"
     yield "verdict", str(_section(result, "verdict").get("sentence") or "")
     versions = _section(result, "versions")
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -96,7 +96,7 @@ def _figures(one: RunSummary) -> Iterator[tuple[str, str]]:
 
 
 def _files(one: RunSummary) -> Iterator[tuple[str, str]]:
-    yield "size", readable.bytes_of(one.size, one.more)
+    yield "size", readable.as_size(one.size, one.more)
     try:
         with os.scandir(one.path) as entries:
             found = sorted((entry.name, entry.path) for _, entry in zip(range(200), entries, strict=False))
@@ -111,7 +111,7 @@ def _files(one: RunSummary) -> Iterator[tuple[str, str]]:
             size, more = size_of(Path(path)) if folder else (os.lstat(path).st_size, False)
         except OSError:
             continue
-        yield title, f"{readable.shortened(name + '/' * folder, 60)}  {readable.bytes_of(size, more)}"
+        yield title, f"{readable.shortened(name + '/' * folder, 60)}  {readable.as_size(size, more)}"
         title = ""
 
 

@@ -31,6 +31,7 @@ from trainer.errors import DiskFullError, PeerError, SetupError, is_disk_full
 from trainer.processes import fork_server
 from trainer.processes.allocation import PHOTOS, keep_freed_memory
 from trainer.saving import locks
+from trainer.telemetry.readable import as_size, duration
 from trainer.telemetry.tracking import bar_kind
 
 LOOKED_AT, SECONDS = 24, 2.0  # photos that are prepared to estimate size and time, and when to be content with fewer
@@ -205,14 +206,9 @@ def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> 
         smaller = "data.cache_format=jpeg takes a tenth, " if how.layout == "raw" else ""
         other = "data.cache=disk" if in_memory else "data.cache_dir=FOLDER on another disk"
         raise DiskFullError(
-            f"the cache of {needed.photos:,} photos takes about {size_of(needed.bytes)}, and {home} has "
-            f"{size_of(free)} free: {smaller}{other}, or data.cache=off"
+            f"the cache of {needed.photos:,} photos takes about {as_size(needed.bytes)}, and {home} has "
+            f"{as_size(free)} free: {smaller}{other}, or data.cache=off"
         )
-
-
-def size_of(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def _refused(home: Path, error: OSError) -> SetupError | DiskFullError:
@@ -246,7 +242,10 @@ class BuildProgress:
         elif self._show and now - self._spoke > SPEAK and self._done:
             self._spoke = now
             seconds = (now - self._begun) * count / self._done
-            print(f"  cache: {self._done:,} of {self._total:,} blocks, about {seconds:.0f} s left", flush=True)
+            print(
+                f"  cache: {self._done:,} of {self._total:,} blocks, about {duration(seconds)} left",
+                flush=True,
+            )
 
     def close(self) -> None:
         if self._bar is not None:

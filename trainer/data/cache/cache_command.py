@@ -14,7 +14,6 @@ from typing import Any
 
 from trainer.data import open_datasets
 from trainer.data.cache import cache_blocks, homes
-from trainer.data.cache.building import size_of
 from trainer.data.cache.cached_set import cached
 from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
 from trainer.models.inputs import with_own_input
@@ -23,6 +22,8 @@ from trainer.recipe import DataRecipe, load
 from trainer.recipe.checks import OWN_PHOTOS
 from trainer.recipe.recipe_words import split_words
 from trainer.saving import files, locks
+from trainer.telemetry import readable
+from trainer.telemetry.readable import as_size
 
 USAGE = "type cache, cache build recipe=NAME data.root=FOLDER, cache verify NAME or cache delete NAME"
 BUILD = "cache build recipe=finetune data.root={}"
@@ -134,11 +135,9 @@ def table(found: Sequence[CacheFacts]) -> str:
         kept = f"{one.about.get('format', '?')} {one.about.get('size', '?')}"
         days = (time.time() - one.used) / 86400
         age = "today" if days < 1 else f"{days:.0f} days ago"
-        rows.append((one.path.name, f"{one.photos:,}", size_of(one.size), kept, age, str(one.about.get("root", "?"))))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        rows.append((one.path.name, f"{one.photos:,}", as_size(one.size), kept, age, str(one.about.get("root", "?"))))
     total = sum(one.size for one in found)
-    return "\n".join(lines) + f"\n\n{len(found)} cache{'s' * (len(found) != 1)}, {size_of(total)}\n"
+    return "\n".join(readable.table(rows)) + f"\n\n{len(found)} cache{'s' * (len(found) != 1)}, {as_size(total)}\n"
 
 
 def chosen(there: Sequence[CacheFacts], names: Sequence[str]) -> list[CacheFacts]:
@@ -201,4 +200,4 @@ def delete(found: Sequence[CacheFacts], yes: str | None) -> None:
             shutil.rmtree(one.path, ignore_errors=True)
             if one.path.exists():
                 raise SetupError(f"{one.path} cannot be removed: look at its owner and rights (ls -l)")
-            print(f"deleted {one.path.name} ({size_of(one.size)})")
+            print(f"deleted {one.path.name} ({as_size(one.size)})")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.cache import building, homes
-from trainer.data.cache.building import SPARE, estimate, size_of
+from trainer.data.cache.building import SPARE, estimate
 from trainer.data.cache.packing import Format, Packing, pack
 from trainer.data.cache.stored import CachedFolder
 from trainer.data.encoded import EncodedPhotos
@@ -20,6 +20,7 @@ from trainer.errors import RecipeError, TrainerError
 from trainer.processes.rank import Place
 from trainer.processes.world import World, cores
 from trainer.recipe import Recipe
+from trainer.telemetry.readable import as_size, duration
 
 AUTO = ("raw", "jpeg")  # the ways of storing that data.cache=auto tries, in this order
 PATIENCE = 86400.0  # seconds that a rank waits for machines that are not done yet
@@ -137,8 +138,8 @@ def _filled(
     wish = recipe.data.workers
     workers = wish if isinstance(wish, int) and wish else max(1, cores() // place.local_size)
     say(
-        f"  cache: {needed.photos:,} photos to {home}, about {size_of(needed.bytes)} in "
-        f"{needed.seconds / (workers * place.local_size):.0f} s"
+        f"  cache: {needed.photos:,} photos to {home}, about {as_size(needed.bytes)} in "
+        f"{duration(needed.seconds / (workers * place.local_size))}"
     )
     show = recipe.logging.progress and place.local_rank == 0
     building.build(packing, how, home, workers, show, recipe.timeout)

@@ -21,6 +21,7 @@ from trainer.data.photos.decoding import LARGEST, reason
 from trainer.data.shards.indexes import Contents, ShardIndex, kept
 from trainer.data.shards.shard_files import OPEN, Bytes, ShardFile
 from trainer.errors import SetupError
+from trainer.telemetry.readable import as_size
 
 KIND = b"parquet"
 KEPT = 2**28  # bytes of row groups that a process keeps
@@ -92,7 +93,7 @@ def look(shard: ShardFile) -> ShardIndex:
     largest = max((_bytes(group, image) for group in groups), default=0)
     if largest > GROUP:
         raise SetupError(
-            f"{shard}: a row group of it holds {largest / 2**30:.1f} GiB of images, and one is read as a whole: write "
+            f"{shard}: a row group of it holds {as_size(largest)} of images, and one is read as a whole: write "
             'it anew with fewer rows a group: python -c "import pyarrow.parquet as p; f = p.ParquetFile('
             "'OLD'); w = p.ParquetWriter('NEW', f.schema_arrow); [w.write_batch(b) for b in f.iter_batches(100)]; "
             'w.close()"'
@@ -103,7 +104,7 @@ def look(shard: ShardFile) -> ShardIndex:
     labels = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
     most = max((group.num_rows for group in groups), default=0)
-    note = f"{most:,} rows of {largest / 2**20:.1f} MiB" if most > 1 else ""
+    note = f"{most:,} rows of {as_size(largest)}" if most > 1 else ""
     found = Contents(texts, class_names(schema, label), note=note)
     return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), found)
 

@@ -1,0 +1,36 @@
+"""Figures and tables as people read them."""
+
+import pytest
+
+from trainer.telemetry import readable
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (5 * 2**20, "5 MiB"), (3 * 2**30, "3.00 GiB")],
+)
+def test_sizes(count, text):
+    assert readable.as_size(count) == text
+    assert count is None or readable.as_size(count, more=True) == f">{text}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.0125, "12.5 ms"),
+        (2, "2.00 s"),
+        (12.34, "12.3 s"),
+        (119, "119 s"),
+        (150, "2 min"),
+        (7_200, "2 h"),
+        (86_400 * 800, "2 y"),
+    ],
+)
+def test_durations(seconds, text):
+    assert readable.duration(seconds) == text
+
+
+def test_a_table_is_as_wide_as_its_cells_and_leaves_empty_columns_out():
+    rows = [["name", "", "size"], ["a", "", "10"], ["longer", "", ""]]
+    assert readable.table(rows, right={2}) == ["name    size", "a         10", "longer"]

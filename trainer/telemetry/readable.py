@@ -1,0 +1,75 @@
+"""Figures, texts and tables as people read them, in few characters."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from shutil import get_terminal_size
+
+from trainer.processes import started
+
+FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
+WIDEST = 100  # characters of a line
+UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def columns() -> int:
+    """How wide a table may be: as the terminal, and WIDEST elsewhere."""
+    return min(WIDEST, get_terminal_size((WIDEST, 24)).columns)
+
+
+def plain(text: str) -> str:
+    """A name as one may print it: what would move the cursor or break the line becomes a question mark."""
+    return started.plain(text).replace("\n", "?").replace("\t", "?")
+
+
+def shortened(text: str, width: int) -> str:
+    """A text that fits; the middle of a long one is left out."""
+    if len(text) <= width:
+        return text
+    return text[: (width - 3 + 1) // 2] + "..." + text[len(text) - (width - 3) // 2 :]
+
+
+def number(value: float | None) -> str:
+    """Three figures or more, thousands apart."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def score(metric: str, value: float | None) -> str:
+    """A metric's value: shares of right answers in per cent."""
+    if value is None:
+        return "-"
+    return f"{100 * value:.2f}%" if metric in FRACTIONS else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """In the largest unit of which there are two or more: 90 are "90.0 s", 7,200 are "2 h"."""
+    if seconds is None:
+        return "-"
+    for length, unit in UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:#.3g}".rstrip(".") + " s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def as_size(count: float | None, more: bool = False) -> str:
+    """Bytes in powers of 1024, as in "1.2 MiB"; `more` where not all were counted."""
+    if count is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{'>' * more}{count:.0f} B" if unit == "B" else f"{'>' * more}{count:.3g} {unit}"
+        count /= 1024
+    return f"{'>' * more}{count:,.2f} GiB"
+
+
+def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Columns side by side, those in `right` to the right; a column without any text is left out."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        padded = (cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in cells if width)
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli.command_names import (
@@ -16,16 +17,15 @@ from trainer.cli.command_names import (
     PROGRAMS,
     SENTENCES,
 )
-from trainer.cli.dialects.bare_words import bare_fix
-from trainer.cli.dialects.meaning import Around, Fix
-from trainer.cli.dialects.meanings import meaning
-from trainer.cli.dialects.values import unknown
+from trainer.cli.dialects.bare_words import bare_meaning
+from trainer.cli.dialects.interpreter import meaning, unknown
+from trainer.cli.dialects.meaning import Around, Meaning
 from trainer.cli.known_keys import OWN, WANTS, is_name, keys, our_name
 from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
-from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe import flatten, shipped_recipes
 from trainer.recipe.recipe_words import misspelt
 from trainer.recipe.unread import READERS
 
@@ -53,66 +53,70 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     """
     words = tidied(words)
     if not words and _under_torchrun(os.environ):
-        raise _to_type(["train what"], "train", WANTS["train"])
+        raise _to_type("train what?", "train", WANTS["train"])
     if not words:
         return "help", []
-    command, rest, fixes = _command(words)
+    command, rest, renamed = _command(words)
     if rest == ["help"]:
         return "help", [command]
-    if command not in OWN:
-        if fixes:
-            raise _to_type(fixes, command, rest)
-        if command == "recipes" and rest[:1] == ["keys"] and len(rest) == 2:
-            _check_key_name(rest[1])
-        if command == "export" and not rest:
-            raise _to_type(["export what"], "export", ["RUN", "format=onnx"])
-        if command == "recipes":  # has keys among its words
-            rest = [word.text if word.fine else word.typed for word in spelled(rest)]
-        if command in ("export", "cache", "prove"):
-            rest = [word.text for word in spelled(rest)]
-        return command, rest
-    if not rest:
-        raise _to_type(fixes or [f"{command} what"], command, WANTS[command])
-    listed = spelled(rest)
-    around = Around(command, OWN[command], {word.key: word.value for word in listed if word.key})
+    if command in OWN and rest:
+        return _read(command, spelled(rest), renamed)
+    if renamed or command in OWN:
+        raise _to_type(str(*renamed) + ":" if renamed else f"{command} what?", command, rest or WANTS.get(command, ()))
+    if command == "recipes" and rest[:1] == ["keys"] and len(rest) == 2:
+        _check_key_name(rest[1])
+    if command == "export" and not rest:
+        raise _to_type("export what?", "export", ["RUN", "format=onnx"])
+    if command == "recipes":  # has keys among its words
+        rest = [word.text if word.fine else word.typed for word in spelled(rest)]
+    if command in ("export", "cache", "prove"):
+        rest = [word.text for word in spelled(rest)]
+    return command, rest
+
+
+def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[str, list[str]]:
+    """The command and the words as they are taken, where there is nothing to answer.
+
+    Raises:
+        RecipeError: with what to type.
+    """
+    around = Around(command, OWN[command], {word.key: word.value for word in words if word.key})
     kept: list[str] = []
-    roots: list[str] = []
-    odd: list[tuple[Word, str]] = []
-    trains = any(FLAG_COMMANDS.get(word.key) == "train" and not word.fine for word in listed)
-    for word in listed:
+    odd: dict[str, Meaning] = {}
+    roots: list[str] = []  # of several folders and files, wherever the others stand
+    trains = any(FLAG_COMMANDS.get(word.key) == "train" and not word.fine for word in words)
+    for word in words:
         switch = FLAG_COMMANDS.get(word.key, "") if word.typed.startswith(tuple(DASHES)) and not word.fine else ""
         if switch and trains and switch != "train":
-            fixes.append(Fix(word.typed, (), f"{AFTERWARDS.get(switch, 'a command of its own')}: leave it out"))
-            continue
-        if switch:
+            why = AFTERWARDS.get(switch, "a command of its own")
+            answers.append(Meaning((), f"{why}: leave it out", word.typed))
+        elif switch:
             command = switch
-            fixes.append(Fix(word.typed, (command,)))
-            continue
-        fix = _fix(word, around) if word.key else bare_fix(word.typed, around, [word.typed for word in listed])
-        if fix is not None:
-            fixes.append(fix)
-        elif (why := _unknown(word)) is not None:
-            odd.append((word, why))
-        kept += fix.words if fix is not None else [word.text]
-        if fix is not None and not word.key:
-            roots += [one for one in fix.words if one.startswith("data.root=")]
-    if not fixes:
+            answers.append(Meaning((command,), typed=word.typed))
+        elif (answer := _answer(word, around, words)) is not None:
+            answers.append(answer)
+            kept += answer.words
+            roots += [] if word.key else [one for one in answer.words if one.startswith("data.root=")]
+        else:
+            kept.append(word.text)
+            if (told := _unknown(word)) is not None:
+                odd[word.text] = Meaning((), told, word.typed)
+    if not answers:
         return command, [word for place, word in enumerate(kept) if "=" not in word or word not in kept[:place]]
-    fixes += [Fix(word.typed, (), why) for word, why in odd]
-    kept = [word for word in kept if word not in [word.text for word, _ in odd]]
+    kept = [word for word in kept if word not in odd]
     if command not in OWN:
         kept = []
     elif command in ("evaluate", "predict"):
         kept = [word for word in kept if not word.startswith(("recipe=", "nproc="))]
         given = {word.partition("=")[0] for word in kept}
         kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
-    fixes += _contradictions(kept, roots)
-    kept += [root for root in roots if root in kept]  # of several folders and files, wherever the others stand
-    kept = list({word.partition("=")[0]: word for word in kept}.values())
-    unread = dict(_unread(kept)) if command in ("train", "compare", "plan") else {}
-    fixes += [Fix(word, (), f"does nothing with {why}: leave it out") for word, why in unread.items()]
+    answers += [*odd.values(), *_contradictions(kept, roots)]
+    kept = list({word.partition("=")[0]: word for word in [*kept, *(root for root in roots if root in kept)]}.values())
+    unread = dict(_unread(kept, around)) if command in ("train", "compare", "plan") else {}
+    answers += [Meaning((), f"does nothing with {why}: leave it out", word) for word, why in unread.items()]
     kept = [word for word in kept if word not in unread]
-    raise _to_type(fixes, command, kept or WANTS.get(command, ()))
+    said = "; ".join(dict.fromkeys(map(str, answers)))
+    raise _to_type(f"{said}:", command, kept or WANTS.get(command, ()))
 
 
 def _check_key_name(name: str) -> None:
@@ -120,17 +124,15 @@ def _check_key_name(name: str) -> None:
     own = {part for key in keys() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
     ours = our_name(name.replace("-", "_"), ())
     if name not in own and ours in keys():
-        raise _to_type([f"'{name}' is {ours}"], "recipes", ["keys", ours])
+        raise _to_type(f"'{name}' is {ours}:", "recipes", ["keys", ours])
 
 
-def _to_type(fixes: Sequence[Fix | str], command: str, words: Sequence[str]) -> RecipeError:
+def _to_type(told: str, command: str, words: Sequence[str]) -> RecipeError:
     shown = [] if command == "train" and words and "=" in words[0] else [command]
-    told = "; ".join(dict.fromkeys(map(str, fixes)))
-    mark = "?" if told == f"{command} what" else ":"
-    return RecipeError(f"{told}{mark} type {shlex.join([*shlex.split(program()), *shown, *words])}")
+    return RecipeError(f"{told} type {shlex.join([*shlex.split(program()), *shown, *words])}")
 
 
-def _command(words: Sequence[str]) -> tuple[str, list[str], list[Fix | str]]:
+def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
     """The command, its words, and what was wrong with how it was named."""
     first, rest = words[0], list(words[1:])
     plain = first.lower().lstrip(DASHES)
@@ -141,42 +143,43 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Fix | str]]:
     if spelled(words)[0].key and list(words[:2]) != ["-m", "trainer"]:
         return "train", list(words), []
     if plain in COMMANDS:
-        return plain, rest, [Fix(first, (plain,))]
+        return plain, rest, [Meaning((plain,), typed=first)]
     if Path(first.replace("\\", "/")).name in PROGRAMS or first.endswith(".py") or first == "-m":
         again = (word for word in rest if word in LAUNCHING or Path(word).name in PROGRAMS or word.endswith(".py"))
         dropped = [first, *again]
         rest = [word for word in rest if word not in dropped]
         command = rest.pop(0) if rest and rest[0] in COMMANDS else "train"
-        return command, rest or [*WANTS.get(command, ())], [Fix(shlex.join(dropped), (), f"the program is {program()}")]
+        answer = Meaning((), f"the program is {program()}", shlex.join(dropped))
+        return command, rest or [*WANTS.get(command, ())], [answer]
     if plain in SENTENCES:
         raise RecipeError(f"'{first}' is not a command: {SENTENCES[plain]}")
     if plain in OTHER_COMMANDS:
         target = shlex.split(OTHER_COMMANDS[plain])
         command, own = ("train", target) if "=" in target[0] else (target[0], target[1:])
         own = own if not rest else [*rest, *own[1:]] if command == "export" else rest
-        return command, own, [Fix(first, (command,) if own is not target else tuple(target))]
-    if bare_fix(first, Around("train", OWN["train"]), []) is not None:
+        return command, own, [Meaning((command,) if own is not target else tuple(target), typed=first)]
+    if bare_meaning(first, Around("train", OWN["train"]), []) is not None:
         return "train", list(words), []
     guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
     raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
 
 
-def _unread(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _unread(words: Sequence[str], around: Around) -> Iterator[tuple[str, str]]:
     """Words that the optimizer or the schedule of a command does not read, each with whose choice that is."""
     said = {key: value for key, _, value in (word.partition("=") for word in words)}
-    try:
-        recipe = flatten(load(said.get("recipe")).to_dict())
-    except RecipeError:
-        return
-    for key in sorted(said.keys() & READERS.keys()):
+    if said.get("recipe") != around.values.get("recipe"):
+        around = Around(around.command, around.own, said)
+    read = sorted(said.keys() & READERS.keys())
+    recipe = flatten(around.recipe.to_dict()) if read and around.recipe else {}
+    for key in read if recipe else ():
         chooser = f"{key.partition('.')[0]}.name"
         chosen = said.get(chooser, recipe[chooser])
         if any(chosen in names for names in READERS.values()) and chosen not in READERS[key]:
             yield f"{key}={said[key]}", f"{chooser}={chosen}"
 
 
-def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Fix]:
+def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Meaning]:
     """Keys that two words set, each to another value, of which only the last can be told to type."""
     values: dict[str, list[str]] = {}
     for key, equals, value in (word.partition("=") for word in words):
@@ -184,15 +187,18 @@ def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Fix]
             values[key].append(value)
     for key, said in values.items():
         if len(said) > 1 and not (key == "data.root" and roots):
-            yield Fix(key, (), f"given as {' and as '.join(said)}: keep the one that is meant")
+            yield Meaning((), f"given as {' and as '.join(said)}: keep the one that is meant", key)
 
 
-def _fix(word: Word, around: Around) -> Fix | None:
-    """What to type for a word that sets something; None where it is right, or the recipe has to say what is wrong."""
-    found = meaning(word.key, word.value, around)
-    if found is not None:
-        return Fix(word.typed, found.words, found.note)
-    return None if word.fine or not is_name(word.key) else Fix(word.typed, (word.text,))
+def _answer(word: Word, around: Around, words: Sequence[Word]) -> Meaning | None:
+    """What to type for a word; None where it is right, or the recipe has to say what is wrong."""
+    if not word.key:
+        found = bare_meaning(word.typed, around, [other.typed for other in words])
+    else:
+        found = meaning(word.key, word.value, around)
+        if found is None and not word.fine and is_name(word.key):
+            found = Meaning((word.text,))
+    return found and replace(found, typed=found.typed or word.typed)
 
 
 def _unknown(word: Word) -> str | None:

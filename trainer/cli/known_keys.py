@@ -18,6 +18,7 @@ OWN = {
     "predict": ("checkpoint", "plugin"),
     "evaluate": ("checkpoint", "plugin"),
 }
+EVERY_WORD = frozenset(word for words in OWN.values() for word in words)
 WANTS: dict[str, tuple[str, ...]] = {
     "train": ("recipe=digits",),
     "plan": ("recipe=digits",),
@@ -67,4 +68,4 @@ def is_path_or_text(name: str) -> bool:
 
 def is_name(name: str) -> bool:
     """Whether `name` is a key, a section or a word of ours, or what other programs call one."""
-    return bool(our_name(name, {word for words in OWN.values() for word in words}))
+    return bool(our_name(name, EVERY_WORD))

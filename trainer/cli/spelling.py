@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.cli.known_keys import OWN, choices, is_name, is_path_or_text, keys, our_name
+from trainer.cli.known_keys import EVERY_WORD, choices, is_name, is_path_or_text, keys, our_name
 
 DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # pages and word processors make others of a hyphen
 QUOTES = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
 QUOTES += "\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}`"
-VALUED = {word for words in OWN.values() for word in words}
 FLAGS = ("--help", "-h", "--json", "--version", "-V")  # ours, as they are
 
 
@@ -120,7 +119,7 @@ def _option(word: str, rest: Sequence[str]) -> tuple[Word, int]:
         return _set(f"{word} {following}", word, following), 1
     if name.startswith("no_") and is_name(name[3:]):
         return Word(word, name[3:], "false", fine=False), 0
-    if (name in keys() and choices().get(name, ())[:2] != ("true", "false")) or name in VALUED:
+    if (name in keys() and choices().get(name, ())[:2] != ("true", "false")) or name in EVERY_WORD:
         return Word(word), 0  # a value is missing
     return Word(word, name, "true", fine=False), 0
 

@@ -1,13 +1,12 @@
-"""What other programs call a recipe's keys and values, so that an error can say what they are called here.
+"""What other programs call a recipe's keys, so that an error can say what they are called here.
 
-Names of torchvision's references, timm, Lightning, Ultralytics, Keras, Hugging Face, Accelerate and torchrun.
+Names of torchvision's references, timm, Lightning, Ultralytics, Keras, Hugging Face, Accelerate and torchrun. What they
+call values is in `cli.dialects.other_values`.
 """
 
 from __future__ import annotations
 
-from trainer.recipe.traits import TRAITS
-
-# Each key of ours with what others call it: lower case, dashes as underscores.
+# Each key of ours with what others call it: lower case, dashes as underscores. A new name goes into the row of its key.
 _KEYS = {
     "recipe": "config c cfg conf yaml config_name config_file hparams_file",
     "nproc": "n np nproc_per_node num_gpus n_gpus n_gpu ngpus gpu_count num_processes n_procs num_procs world_size "
@@ -20,6 +19,7 @@ _KEYS = {
     "model_name_or_path",
     "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
     "load_weights weights_path model.checkpoint model.path",
+    "model.weights": "pretrained",
     "model.num_classes": "nc n_classes nb_classes classes num_labels data.num_classes",
     "model.freeze": "freeze_layers freeze_backbone freeze_encoder freeze_at frozen_layers frozen_stages "
     "num_frozen_layers",
@@ -31,16 +31,16 @@ _KEYS = {
     "data.channels": "in_chans in_channels input_channels color_mode num_channels",
     "data.image_size": "imgsz img_size image_size input_size size resolution crop_size train_crop_size val_crop_size "
     "data.img_size data.size",
-    "data.workers": "num_workers workers n_workers nw j dataloader_num_workers dataloader.num_workers data.num_workers "
-    "loader.workers cpus_per_task",
+    "data.workers": "num_workers workers n_workers nw j dataloader_num_workers dataloader.num_workers "
+    "data.num_workers loader.workers cpus_per_task",
     "augment.mixup": "mixup_alpha mix_up",
     "augment.cutmix": "cutmix_alpha",
     "augment.erase": "random_erase random_erasing reprob erasing",
     "augment.auto": "auto_augment autoaugment aa augmentation randaugment",
     "augment.hflip": "fliplr horizontal_flip random_flip flip",
     "batch_size": "batch bs b train_batch_size per_device_train_batch_size per_device_batch_size batch_size_train "
-    "total_batch_size global_batch_size mini_batch_size "
-    "data.batch_size dataloader.batch_size loader.batch_size trainer.batch_size",
+    "total_batch_size global_batch_size mini_batch_size data.batch_size dataloader.batch_size loader.batch_size "
+    "trainer.batch_size",
     "accumulate": "gradient_accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps accum_iter "
     "gradient_accumulation accumulation_steps accum trainer.accumulate_grad_batches",
     "epochs": "epoch max_epochs num_epochs n_epochs nb_epochs num_train_epochs total_epochs ep e trainer.max_epochs "
@@ -58,8 +58,8 @@ _KEYS = {
     "optimizer.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay lr_layer_decay",
     "optimizer.trust": "trust_coefficient trust_coeff lars_coefficient",
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
-    "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs "
-    "warmup_steps warmup_ratio warmup_iters lr_warmup_steps num_warmup_steps",
+    "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs warmup_steps "
+    "warmup_ratio warmup_iters lr_warmup_steps num_warmup_steps",
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
     "schedule.step_epochs": "lr_step_size step_size decay_epochs lr_step lr_drop",
     "schedule.gamma": "lr_gamma decay_rate lr_decay",
@@ -68,9 +68,8 @@ _KEYS = {
     "precision": "dtype data_type mixed_precision amp_dtype torch_dtype trainer.precision",
     "compile": "jit_compile torch_compile torchcompile use_compile torch.compile",
     "ema": "use_ema ema_momentum ema_decay model_ema model_ema_decay",
-    "clip_grad_norm": "clipnorm global_clipnorm "
-    "clip_grad clip grad_clip gradient_clip_val max_grad_norm clip_gradients gradient_clipping "
-    "max_norm trainer.gradient_clip_val",
+    "clip_grad_norm": "clipnorm global_clipnorm clip_grad clip grad_clip gradient_clip_val max_grad_norm "
+    "clip_gradients gradient_clipping max_norm trainer.gradient_clip_val",
     "sync_bn": "sync_batchnorm syncbn sync_batch_norm sync_bn_layers",
     "channels_last": "channelslast memory_format",
     "pipeline.stages": "num_stages n_stages pp pp_size pipeline_parallel_size",
@@ -79,8 +78,8 @@ _KEYS = {
     "pipeline.schedule": "pp_schedule pipeline_schedule",
     "pipeline.recompute": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpointing",
     "local_sgd.every": "sync_every local_steps sync_interval",
-    "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator "
-    "trainer.devices trainer.gpus trainer.accelerator",
+    "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator trainer.devices "
+    "trainer.gpus trainer.accelerator",
     "threads": "num_threads omp_num_threads torch_threads",
     "stop.patience": "early_stopping early_stop earlystopping early_stopping_patience early_stopping_rounds "
     "es_patience",
@@ -99,45 +98,8 @@ _KEYS = {
     "resume": "resume_from resume_from_checkpoint continue ckpt_path resume_path",
     "seed": "data_seed random_seed manual_seed rng_seed seed_everything",
     "deterministic": "full_determinism use_deterministic_algorithms reproducible trainer.deterministic",
-    "output": "project_dir checkpoint_dir checkpoint.dir log.dir "
-    "out output_dir outdir output_path save_dir savedir save_path project log_dir logdir logging_dir "
-    "default_root_dir run_dir work_dir exp_name run_name experiment_name results_dir hydra.run.dir dest o",
+    "output": "project_dir checkpoint_dir checkpoint.dir log.dir out output_dir outdir output_path save_dir savedir "
+    "save_path project log_dir logdir logging_dir default_root_dir run_dir work_dir exp_name run_name experiment_name "
+    "results_dir hydra.run.dir dest o",
 }
 OTHER_KEYS = {name: key for key, names in _KEYS.items() for name in names.split()}
-
-# For keys with a list of values: each value with what others call it; lower case, and no other sign than letters,
-# digits and the dots of "nn.DataParallel".
-_VALUES = {
-    "mode": {mode: traits.also_called for mode, traits in TRAITS.items()},
-    "precision": {
-        "fp32": "32 float32 float full 32true fp32true single no none false",
-        "tf32": "tensorfloat32 high",
-        "bf16": "bfloat16 bf16mixed bf16true amp autocast mixed true auto",
-        "fp16": "16 float16 half 16mixed 16true fp16mixed",
-    },
-    "optimizer.name": {"sgd": "momentum sgdmomentum nesterov torch.optim.sgd", "adamw": "torch.optim.adamw adamwtorch",
-                       "adam": "torch.optim.adam", "muon": "torch.optim.muon muonadamw", "lars": "larc"},
-    "schedule.name": {
-        "cosine": "cos cosineannealing cosineannealinglr cosinelr onecycle true",
-        "step": "steplr multistep multisteplr",
-        "constant": "none flat fixed const false",
-    },
-    "augment.auto": {"trivial": "ta trivialaugment ta_wide tawide true", "rand": "ra randaugment randaug",
-                     "autoaugment": "aa imagenet autoaug", "none": "false off no"},
-    "data.channels": {"1": "gray grey grayscale greyscale l", "3": "rgb color colour"},
-    "augment.crop": {"resized": "randomresizedcrop rrc", "pad": "randomcrop padding"},
-    "task.name": {
-        "classification": "classify singlelabel multiclass imageclassification cls",
-        "multilabel": "multilabelclassification bce tagging",
-        "regression": "mse regress",
-    },
-    "loss.name": {
-        "classification": "crossentropy ce nll crossentropyloss softmax nllloss softtargetcrossentropy "
-        "categoricalcrossentropy sparsecategoricalcrossentropy labelsmoothingcrossentropy nn.crossentropyloss",
-        "multilabel": "bce bcewithlogits binarycrossentropy bceloss bcewithlogitsloss nn.bcewithlogitsloss",
-        "regression": "mse l2 mseloss meansquarederror nn.mseloss",
-    },
-}  # fmt: skip
-OTHER_VALUES = {
-    key: {name: value for value, names in values.items() for name in names.split()} for key, values in _VALUES.items()
-}

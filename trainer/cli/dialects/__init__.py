@@ -1,4 +1,4 @@
 """Other programs' words, and slips: what a word says in ours.
 
-Read by `cli` alone: each file looks at one kind of word.
+Read by `cli` alone: `other_values` is the table, `interpreter` reads it.
 """

@@ -5,22 +5,28 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
 from trainer.errors import RecipeError
 from trainer.recipe import TRAITS, Recipe, load
 
 WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar")
 SHARDS = (".tar", ".parquet")
-YES, NO = ("1", "y", "yes", "on", "t", "true"), ("0", "n", "no", "off", "f", "false")
-NOTHING = (*NO, "none", "null", "nil")
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """Words of ours that say what was meant, and what else it could have meant."""
+    """Words of ours that say what was meant, what else there is to say, and what was typed, where that is known."""
 
     words: tuple[str, ...]
     note: str = ""
+    typed: str = ""
+
+    def __str__(self) -> str:
+        if not self.words:
+            return f"'{self.typed[:80]}': {self.note}"
+        return f"'{self.typed[:80]}' is {shlex.join(self.words)}" + f" ({self.note})" * bool(self.note)
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,7 @@ class Around:
     own: tuple[str, ...]
     values: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def one_process(self) -> bool:
-        """Whether the mode drives several devices from one process."""
-        traits = TRAITS.get(self.values.get("mode", ""))
-        return traits is not None and traits.processes == "one" and traits.many_devices
-
-    @property
+    @cached_property
     def recipe(self) -> Recipe | None:
         """The recipe that is asked for, without the other words; None where there is none of that name."""
         try:
@@ -57,26 +57,6 @@ class Around:
         mode = self.values.get("mode") or (self.recipe.mode if self.recipe else "")
         return mode in TRAITS and TRAITS[mode].staged
 
-    @property
-    def epochs(self) -> int:
-        """Those that are asked for; 0 where nobody knows."""
-        typed = self.values.get("epochs", "")
-        return int(typed) if typed.isdigit() else self.recipe.epochs if self.recipe and not typed else 0
-
-
-@dataclass(frozen=True)
-class Fix:
-    """What was typed, what to type instead, and what else there is to say."""
-
-    typed: str
-    words: tuple[str, ...]
-    note: str = ""
-
-    def __str__(self) -> str:
-        if not self.words:
-            return f"'{self.typed[:80]}': {self.note}"
-        return f"'{self.typed[:80]}' is {shlex.join(self.words)}" + f" ({self.note})" * bool(self.note)
-
 
 def put(key: str, value: str, note: str = "") -> Meaning:
     """One word of ours."""
@@ -86,3 +66,8 @@ def put(key: str, value: str, note: str = "") -> Meaning:
 def plain(value: str) -> str:
     """A value without capitals and signs, but for dots: "Data-Parallel" is dataparallel."""
     return re.sub(r"[^a-z0-9.]", "", value.lower())
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's."""
+    return (path / "recipe.yaml").is_file()

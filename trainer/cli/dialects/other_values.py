@@ -1,0 +1,195 @@
+"""What other programs' values are here, and what is said of keys that only they have: a row for each key.
+
+To add a value, write it into the row of its key, behind what is to be typed; to add a key, write a row.
+"""
+
+from __future__ import annotations
+
+from trainer.cli.known_keys import choices
+from trainer.recipe.traits import TRAITS
+
+YES, NO = ("1", "y", "yes", "on", "t", "true"), ("0", "n", "no", "off", "f", "false")
+NONE = (*NO, "none", "null", "nil")
+
+# Values, of a key of ours or one that only others have: what to type, and for which values. What to type is the value,
+# or whole words; in brackets stands what there is to say. {value} is what was typed, read as that key's. Values are
+# written without other signs than dots; YES, NO and NONE stand for all words that say so, * for any other value.
+_LOSS = " (which has this loss)"
+_IMAGENET = "imagenet imagenet1k imagenet2012 ilsvrc2012 ilsvrc"
+SMALLEST = {  # of the families of torchvision's models
+    "convnext_tiny": "convnext", "densenet121": "densenet", "efficientnet_b0": "efficientnet",
+    "efficientnet_v2_s": "efficientnetv2", "inception_v3": "inception", "maxvit_t": "maxvit", "mnasnet0_5": "mnasnet",
+    "mobilenet_v3_small": "mobilenet mobilenetv3", "regnet_y_400mf": "regnet regnety", "regnet_x_400mf": "regnetx",
+    "resnet18": "resnet", "resnext50_32x4d": "resnext", "shufflenet_v2_x0_5": "shufflenet shufflenetv2",
+    "squeezenet1_1": "squeezenet", "swin_t": "swin", "swin_v2_t": "swinv2", "vgg11": "vgg", "vit_b_16": "vit",
+    "wide_resnet50_2": "wideresnet",
+}  # fmt: skip
+_VALUES: dict[str, dict[str, str]] = {
+    "mode": {
+        **{mode: traits.also_called for mode, traits in TRAITS.items()},
+        **{f"mode=pipeline pipeline.schedule={name}": name for name in choices()["pipeline.schedule"][:-1]},
+        "pipeline (there is no {value} here; a pipeline shares a model among devices too)": "fsdp fsdp2 fullysharded "
+        "zero zero3 deepspeed tensorparallel tp horovod",
+    },
+    "precision": {
+        "fp32": "32 float32 float full 32true fp32true single no none false",
+        "tf32": "tensorfloat32 high",
+        "bf16": "bfloat16 bf16mixed bf16true amp autocast mixed true auto",
+        "fp16": "16 float16 half 16mixed 16true fp16mixed",
+    },
+    "amp use_amp half mixed autocast": {"precision=bf16": "YES", "precision=fp32": "o0 NONE", "precision={value}": "*"},
+    "allow_tf32": {"precision=tf32": "YES", "precision=fp32": "NONE", "precision={value}": "*"},
+    **{
+        name: {f"precision={name}": "YES o1 o2 o3", "precision=fp32": "o0 NONE", "precision={value}": "*"}
+        for name in ("tf32", "bf16", "fp16")
+    },
+    "fp32": {"precision=fp32": "*"},
+    "devices": {
+        "auto": "-1 [-1] auto all gpu gpus cuda tpu none true",
+        "[cpu]": "cpu xla",
+        "[cpu] (Apple's GPUs are not supported)": "mps",
+    },
+    "cpu no_cuda use_cpu": {"devices=auto": "NO", "devices=[cpu]": "*"},
+    "cuda use_cuda use_gpu": {"devices=auto": "YES none null nil", "devices=[cpu]": "NO", "device={value}": "*"},
+    "nproc": {"(without nproc= there is a process for every GPU: leave it out)": "-1 auto all gpu gpus max cpu"},
+    "modes": {"(without modes= all of them are compared: leave it out)": "all"},
+    "nnodes num_nodes n_nodes num_machines": {
+        "(several nodes: on each of them NNODES={value} NODE_RANK=0 MASTER_ADDR=HOST before the command)": "*"
+    },
+    **{mode: {f"mode={mode}": "YES"} for mode in TRAITS},
+    "distributed multiprocessing_distributed multi_gpu": {"mode=ddp": "YES"},
+    "fsdp use_fsdp deepspeed use_deepspeed zero_stage": {
+        "(weights are not sharded here: leave it out)": "NONE",
+        "mode=pipeline (weights are not sharded here; a pipeline shares a model among devices too)": "*",
+    },
+    "recipe": {
+        "recipe=resnet50 data.root=/path/to/imagenet": _IMAGENET,
+        "cifar10 (or recipe=cifar100)": "cifar",
+        "recipe=finetune data.root=FOLDER": "photos imagefolder folder custom myphotos images finetuning transfer",
+        **{f"recipe=digits mode={mode}": mode.replace("_", "") for mode in TRAITS},
+    },
+    "model.name": {
+        **{f"{name} (the smallest of them)": families for name, families in SMALLEST.items()},
+    },
+    "hub": {"vit_b_16": "vitbasepatch16224", "vit_b_32": "vitbasepatch32224", "vit_l_16": "vitlargepatch16224"},
+    "model.weights": {"DEFAULT": "imagenet YES", "null": "scratch NONE"},
+    "model.freeze": {"-1": "YES"},
+    "data.name": {
+        "data.name=imagefolder data.root=/path/to/imagenet": _IMAGENET,
+        "shards": "webdataset wds tar tars parquet",
+    },
+    "data.channels": {"1": "gray grey grayscale greyscale l", "3": "rgb color colour"},
+    "augment": {"augment.auto={value}": "*"},
+    "augment.auto": {"trivial": "ta trivialaugment ta_wide tawide true", "rand": "ra randaugment randaug",
+                     "autoaugment": "aa imagenet autoaug", "none": "false off no"},
+    "augment.crop": {"resized": "randomresizedcrop rrc", "pad": "randomcrop padding"},
+    "augment.hflip": {"0.5": "YES"}, "augment.mixup": {"0.2": "YES"}, "augment.cutmix": {"1.0": "YES"},
+    "augment.erase": {"0.25": "YES"}, "clip_grad_norm": {"1.0": "YES"}, "ema": {"0.999": "YES"},
+    "optimizer": {"optimizer.name={value}": "*"},
+    "optimizer.name": {"sgd": "momentum sgdmomentum nesterov torch.optim.sgd", "adamw": "torch.optim.adamw adamwtorch",
+                       "adam": "torch.optim.adam", "muon": "torch.optim.muon muonadamw", "lars": "larc"},
+    "optimizer.lr_per": {"256": "YES"}, "optimizer.norm_weight_decay": {"0": "NO"},
+    "schedule": {"schedule.name={value}": "*"},
+    "schedule.name": {
+        "cosine": "cos cosineannealing cosineannealinglr cosinelr onecycle true",
+        "step": "steplr multistep multisteplr",
+        "constant": "none flat fixed const false",
+    },
+    "schedule.warmup_epochs": {"5": "YES"},
+    "task": {"task.name={value}": "*"},
+    "task.name": {
+        "classification": "classify singlelabel multiclass imageclassification cls",
+        "multilabel": "multilabelclassification bce tagging",
+        "regression": "mse regress",
+    },
+    "loss": {
+        f"task.name=classification{_LOSS}": "crossentropy ce nll crossentropyloss softmax nllloss "
+        "softtargetcrossentropy categoricalcrossentropy sparsecategoricalcrossentropy labelsmoothingcrossentropy "
+        "nn.crossentropyloss",
+        f"task.name=multilabel{_LOSS}": "bce bcewithlogits binarycrossentropy bceloss bcewithlogitsloss "
+        "nn.bcewithlogitsloss",
+        f"task.name=regression{_LOSS}": "mse l2 mseloss meansquarederror nn.mseloss",
+        "(the loss is the task's: cross-entropy for task.name=classification, BCE for multilabel, MSE for regression; "
+        "guide own tells how to bring another)": "*",
+    },
+    "bce_loss": {f"task.name=classification{_LOSS}": "NO", f"task.name=multilabel{_LOSS}": "*"},
+    "loss.label_smoothing": {"0.1": "YES"},
+    "pipeline": {"mode=pipeline": "YES", "pipeline.schedule={value}": "*"},
+    "local_sgd": {"mode=local_sgd": "YES", "local_sgd.every={value}": "*"},
+    "stop": {"stop.patience={value}": "*"}, "stop.patience": {"5": "YES"},
+    "save": {"save.every_epochs={value}": "*"}, "save.every_epochs": {"1": "YES"},
+    "predict:save predict:save_txt predict:save_conf predict:save_crop": {
+        "(predictions are always written, into the folder output=: leave it out)": "*"
+    },
+    "resume": {"auto": "YES latest last must allow", "null": "NONE never"},
+    "warmup_ratio warmup_steps warmup_iters lr_warmup_steps num_warmup_steps": {
+        "(the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5)": "*"
+    },
+    "color_jitter hsv_h hsv_s hsv_v degrees rotation translate shear": {
+        "(augment.auto=trivial turns, shifts, shears and recolours images)": "*"
+    },
+    "lrf": {"(schedule.min_lr= is the last learning rate itself, not a share of the first)": "*"},
+    "auto_find_batch_size": {"(the command plan says beforehand what fits into memory)": "*"},
+    "max_time": {"(max_steps= ends a run; one that is stopped goes on with resume=auto)": "*"},
+    "steps_per_epoch": {"(an epoch is each training image once; max_steps= ends a run earlier)": "*"},
+    "ckpt checkpoint_path": {
+        "(checkpoint= is of evaluate and predict; to continue a run: output=RUN resume=auto)": "*"
+    },
+    "fast_dev_run overfit_batches limit_train_batches": {
+        "max_steps=1": "YES", "max_steps=null": "NO", "max_steps={value}": "*"
+    },
+    "logger logging report_to log_with": {
+        "logging.wandb=true": "wandb",
+        "logging.mlflow=true": "mlflow",
+        "logging.tensorboard=false": "NONE",
+        "logging.tensorboard=true": "*",
+    },
+    "disable_tqdm no_progress_bar": {"logging.progress=true": "NO", "logging.progress=false": "*"},
+}  # fmt: skip
+
+# What there is nothing to type for: why, and what others call it.
+_LEFT_OUT = {
+    "torchrun tells it itself": "local_rank rank node_rank machine_rank master_addr master_port main_process_ip "
+    "main_process_port rdzv_backend rdzv_endpoint",
+    "there is no such switch": "verbose v quiet q debug",
+    "NCCL joins GPUs and gloo CPUs by itself": "backend dist_backend dist_url ddp_backend",
+    "every epoch ends with an evaluation": "val validate do_eval eval val.every eval.every val_every eval_every "
+    "val.interval eval.interval val_interval eval_interval eval_freq val_freq check_val_every_n_epoch "
+    "val_check_interval eval_strategy evaluation_strategy eval_steps validation_freq",
+    "each held-out image is evaluated, once an epoch": "limit_val_batches validation_steps num_sanity_val_steps",
+    "no figure depends on how many images are evaluated at a time": "per_device_eval_batch_size eval_batch_size "
+    "val_batch_size test_batch_size",
+    "the run's folder keeps the last weights and the best, by the task's own metric": "monitor eval_metric "
+    "metric_for_best_model greater_is_better load_best_model_at_end restore_best_weights save_best_only save_last "
+    "save_weights_only checkpoint_metric",
+    "the metrics are those of the task": "metrics",
+    "gradients are clipped by their norm, clip_grad_norm=": "gradient_clip_algorithm clip_mode",
+    "resume=auto knows where the run was": "start_epoch initial_epoch",
+    "images are not varied in this way; recipes keys augment lists the ways there are": "vflip flipud vertical_flip "
+    "mosaic copy_paste perspective",
+    "ddp needs no settings": "ddp_find_unused_parameters find_unused_parameters gradient_as_bucket_view static_graph",
+    "dropout is the model's own": "dropout drop drop_rate drop_path",
+    "choose another output=, or continue by resume=auto": "exist_ok overwrite force overwrite_output_dir",
+    "kernels are chosen by trying them": "cudnn_benchmark benchmark cudnn",
+    "images have one side, data.image_size=": "rect square",
+    "pixels are brought to data.mean= and data.std= by themselves": "rescale normalize normalise",
+    "TensorBoard shows the curves, see guide watch": "plots plot",
+    "top-1 and top-5 are always told": "topk top_k",
+    "each image is looked at once": "tta",
+    "memory is pinned where a GPU trains": "pin_memory dataloader_pin_memory",
+    "workers live as long as the run": "persistent_workers",
+    "ranks are started by nproc=": "standalone",
+    "training images are shuffled in every epoch": "shuffle",
+}
+_ALL = {"YES": YES, "NO": NO, "NONE": NONE}
+# By key: what is said here for each value.
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    **{name: {"*": f"({why}: leave it out)"} for why, names in _LEFT_OUT.items() for name in names.split()},
+    **{
+        name: {
+            value: said for said, values in row.items() for word in values.split() for value in _ALL.get(word, [word])
+        }
+        for names, row in _VALUES.items()
+        for name in names.split()
+    },
+}

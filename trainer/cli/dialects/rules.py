@@ -1,0 +1,233 @@
+"""What a value is in our words where a row of `other_values` cannot tell: a rule for each such key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, Around, Meaning, is_run, plain, put
+from trainer.cli.dialects.other_values import NONE, OTHER_VALUES
+from trainer.cli.known_keys import keys, our_name
+from trainer.errors import RecipeError
+from trainer.recipe import DEVICE, MODES, TRAITS, find, shipped_recipes
+from trainer.recipe.checks import DATASETS, OWN_PHOTOS, SMALL_MODELS, torchvision_classifiers
+from trainer.recipe.other_names import OTHER_KEYS
+from trainer.recipe.timm_names import TIMM, timm_models
+
+TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
+TIMMS = "vit_base_patch16_224"
+MOST = 64  # cards that are listed for a number of them
+RUN_NAMES = ("name", "exp", "experiment", "run_id", "run_name")  # a run's name, elsewhere
+BETAS = (("adam_beta1", "beta_1", "beta1"), ("adam_beta2", "beta_2", "beta2"))  # of Adam, elsewhere: both of its two
+
+
+def _mode(_: str, value: str, around: Around) -> Meaning | None:
+    """Several modes."""
+    several = [name for name in re.split(r"[\[\], ]+", value) if name]
+    if len(several) < 2 or not {*several} <= {*MODES}:
+        alike = {name.replace("_", ""): name for name in MODES}.get(plain(value))
+        return put("mode", alike) if alike else None
+    modes = f"modes=[{','.join(several)}]"
+    if around.command == "compare":
+        return Meaning((modes,))
+    return put("mode", several[0], f"to compare them: compare {modes}")
+
+
+def _modes(_: str, value: str, __: Around) -> Meaning | None:
+    names = value.strip("[]()").replace(" ", "").split(",")
+    return put("modes", f"[{','.join(names)}]") if not value.startswith("[") and all(names) else None
+
+
+def _sweep(_: str, value: str, __: Around) -> Meaning | None:
+    """A key and its values: batch_size=32,64 and lr:[0.1,0.2] as batch_size:[32,64] and optimizer.lr:[0.1,0.2]."""
+    found = re.fullmatch(r"([A-Za-z_][\w.\-]*)\s*[=:]\s*[\[(]?([^\[\]()]*[^\[\]() ])[\])]?", value)
+    if found is None:
+        return None
+    name = found[1].replace("-", "_")
+    key = our_name(name, ("nproc",))
+    word = f"{key if key in (*keys(), 'nproc') else name}:[{','.join(re.split('[, ]+', found[2]))}]"
+    return put("sweep", word) if word != re.sub(r",\s+", ",", value) else None
+
+
+def _recipe(_: str, value: str, __: Around) -> Meaning | None:
+    path, shipped = Path(value).expanduser(), shipped_recipes()
+    try:
+        find(value)
+        return None
+    except RecipeError:
+        pass
+    stem, name = path.stem if path.suffix in (".yaml", ".yml") else path.name, plain(path.name.partition(".")[0])
+    alike = stem if stem in shipped else {plain(recipe): recipe for recipe in shipped}.get(name)
+    if alike is not None:
+        return put("recipe", alike)
+    if path.is_dir():
+        return run_within("recipe", value) or Meaning(("recipe=finetune", f"data.root={value}"))
+    known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}
+    if name not in known:
+        return None
+    model = f"model.name={known[name]}"
+    if known[name] in SMALL_MODELS:
+        return Meaning(("recipe=digits", model))
+    return Meaning(("recipe=resnet50", model), f"with your own photos: recipe=finetune {model} data.root=FOLDER")
+
+
+def run_within(key: str, value: str) -> Meaning | None:
+    """For a folder of runs: one of them is wanted."""
+    folder = Path(value).expanduser()
+    if is_run(folder) or (folder / "checkpoints").exists() or next(folder.glob("*/recipe.yaml"), None) is None:
+        return None
+    return put(key, f"{value.rstrip('/')}/RUN", f"one of the runs in {value}")
+
+
+def _checkpoint(_: str, value: str, __: Around) -> Meaning | None:
+    return run_within("checkpoint", value)
+
+
+def _resume(_: str, value: str, around: Around) -> Meaning:
+    """A run to go on with."""
+    run = str(Path(value.partition("/checkpoints")[0]))
+    run = str(Path(run).parent) if run.endswith(WEIGHTS) else run
+    missing = [f"{key}={run}" for key in ("recipe", "output") if key not in around.values]
+    return Meaning((*missing, "resume=auto"))
+
+
+def _output(key: str, value: str, around: Around) -> Meaning | None:
+    """A run's folder: elsewhere its name is typed apart from it, or a file to be written."""
+    if key in RUN_NAMES:
+        keys_of_folders = (name for name in around.values if our_name(name, ()) == "output" and name not in RUN_NAMES)
+        folder = next((around.values[name] for name in keys_of_folders if around.values[name]), "")
+        folder = folder or ("" if "/" in value else "runs")
+        return put("output", f"{folder.rstrip('/')}/{value}" if folder else value)
+    named = next((around.values[name] for name in RUN_NAMES if around.values.get(name)), "")
+    if named:
+        return put("output", f"{value.rstrip('/')}/{named}")
+    if around.command not in ("compare", "predict") or not value.endswith(TABLES):
+        return None
+    path = Path(value)
+    output = f"output={path.parent if path.parent != Path() else path.with_suffix('')}"
+    if around.command == "predict" and path.suffix == ".jsonl" and "predict.format" not in around.values:
+        return Meaning((output, "predict.format=jsonl"), "a folder")
+    return Meaning((output,), "a folder" + ", for predictions.csv" * (around.command == "predict"))
+
+
+def _devices(key: str, value: str, around: Around) -> Meaning | None:
+    """A list of devices, one, or their number."""
+    if key.rpartition(".")[2] in ("devices", "gpus") and value.isdigit():
+        traits = TRAITS.get(around.values.get("mode", ""))
+        one_process = traits is not None and traits.processes == "one" and traits.many_devices
+        if value != "0" and not one_process:
+            return put("nproc", value, f"the card number {value}: devices=[cuda:{value}]")
+        if value != "0" or key.endswith("gpus"):
+            cards = [f"cuda:{number}" for number in range(min(int(value), MOST))]
+            return put("devices", f"[{','.join(cards) or 'cpu'}]")
+    names = _device_names(value)
+    found = f"[{','.join(names)}]"
+    right = key == "devices" and value.startswith("[") and "".join(value.split()) == found
+    return put("devices", found) if names and not right and all(re.fullmatch(DEVICE, name) for name in names) else None
+
+
+def _device_names(value: str) -> list[str]:
+    """The devices that a list names: 0,1 and cuda0 and cuda:0-3 and gpu:0 are cards."""
+    names: list[str] = []
+    for name in filter(None, re.split(r"[,; ]+", value.strip("[]()").replace("'", "").replace('"', ""))):
+        card = re.fullmatch(r"(?:(?:cuda|gpu):?)?(\d{1,3})(?:-(\d{1,3}))?", name.lower())
+        if card is None:
+            names.append(name)
+        else:
+            last = min(int(card[2] or card[1]), int(card[1]) + MOST - 1)
+            names += [f"cuda:{number}" for number in range(int(card[1]), last + 1)]
+    return names
+
+
+def _model(_: str, value: str, around: Around) -> Meaning:
+    """The section's name: a file or a run with weights, or a model's name."""
+    file = Path(value)
+    if "checkpoint" in around.own and ("/" in value or value.endswith(WEIGHTS)):
+        return put("checkpoint", value)
+    if file.name.partition(".")[0] in torchvision_classifiers() and value.endswith(WEIGHTS) and not file.exists():
+        return Meaning((f"model.name={file.name.partition('.')[0]}", "model.weights=DEFAULT"))
+    weights = value.endswith(WEIGHTS) or ("/" in value and file.is_dir())
+    return put("model.init_from" if weights else "model.name", value if weights else "{value}")
+
+
+def _model_name(_: str, value: str, __: Around) -> Meaning | None:
+    """A model's name: ours, torchvision's, timm's, or its address at Hugging Face."""
+    names = {plain(name): name for name in (*SMALL_MODELS, *torchvision_classifiers())}
+    if value in names.values() or value.startswith(TIMM):
+        return None
+    timms = re.fullmatch(r"(?:hf[-_]hub:)?timm[/.\-_]([\w.]+)", value)
+    if timms:
+        return put("model.name", f"{TIMM}{timms[1]}")
+    if (other := names.get(plain(value.rpartition(".")[2]))) is not None:
+        return put("model.name", other)
+    hub = re.fullmatch(r"(?:hf[-_]?(?:hub)?:)?(?:https://huggingface\.co/)?[\w.\-]+/([\w.\-]+)|hf:([\w.\-]+)", value)
+    if not hub or value.endswith(WEIGHTS) or Path(value).exists() or value.startswith((".", "runs/")):
+        return None
+    name = (hub[1] or hub[2]).replace("-", "_").lower()
+    own = names.get(plain(name)) or OTHER_VALUES["hub"].get(plain(name))
+    if own is not None or name in timm_models():
+        return put("model.name", own or f"{TIMM}{name}")
+    return Meaning((), f"models of Hugging Face are here by timm's name for them, as model.name={TIMM}{TIMMS}")
+
+
+def _weights(_: str, value: str, around: Around) -> Meaning | None:
+    """A file of weights."""
+    if "/" not in value and not value.endswith(WEIGHTS):
+        return None
+    return put("checkpoint" if "checkpoint" in around.own else "model.init_from", value)
+
+
+def _data(_: str, value: str, around: Around) -> Meaning:
+    """The section's name: the name of a data set, or a folder."""
+    if plain(value) in {*map(plain, DATASETS), *OTHER_VALUES["data.name"]}:
+        return put("data.name", "{value}")
+    if around.data_name in OWN_PHOTOS and (around.data_name == "shards" or not value.endswith(SHARDS)):
+        return put("data.root", value)
+    return Meaning((f"data.name={'shards' if value.endswith(SHARDS) else 'imagefolder'}", f"data.root={value}"))
+
+
+def _data_name(_: str, value: str, __: Around) -> Meaning | None:
+    other = {name.replace("_", ""): name for name in DATASETS}.get(plain(value))
+    return put("data.name", other) if other else None
+
+
+def _image_size(_: str, value: str, __: Around) -> Meaning | None:
+    """Pixels a side; elsewhere the channels stand before them, or behind."""
+    sizes = [size for size in re.split(r"[ ,x]+", value.lower().strip("[]() ")) if size]
+    if len(sizes) == 3 and all(map(str.isdigit, sizes)):
+        sizes = sizes[1:] if sizes[0] in ("1", "3") else sizes[:2] if sizes[2] in ("1", "3") else sizes
+    if len(sizes) < 2 or not all(size.isdigit() and len(size) > 1 for size in sizes):
+        return None
+    if len(set(sizes)) == 1:
+        return put("data.image_size", sizes[0])
+    return Meaning((), f"images are square here: give one number, data.image_size={sizes[0]}")
+
+
+def _warmup(_: str, value: str, __: Around) -> Meaning | None:
+    told = "schedule.warmup_epochs= is a number of epochs, not a share of them"
+    return Meaning((), told) if value.endswith("%") else None
+
+
+def _betas(key: str, value: str, around: Around) -> Meaning:
+    """One of Adam's two, which are one key here, with the other where that was typed too."""
+    first = key in BETAS[0]
+    other = next((around.values[name] for name in BETAS[first] if around.values.get(name)), None)
+    return put("optimizer.betas", f"[{value},{other or 0.999}]" if first else f"[{other or 0.9},{value}]")
+
+
+def _recompute(_: str, value: str, around: Around) -> Meaning | None:
+    if value.lower() in NONE or around.staged:
+        return None
+    return Meaning((), "only mode=split and mode=pipeline have it, as pipeline.recompute=true; guide memory tells more")
+
+
+# By key, of ours or another's: what was typed as the key, the value, and what stands around them.
+RULES: dict[str, Callable[[str, str, Around], Meaning | None]] = {
+    "mode": _mode, "modes": _modes, "sweep": _sweep, "recipe": _recipe, "checkpoint": _checkpoint, "resume": _resume,
+    "output": _output, **dict.fromkeys(RUN_NAMES, _output), "devices": _devices, "model": _model,
+    "model.name": _model_name, "model.weights": _weights, "data": _data, "data.name": _data_name,
+    "data.image_size": _image_size, "schedule.warmup_epochs": _warmup,
+    **{name: _recompute for name, key in OTHER_KEYS.items() if key == "pipeline.recompute"},
+    **dict.fromkeys((*BETAS[0], *BETAS[1]), _betas),
+}  # fmt: skip

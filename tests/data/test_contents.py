@@ -13,7 +13,7 @@ from tests.data.photo_folders import opened, photo_set
 from trainer.data import ImageSet, open_datasets
 from trainer.data.contents import contents_of, difference
 from trainer.data.folders.photo_folders import PhotoFolder
-from trainer.data.registered import lent
+from trainer.data.registered import registered
 from trainer.recipe import load
 
 
@@ -55,7 +55,7 @@ def test_a_table_s_labels_count(tmp_path):
 
 
 def made(*parts):
-    with lent("mine", lambda data: (*parts, ["a", "b"])):
+    with registered.lent("mine", lambda data: (*parts, ["a", "b"])):
         return contents_of(open_datasets(load(None, "data.name=mine")))
 
 

@@ -16,7 +16,7 @@ from trainer.data import ImageSet, TensorSet
 from trainer.data.datasets import open_datasets
 from trainer.data.items import as_input, names_of, pair
 from trainer.data.photos.photo_reader import own_draws, seed_draws
-from trainer.data.registered import lent, registered
+from trainer.data.registered import registered
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import load
@@ -40,7 +40,7 @@ class Rows:
 
 
 def opened(train, val, names=None, *words):
-    with lent("mine", lambda data: (train, val, names)):
+    with registered.lent("mine", lambda data: (train, val, names)):
         return open_datasets(load(None, "data.name=mine", "model.name=cnn", *words))
 
 
@@ -169,7 +169,7 @@ def test_an_empty_pair_is_told_before_its_classes_are_counted():
 
 
 def test_a_lent_name_is_given_back():
-    with lent("mine", lambda data: None):
+    with registered.lent("mine", lambda data: None):
         assert "mine" in registered
     assert "mine" not in registered
 

@@ -1,5 +1,7 @@
 """Data sets of the user's own: what they may bring, and what is said of the rest."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,8 @@ def opened(*words):
 
 @pytest.fixture
 def names(monkeypatch):
-    monkeypatch.setattr(registered, "registered", {})
+    monkeypatch.setattr(registered, "registered", copy.copy(registered.registered))
+    registered.registered.clear()
     monkeypatch.setattr(datasets, "registered", registered.registered)
 
 
@@ -169,7 +172,7 @@ def test_a_source_of_ones_own_has_the_targets_that_the_task_wants(names, tells):
 
 
 def test_items_of_whole_numbers_and_others_are_others(names, monkeypatch):
-    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+    monkeypatch.setattr(tasks.task, "_registered", copy.copy(tasks.task._registered))
     register_task("own")(type("Own", (Task,), {"loss": lambda self, outputs, targets: outputs.mean()}))
     items = [(torch.zeros(3, 6, 6, dtype=torch.uint8), target) for target in (0, 0.25, [1.0, 2.0])]
     register_dataset("mine")(lambda data: (items, items, ["x"]))
@@ -182,7 +185,7 @@ def test_items_of_whole_numbers_and_others_are_others(names, monkeypatch):
 @pytest.mark.parametrize("size", [12, 80])
 def test_dense_targets_lie_under_their_images(names, monkeypatch, size):
     """Neither is resized or cropped, however large they are."""
-    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+    monkeypatch.setattr(tasks.task, "_registered", copy.copy(tasks.task._registered))
     register_task("own")(type("Own", (Task,), {"loss": lambda self, outputs, targets: outputs.mean()}))
     image = torch.randint(256, (3, size, size), dtype=torch.uint8)
     items = [(image, (image[0] > 127).long())] * 8

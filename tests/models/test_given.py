@@ -99,7 +99,7 @@ def test_what_is_no_model(source, line):
 
 def test_a_lent_name_is_given_back():
     assert zoo.registered_model("mlp") is None
-    with zoo.lent("mlp", mlp):
+    with zoo.builders.lent("mlp", mlp):
         assert zoo.registered_model("mlp") is mlp
     assert zoo.registered_model("mlp") is None
 
@@ -137,5 +137,5 @@ class Giving(nn.Linear):
     ],
 )
 def test_outputs_that_are_no_classifiers(model, line):
-    with zoo.lent("given", Given(model)), pytest.raises(RecipeError, match=line):
+    with zoo.builders.lent("given", Given(model)), pytest.raises(RecipeError, match=line):
         zoo.build(ModelRecipe(name="given"), 2, 1, 4)

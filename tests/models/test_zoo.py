@@ -1,5 +1,6 @@
 """Models by name, heads, starting weights, and the words for what does not fit."""
 
+import copy
 import json
 
 import pytest
@@ -167,7 +168,7 @@ class HeadFirst(nn.Module):
 
 def test_a_last_layer_without_the_outputs_is_kept_as_it_was_learned(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        zoo, "_builders", {**zoo._builders, "headfirst": lambda classes, channels, size: HeadFirst(classes)}
+        zoo, "builders", {**zoo.builders, "headfirst": lambda classes, channels, size: HeadFirst(classes)}
     )
     source = zoo.build(ModelRecipe(name="headfirst"), 3, 1, 8)
     told = {"classes": '["a", "b", "c"]', "num_classes": "3"}
@@ -201,7 +202,7 @@ def test_init_from_names_the_model_that_the_weights_are_of(tmp_path, told, ends)
 
 
 def test_a_users_own_model(monkeypatch):
-    monkeypatch.setattr(zoo, "_builders", dict(zoo._builders))
+    monkeypatch.setattr(zoo, "builders", copy.copy(zoo.builders))
 
     @zoo.register_model("mine")
     def build(num_classes, channels, image_size):

@@ -63,7 +63,7 @@ def dropping(monkeypatch):
         halves = nn.Linear(wide, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.5)
         return nn.Sequential(nn.Flatten(), *halves, nn.Linear(32, num_classes))
 
-    monkeypatch.setitem(zoo._builders, "dropping", build)
+    monkeypatch.setitem(zoo.builders, "dropping", build)
 
 
 @pytest.mark.parametrize("mode", ["split", "pipeline pipeline.microbatches=2", "dp"])

@@ -3,6 +3,8 @@
 scikit-learn sets OpenMP's variables as it is imported: inside a test, which puts them back.
 """
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -165,7 +167,7 @@ def test_values_that_are_all_the_same_have_nothing_to_explain():
 
 
 def test_the_names_that_are_known_without_torch():
-    assert {*checks.TASKS} <= {*tasks.base._registered}
+    assert {*checks.TASKS} <= {*tasks.task._registered}
     assert all(tasks.kind(load(None, f"task.name={name}")).__module__.startswith("trainer.") for name in checks.TASKS)
 
 
@@ -206,7 +208,7 @@ def test_targets_become_what_the_loss_wants():
 
 
 def test_a_task_of_ones_own_needs_a_loss_only(monkeypatch):
-    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+    monkeypatch.setattr(tasks.task, "_registered", copy.copy(tasks.task._registered))
 
     @register_task("absolute")
     class Absolute(Task):
@@ -224,7 +226,7 @@ def test_a_task_of_ones_own_needs_a_loss_only(monkeypatch):
 
 
 def test_a_loss_of_ones_own_refuses_what_it_does_not_look_at(monkeypatch):
-    monkeypatch.setattr(tasks.base, "_registered", dict(tasks.base._registered))
+    monkeypatch.setattr(tasks.task, "_registered", copy.copy(tasks.task._registered))
 
     @register_task("focal")
     class Focal(Classification):

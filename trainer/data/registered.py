@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.checks import DATASETS
-from trainer.recipe.keywords import check_name
+from trainer.recipe.registry import Registry
 from trainer.tasks import Task
 
 ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size; each is made in full
 
 Maker = Callable[[DataRecipe], Any]
-registered: dict[str, Maker] = {}
+registered = Registry[Maker]("register_dataset", taken=lambda: DATASETS)
 
 
 def register_dataset(name: str) -> Callable[[Maker], Maker]:
@@ -49,29 +49,7 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     Raises:
         RecipeError: the name is taken.
     """
-    check_name("register_dataset", name)
-    if name in registered or name in DATASETS:
-        raise RecipeError(f"register_dataset('{name}'): the name is taken; choose another")
-
-    def keep(maker: Maker) -> Maker:
-        registered[name] = maker
-        return maker
-
-    return keep
-
-
-@contextmanager
-def lent(name: str, maker: Maker) -> Iterator[None]:
-    """Within this block the name means this data set, whatever else it means."""
-    before = registered.get(name)
-    registered[name] = maker
-    try:
-        yield
-    finally:
-        if before is None:
-            del registered[name]
-        else:
-            registered[name] = before
+    return registered.register(name)
 
 
 def open_registered(recipe: Recipe) -> Datasets:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from trainer.models.blocks import freeze, head
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
-from trainer.recipe.keywords import check_name
+from trainer.recipe.registry import Registry
 from trainer.recipe.timm_names import TIMM
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 UNTOLD = object()  # an output that shapes alone do not tell
-_builders: dict[str, Builder] = dict(SMALL)  # all that are not torchvision's
+builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.names())  # of all that are not those
 
 
 def register_model(name: str) -> Callable[[Builder], Builder]:
@@ -36,35 +36,12 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
     Raises:
         RecipeError: the name is taken.
     """
-
-    check_name("register_model", name)
-
-    def register(builder: Builder) -> Builder:
-        if name in _builders or name in torchvision_zoo.names():
-            raise RecipeError(f"register_model('{name}'): the name is taken; choose another")
-        _builders[name] = builder
-        return builder
-
-    return register
+    return builders.register(name)
 
 
 def registered_model(name: str) -> Builder | None:
     """The user's own function of that name."""
-    return _builders.get(name) if name not in SMALL or _builders[name] is not SMALL[name] else None
-
-
-@contextmanager
-def lent(name: str, builder: Builder) -> Iterator[None]:
-    """Within this block the name means this model, whatever else it means."""
-    before = _builders.get(name)
-    _builders[name] = builder
-    try:
-        yield
-    finally:
-        if before is None:
-            del _builders[name]
-        else:
-            _builders[name] = before
+    return builders.get(name) if name not in SMALL or builders[name] is not SMALL[name] else None
 
 
 def build(
@@ -95,7 +72,7 @@ def build(
             f"model.num_classes={recipe.num_classes}, but the data has {num_classes} classes: leave it out or raise it"
         )
     num_classes = recipe.num_classes or num_classes
-    if recipe.name in _builders and recipe.weights is not None:
+    if recipe.name in builders and recipe.weights is not None:
         raise RecipeError(
             f"model.weights={recipe.weights}: {recipe.name} has no published weights; model.weights=null starts "
             "without any, model.init_from=FILE with those of a run or a file"
@@ -136,15 +113,15 @@ def _unfit(out: Any, num_classes: int, any_output: bool) -> str:
 
 
 def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
-    if recipe.name in _builders:
-        return _builders[recipe.name](num_classes, channels, image_size)
+    if recipe.name in builders:
+        return builders[recipe.name](num_classes, channels, image_size)
     if recipe.name.startswith(TIMM):
         return timm_zoo.create(recipe, num_classes, channels, image_size, starting)
     known = torchvision_zoo.names()
     if recipe.name not in known:
-        names = [*_builders, *known]
+        names = [*builders, *known]
         guess = recipes.nearest(recipe.name, names)
-        hint = f"did you mean {guess}?" if guess else f"small ones: {', '.join(_builders)}; any torchvision classifier"
+        hint = f"did you mean {guess}?" if guess else f"small ones: {', '.join(builders)}; any torchvision classifier"
         raise RecipeError(
             f"model.name={recipe.name} is not a model; {hint} (your own: register_model, or plugin=my_module)"
         )
@@ -153,7 +130,7 @@ def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int,
 
 def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int = 3) -> str | None:
     """The call that makes the bare model of torchvision or timm for the recipe's trained weights; None for others."""
-    if recipe.name in _builders:
+    if recipe.name in builders:
         return None
     if recipe.name.startswith(TIMM):
         return timm_zoo.bare(recipe.name, num_classes, channels, image_size)
@@ -187,7 +164,7 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
         trained = _model_told(told)
         if trained is None or trained == name:
             raise
-        known = trained in _builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
+        known = trained in builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
         raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
 
 

@@ -80,14 +80,3 @@ def _plain(value: Any, key: str) -> Any:
         raise RecipeError(f"{key}={name} is not a key" + (f": type {guess}" if guess else ""))
     instead = f"set {section}= and the like, or {key}={{...}}" if section else "write numbers, text and lists"
     raise RecipeError(f"{key}={name} is no value of a recipe: {instead}")
-
-
-def check_name(function: str, name: object) -> None:
-    """Hold the argument of a decorator that registers against what it is to be.
-
-    Raises:
-        RecipeError: it is no text, as where the brackets were forgotten.
-    """
-    if not isinstance(name, str):
-        called = getattr(name, "__name__", "name")
-        raise RecipeError(f"{function} is given a name: write @{function}({called!r}), not {type(name).__name__}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, nearest
-from trainer.recipe.keywords import check_name
+from trainer.recipe.registry import Registry
 
 Reads = Literal["class", "classes", "values"]
 
@@ -143,7 +143,7 @@ def figure(value: float) -> str:
 
 
 Kind = TypeVar("Kind", bound=type[Task])
-_registered: dict[str, type[Task]] = {}
+_registered = Registry[type[Task]]("register_task")
 
 
 def register_task(name: str) -> Callable[[Kind], Kind]:
@@ -152,15 +152,7 @@ def register_task(name: str) -> Callable[[Kind], Kind]:
     Raises:
         RecipeError: the name is taken.
     """
-    check_name("register_task", name)
-    if name in _registered:
-        raise RecipeError(f"register_task('{name}'): the name is taken; choose another")
-
-    def keep(kind: Kind) -> Kind:
-        _registered[name] = kind
-        return kind
-
-    return keep
+    return _registered.register(name)
 
 
 def known(name: str) -> bool:

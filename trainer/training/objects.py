@@ -57,7 +57,7 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
             name = keys["model.name"] = given.name
             if name not in torchvision_classifiers():
                 keys["model.weights"] = None
-                closing.enter_context(zoo.lent(name, given))
+                closing.enter_context(zoo.builders.lent(name, given))
         if isinstance(data, str) and (data in known or not (os.sep in data or os.path.isdir(data))):
             keys["data.name"] = data
         elif isinstance(data, str | Path):
@@ -67,7 +67,7 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
         elif data is not None:
             parts = GivenData(data)
             keys |= {"data.name": parts.name, "data.root": None, "data.labels": None}
-            closing.enter_context(registered.lent(parts.name, parts))
+            closing.enter_context(registered.registered.lent(parts.name, parts))
         yield keys
 
 

@@ -334,7 +334,7 @@ def test_what_killed_exports_left_behind_is_removed_by_the_next(here):
     ],
 )
 def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, error, expected):
-    monkeypatch.delitem(zoo._builders, "bag", raising=False)  # of a plugin that another test has loaded
+    monkeypatch.delitem(zoo.builders, "bag", raising=False)  # of a plugin that another test has loaded
     with pytest.raises(error) as caught:
         exporting.command(words)
     assert re.search(expected.replace("?", r"\?"), str(caught.value)) and "\n" not in str(caught.value)

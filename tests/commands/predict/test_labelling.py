@@ -20,7 +20,7 @@ from trainer.data.cache import as_stored
 from trainer.data.folders.splits import Before
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import shorter_side
-from trainer.data.registered import lent
+from trainer.data.registered import registered
 from trainer.recipe import load
 from trainer.tasks import Classification
 
@@ -205,7 +205,9 @@ def test_images_that_lie_in_memory_are_labelled_whole(own_threads, tmp_path):
     made = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (6, 3, 96, 96), dtype=torch.uint8, generator=made)
     recipe = load(None, "data.name=squares", "model.name=cnn")
-    with lent("squares", lambda _: ((images, torch.arange(6) % 2), (images, torch.arange(6) % 2), ("a", "b"))):
+    with registered.lent(
+        "squares", lambda _: ((images, torch.arange(6) % 2), (images, torch.arange(6) % 2), ("a", "b"))
+    ):
         data = open_datasets(recipe)
     worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, data.classes), None)
     for number, image in enumerate(images):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.cli.dialects.interpreter import meaning
 from trainer.cli.dialects.meaning import Around
-from trainer.cli.dialects.other_values import SMALLEST
+from trainer.cli.dialects.other_values import OTHER_VALUES, SMALLEST
 from trainer.cli.grammar import program, read
 from trainer.cli.known_keys import OWN
 from trainer.commands.compare.entries import entries, parse_modes, parse_sweep
@@ -440,6 +441,8 @@ TOLD = {
     "recipe=digits --lr=0.1 batch=64 workers=2": "recipe=digits optimizer.lr=0.1 batch_size=64 data.workers=2",
 }
 
+TOO_LONG = ("a" * 300, f"recipe=digits {'a' * 300}")  # for a file's name
+
 # Answered by a sentence.
 SAID = {
     "tensorboard": "python -m tensorboard.main --logdir runs",
@@ -512,7 +515,8 @@ def test_what_is_answered_by_a_sentence(typed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "typed", ["5", "=", "--", "-", "", "[", "recipe=digits =", "--=5", "\N{SNOWMAN}", "a:b", "x=", "=x"]
+    "typed",
+    ["5", "=", "--", "-", "", "[", "recipe=digits =", "--=5", "\N{SNOWMAN}", "a:b", "x=", "=x", *TOO_LONG],
 )
 def test_what_nobody_understands_is_passed_on_or_one_line(typed: str) -> None:
     try:
@@ -600,6 +604,18 @@ def test_the_same_line_follows_from_the_same_words_each_time() -> None:
 def test_a_data_set_that_was_typed_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.cli.dialects.meaning.load", lambda _: pytest.fail("the recipe was loaded"))
     assert Around("train", OWN["train"], {"recipe": "digits", "data.name": "shards"}).data_name == "shards"
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_what_a_row_says_is_taken(name: str) -> None:
+    """Words of ours, or a sentence; but for a value that only the typed one can tell."""
+    command, _, name = name.rpartition(":")
+    around = Around(command or "train", OWN[command or "train"])
+    for value in OTHER_VALUES[f"{command}:{name}" if command else name]:
+        found = meaning(name, "1" if value == "*" else value, around)
+        if found is not None and found.words:
+            assert read([around.command, *found.words]) == (around.command, [*found.words]), (name, value)
+        assert found is None or found.words or found.note
 
 
 def test_the_recipe_is_read_once_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

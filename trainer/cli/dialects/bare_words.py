@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.cli.dialects.interpreter import meaning
 from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, Around, Meaning, is_run, put
@@ -38,17 +37,17 @@ def bare_meaning(typed: str, around: Around, others: Sequence[str]) -> Meaning |
     if not typed or typed[0] in DASHES:
         found = meaning(name, "true", around)
         return found or (put(name, shown(keys()[name]), "with its value") if name in keys() else None)
-    path, predicts = Path(typed).expanduser(), "checkpoint" in around.own
-    if not path.exists() and (switched := _switched(typed.lower(), around)) is not None:
+    path, predicts = os.path.expanduser(typed), "checkpoint" in around.own
+    if not os.path.exists(path) and (switched := _switched(typed.lower(), around)) is not None:
         return switched
     if around.command == "compare" and _are_modes(typed):
         named = [other for other in others if _are_modes(other)]
         modes = ",".join([around.values.get("modes", "").strip("[]"), *named]).strip(",").split(",")
         return Meaning((f"modes=[{','.join(dict.fromkeys(modes))}]",), typed=" ".join(named))
-    if around.command == "compare" and (is_run(path) or typed.startswith("runs/")):
+    if around.command == "compare" and (is_run(typed) or typed.startswith("runs/")):
         return Meaning((), "runs compare RUN RUN looks at runs that are done")
     if typed.endswith(SHARDS) and not re.search(r"\.(pth?|ckpt)\.tar$", typed) and not predicts:
-        return _shards(path, around, others)
+        return _shards(typed, around, others)
     if (images := [other for other in others if _are_images(other, around)])[1:] and typed in images:
         note = "one folder" + ", or data.root=- and a path on each line of standard input" * predicts
         words = () if predicts or "recipe" in around.values else ("recipe=finetune",)
@@ -56,29 +55,29 @@ def bare_meaning(typed: str, around: Around, others: Sequence[str]) -> Meaning |
     if predicts:
         run = "checkpoint" not in around.values and run_within("checkpoint", typed)
         return run or put("data.root" if "checkpoint" in around.values or typed in images else "checkpoint", typed)
-    if typed in shipped_recipes() or path.suffix in (".yaml", ".yml") or is_run(path):
+    if typed in shipped_recipes() or typed.endswith((".yaml", ".yml")) or is_run(typed):
         return meaning("recipe", typed, around) or put("recipe", typed)
     if typed in MODES:
         return put("mode", typed)
     photos = "recipe" in around.values and around.data_name in OWN_PHOTOS
-    return Meaning((*["recipe=finetune"] * (not photos), f"data.root={typed}")) if path.is_dir() else None
+    return Meaning((*["recipe=finetune"] * (not photos), f"data.root={typed}")) if os.path.isdir(path) else None
 
 
-def _shards(path: Path, around: Around, others: Sequence[str]) -> Meaning:
+def _shards(typed: str, around: Around, others: Sequence[str]) -> Meaning:
     listed = [other for other in others if other.endswith(SHARDS) and "=" not in other]
-    pattern = os.path.join(path.parent, f"*{path.suffix}")
+    pattern = os.path.join(os.path.dirname(typed), f"*{os.path.splitext(typed)[1]}")
     if len(listed) > 1 or around.values.get("data.root", "").endswith(SHARDS):
         note = "in quotes, or the shell writes out the pattern"
         return Meaning(("data.name=shards", f"data.root={pattern}"), note, " ".join(listed))
-    return Meaning(("data.name=shards", f"data.root={listed[0]}"))
+    return Meaning(("data.name=shards", f"data.root={typed}"))
 
 
 def _are_images(word: str, around: Around) -> bool:
     """Images for predict, as a shell writes out photos/*.jpg, or a folder of classes to train on."""
-    path = Path(word.partition("data.root=")[2] or word).expanduser()
-    there = path.exists() if "checkpoint" in around.own else path.is_dir()
-    other = is_run(path) or path.name.endswith((*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py"))
-    return there and not other and ("checkpoint" in around.values or not run_within("checkpoint", str(path)))
+    path = os.path.expanduser(word.removeprefix("data.root="))
+    there = os.path.exists(path) if "checkpoint" in around.own else os.path.isdir(path)
+    other = is_run(path) or path.endswith((*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py"))
+    return there and not other and ("checkpoint" in around.values or not run_within("checkpoint", path))
 
 
 def _switched(name: str, around: Around) -> Meaning | None:

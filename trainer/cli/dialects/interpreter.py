@@ -5,8 +5,8 @@ Reads the schema and names, no device.
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 
 from trainer.cli.dialects.meaning import Around, Meaning, plain, put
 from trainer.cli.dialects.numbers import is_figure, listed, number
@@ -50,7 +50,7 @@ def meaning(key: str, value: str, around: Around) -> Meaning | None:
 def _several(key: str, value: str, around: Around) -> Meaning | None:
     """Words that stand in one: recipe=digits,epochs=3."""
     first, *rest = re.split(r"[,;\s]+(?=[A-Za-z_][\w.\-]*=)", value)
-    text = is_path_or_text(key) and not (key.endswith(".name") or (key == "recipe" and not Path(value).exists()))
+    text = is_path_or_text(key) and not (key.endswith(".name") or (key == "recipe" and not os.path.exists(value)))
     if not rest or not first or text or value.startswith("["):
         return None
     pairs = [(key, first), *(word.split("=", 1) for word in rest)]
@@ -86,7 +86,7 @@ def _of_row(name: str, value: str, around: Around) -> Meaning | None:
     figure = is_figure(value)  # 1 is no yes for a key that takes numbers
     said = row.get(value.lower()) or row.get("" if figure else plain(value)) or row.get("*")
     numeric = figure and {int, float} & {*kinds().get(name, ())}
-    if said is None or numeric or (name in FOLDERS and Path(value).expanduser().exists()):
+    if said is None or numeric or (name in FOLDERS and os.path.exists(os.path.expanduser(value))):
         return None
     typed, _, note = said.partition("(")
     words = [word if "=" in word else f"{name}={word}" for word in typed.split()]

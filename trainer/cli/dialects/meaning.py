@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from trainer.errors import RecipeError
 from trainer.recipe import TRAITS, Recipe, load
@@ -68,6 +68,6 @@ def plain(value: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", value.lower())
 
 
-def is_run(path: Path) -> bool:
+def is_run(path: str) -> bool:
     """Whether a folder is a run's."""
-    return (path / "recipe.yaml").is_file()
+    return os.path.isfile(os.path.join(os.path.expanduser(path), "recipe.yaml"))

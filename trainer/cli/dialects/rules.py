@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +28,7 @@ def _mode(_: str, value: str, around: Around) -> Meaning | None:
     """Several modes."""
     several = [name for name in re.split(r"[\[\], ]+", value) if name]
     if len(several) < 2 or not {*several} <= {*MODES}:
-        alike = {name.replace("_", ""): name for name in MODES}.get(plain(value))
-        return put("mode", alike) if alike else None
+        return None
     modes = f"modes=[{','.join(several)}]"
     if around.command == "compare":
         return Meaning((modes,))
@@ -51,7 +52,7 @@ def _sweep(_: str, value: str, __: Around) -> Meaning | None:
 
 
 def _recipe(_: str, value: str, __: Around) -> Meaning | None:
-    path, shipped = Path(value).expanduser(), shipped_recipes()
+    path, shipped = Path(value), shipped_recipes()
     try:
         find(value)
         return None
@@ -61,7 +62,7 @@ def _recipe(_: str, value: str, __: Around) -> Meaning | None:
     alike = stem if stem in shipped else {plain(recipe): recipe for recipe in shipped}.get(name)
     if alike is not None:
         return put("recipe", alike)
-    if path.is_dir():
+    if os.path.isdir(os.path.expanduser(value)):
         return run_within("recipe", value) or Meaning(("recipe=finetune", f"data.root={value}"))
     known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}
     if name not in known:
@@ -74,10 +75,11 @@ def _recipe(_: str, value: str, __: Around) -> Meaning | None:
 
 def run_within(key: str, value: str) -> Meaning | None:
     """For a folder of runs: one of them is wanted."""
-    folder = Path(value).expanduser()
-    if is_run(folder) or (folder / "checkpoints").exists() or next(folder.glob("*/recipe.yaml"), None) is None:
+    folder = os.path.expanduser(value)
+    runs = glob.iglob(os.path.join(glob.escape(folder), "*", "recipe.yaml"))
+    if not os.path.isdir(folder) or is_run(value) or os.path.exists(os.path.join(folder, "checkpoints")):
         return None
-    return put(key, f"{value.rstrip('/')}/RUN", f"one of the runs in {value}")
+    return put(key, f"{value.rstrip('/')}/RUN", f"one of the runs in {value}") if any(runs) else None
 
 
 def _checkpoint(_: str, value: str, __: Around) -> Meaning | None:
@@ -142,12 +144,12 @@ def _device_names(value: str) -> list[str]:
 
 def _model(_: str, value: str, around: Around) -> Meaning:
     """The section's name: a file or a run with weights, or a model's name."""
-    file = Path(value)
     if "checkpoint" in around.own and ("/" in value or value.endswith(WEIGHTS)):
         return put("checkpoint", value)
-    if file.name.partition(".")[0] in torchvision_classifiers() and value.endswith(WEIGHTS) and not file.exists():
-        return Meaning((f"model.name={file.name.partition('.')[0]}", "model.weights=DEFAULT"))
-    weights = value.endswith(WEIGHTS) or ("/" in value and file.is_dir())
+    stem = os.path.basename(value).partition(".")[0]
+    if value.endswith(WEIGHTS) and stem in torchvision_classifiers() and not os.path.exists(value):
+        return Meaning((f"model.name={stem}", "model.weights=DEFAULT"))
+    weights = value.endswith(WEIGHTS) or ("/" in value and os.path.isdir(value))
     return put("model.init_from" if weights else "model.name", value if weights else "{value}")
 
 
@@ -162,7 +164,7 @@ def _model_name(_: str, value: str, __: Around) -> Meaning | None:
     if (other := names.get(plain(value.rpartition(".")[2]))) is not None:
         return put("model.name", other)
     hub = re.fullmatch(r"(?:hf[-_]?(?:hub)?:)?(?:https://huggingface\.co/)?[\w.\-]+/([\w.\-]+)|hf:([\w.\-]+)", value)
-    if not hub or value.endswith(WEIGHTS) or Path(value).exists() or value.startswith((".", "runs/")):
+    if not hub or value.endswith(WEIGHTS) or os.path.exists(value) or value.startswith((".", "runs/")):
         return None
     name = (hub[1] or hub[2]).replace("-", "_").lower()
     own = names.get(plain(name)) or OTHER_VALUES["hub"].get(plain(name))

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ class Comparison:
             "status": status,
             "command": self._command(),
             "asked": self.asked,
-            "length": self.length.to_dict() if self.length else None,
+            "length": asdict(self.length) if self.length else None,
             "repeats": max((row["repeats"] for row in rows), default=0),
             "steps": self.length.steps if self.length else None,
             "warmup_steps": self.base.logging.warmup_steps,

@@ -19,14 +19,6 @@ class Asked(TypedDict):
     settings: dict[str, Any]
 
 
-class LengthFigures(TypedDict):
-    """Steps in all, epochs that hold them, steps from one logged row to the next."""
-
-    steps: int
-    epochs: int
-    every: int
-
-
 class SweepFigures(TypedDict):
     key: str
     values: list[Any]
@@ -57,14 +49,6 @@ class ComparedFigures(TypedDict):
     high: float | None
 
 
-class ExactnessFigures(TypedDict):
-    """As `comparison.exactness.Exactness`."""
-
-    verdict: str
-    text: str
-    deviation: float | None
-
-
 class RunFigures(TypedDict):
     """Of the timed repeats: means, and of memory the most; of the learning what the last one came to."""
 
@@ -91,24 +75,11 @@ class EntryFigures(RunFigures):
     ratio: RatioFigures | None
     reference: str
     compared: ComparedFigures | None
-    exactness: ExactnessFigures
+    exactness: dict[str, Any]  # the fields of `exactness.Exactness`
     label: str
     error: str | None
     exit_code: int
     predicted_samples_per_sec: float | None
-
-
-class PairFigures(TypedDict):
-    """As `comparison.significance.Difference`."""
-
-    first: str
-    second: str
-    pairs: int
-    ratio: float
-    low: float | None
-    high: float | None
-    p: float
-    verdict: str | None
 
 
 class MachineFigures(TypedDict):
@@ -126,7 +97,7 @@ class ComparisonReport(TypedDict):
     status: str
     command: str
     asked: Asked
-    length: LengthFigures | None
+    length: dict[str, int] | None  # those of `running.Length`
     repeats: int
     steps: int | None
     warmup_steps: int
@@ -134,7 +105,7 @@ class ComparisonReport(TypedDict):
     model: str
     sweep: SweepFigures | None
     entries: list[EntryFigures]
-    pairs: list[PairFigures]
+    pairs: list[dict[str, Any]]  # those of `significance.Difference`
     conclusion: list[str]
     other_programs_cores: float | None
     machine: MachineFigures

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.commands.compare.comparison_report import ExactnessFigures
 from trainer.commands.compare.entries import Entry
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe, changed_keys
@@ -38,9 +37,6 @@ class Exactness:
     verdict: str
     text: str
     deviation: float | None = None
-
-    def to_dict(self) -> ExactnessFigures:
-        return {"verdict": self.verdict, "text": self.text, "deviation": self.deviation}
 
 
 def exactness_of(

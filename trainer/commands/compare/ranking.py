@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from trainer.commands.compare import significance
-from trainer.commands.compare.comparison_report import EntryFigures, PairFigures, RatioFigures, RunFigures, SpeedFigures
+from trainer.commands.compare.comparison_report import EntryFigures, RatioFigures, RunFigures, SpeedFigures
 from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.exactness import Exactness, exactness_of
 from trainer.commands.compare.running import Repeats
@@ -29,7 +30,7 @@ def tabulate(
     parts: Mapping[str, Sequence[str]],
     predicted: Mapping[str, float],
     error: float = significance.ERROR,
-) -> tuple[list[EntryFigures], list[PairFigures]]:
+) -> tuple[list[EntryFigures], list[dict[str, Any]]]:
     """The rows of the table, and the pairs that were compared.
 
     Args:
@@ -63,17 +64,17 @@ def tabulate(
                 "compared": {"verdict": pair.verdict or NO_DIFFERENCE, "low": pair.low, "high": pair.high}
                 if pair
                 else None,
-                "exactness": exactness.to_dict(),
+                "exactness": asdict(exactness),
                 "label": _label(entry, row),
                 "error": row.error[0] if row.error else None,
                 "exit_code": row.error[1] if row.error else 0,
                 "predicted_samples_per_sec": predicted.get(name),
             }
         )
-    return table, [pair.to_dict() for pair in pairs]
+    return table, [asdict(pair) for pair in pairs]
 
 
-def conclusion(table: Sequence[EntryFigures], pairs: Sequence[PairFigures]) -> list[str]:
+def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What may be said, in sentences: who is shown to be the fastest, or between whom no difference is shown."""
     names = list(dict.fromkeys(name for pair in pairs for name in (pair["first"], pair["second"])))
     said = [
@@ -97,7 +98,7 @@ def conclusion(table: Sequence[EntryFigures], pairs: Sequence[PairFigures]) -> l
     return said
 
 
-def sound(table: Sequence[EntryFigures], pairs: Sequence[PairFigures]) -> list[significance.Difference]:
+def sound(table: Sequence[EntryFigures], pairs: Sequence[Mapping[str, Any]]) -> list[significance.Difference]:
     """The pairs of rows that did not fail and compute what they should."""
     good = {row["entry"] for row in table if not row["error"] and row["exactness"]["verdict"] != "disagrees"}
     return [significance.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]

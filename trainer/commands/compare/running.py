@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainer.commands.compare.comparison_report import LengthFigures
 from trainer.commands.compare.entries import Entry
 from trainer.errors import TrainerError
 from trainer.launch import launching
@@ -61,9 +60,6 @@ class Length:
     steps: int
     epochs: int
     every: int
-
-    def to_dict(self) -> LengthFigures:
-        return {"steps": self.steps, "epochs": self.epochs, "every": self.every}
 
     def words(self) -> dict[str, str]:
         words = {"max_steps": str(self.steps), "epochs": str(self.epochs), "logging.every_steps": str(self.every)}

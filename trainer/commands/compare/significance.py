@@ -15,8 +15,6 @@ from statistics import median
 
 from scipy.special import stdtr, stdtrit  # Student's t: its distribution and quantiles
 
-from trainer.commands.compare.comparison_report import PairFigures
-
 ERROR = 0.05  # probability that a comparison shows any difference where there is none
 MARGIN = 0.02  # relative; smaller differences are not shown
 LOOKS = (5, 10, 15)  # repeats after which to look whether they suffice, where their number is left open
@@ -44,18 +42,6 @@ class Difference:
     high: float | None
     p: float
     verdict: str | None
-
-    def to_dict(self) -> PairFigures:
-        return {
-            "first": self.first,
-            "second": self.second,
-            "pairs": self.pairs,
-            "ratio": self.ratio,
-            "low": self.low,
-            "high": self.high,
-            "p": self.p,
-            "verdict": self.verdict,
-        }
 
 
 def differences(

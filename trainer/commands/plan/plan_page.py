@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import wrap
-from typing import Literal, get_args
 
 import trainer
 from trainer.commands.plan.amounts import multiply_adds, operations
@@ -27,8 +26,7 @@ from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size, duration
 
 WIDTH = 108
-Part = Literal["parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak"]
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
 
 
 def page_of(found: RunPlan) -> str:

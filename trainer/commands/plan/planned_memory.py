@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from trainer.commands.plan import schedules
 from trainer.commands.plan.planned_layout import Layout, lay_out
-from trainer.commands.plan.run_plan import Advice, DeviceFigures, DiskFigures
+from trainer.commands.plan.run_plan import Advice, DiskFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.commands.plan.shadow import Shadow
 from trainer.devices import cards
@@ -49,19 +49,6 @@ class Device:
     activations: int
     peak: int
 
-    def to_dict(self) -> DeviceFigures:
-        return {
-            "device": self.device,
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "ema": self.ema,
-            "buffers": self.buffers,
-            "images": self.images,
-            "activations": self.activations,
-            "peak": self.peak,
-        }
-
 
 def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[Device]:
     """Bytes on each of the layout's devices; `cut` for a model in stages."""
@@ -70,7 +57,7 @@ def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[De
     if layout.recipe.traits.exchanges == "copies":
         return _of_replicas(shadow, layout)
     device = _of_whole(shadow, layout)
-    return [Device(**{**asdict(device), "device": name}) for name in layout.devices]
+    return [replace(device, device=name) for name in layout.devices]
 
 
 def _of_whole(shadow: Shadow, layout: Layout) -> Device:
@@ -96,7 +83,7 @@ def _of_replicas(shadow: Shadow, layout: Layout) -> list[Device]:
     Without CUDA torch passes everything through to one device.
     """
     if layout.kind == "cpu":
-        return [Device(**{**asdict(_of_whole(shadow, layout)), "device": "cpu"})]
+        return [replace(_of_whole(shadow, layout), device="cpu")]
     own, found = shadow.resident(shadow.model), []
     for n, (name, rows) in enumerate(
         zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False)
@@ -127,8 +114,7 @@ def _of_stages(shadow: Shadow, layout: Layout, cut: Cut) -> list[Device]:
 
 
 def _added_up(device: Device) -> Device:
-    parts = {key: value for key, value in asdict(device).items() if key not in ("device", "peak")}
-    return Device(device.device, **parts, peak=sum(parts.values()))
+    return replace(device, peak=sum(size for part, size in asdict(device).items() if part not in ("device", "peak")))
 
 
 def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:

@@ -5,7 +5,7 @@ Sizes are bytes, times seconds; None is what is not known.
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 class ModelFigures(TypedDict):
@@ -59,20 +59,6 @@ class RateFigures(TypedDict):
     last: float | None
 
 
-class DeviceFigures(TypedDict):
-    """Bytes on one device, as `planning.memory.Device` tells them."""
-
-    device: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    ema: int
-    buffers: int
-    images: int
-    activations: int
-    peak: int
-
-
 class LimitFigures(TypedDict):
     """What a device has, how much of it can be used, and how that is known."""
 
@@ -90,7 +76,7 @@ class Advice(TypedDict):
 
 
 class MemoryFigures(TypedDict):
-    memory_per_device: list[DeviceFigures]
+    memory_per_device: list[dict[str, Any]]  # the fields of `planned_memory.Device`
     memory_limit: LimitFigures | None
     peak: int
     fits: bool | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
@@ -149,7 +150,7 @@ def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -
     own = (room, "as stated") if room is not None else planned_memory.own_memory(layout, len(devices))
     fits = None if own is None else planned_memory.fits(devices, own[0], layout)
     return {
-        "memory_per_device": [device.to_dict() for device in devices],
+        "memory_per_device": [asdict(device) for device in devices],
         "memory_limit": None
         if own is None
         else {"bytes": own[0], "usable": planned_memory.usable(devices, own[0], layout), "source": own[1]},

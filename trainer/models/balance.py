@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError
-from trainer.models.partition import Traced
+from trainer.models.partition import Traced, choose
 
 TIE = 1.01  # stages within one percent of the best count as equally fast: timings repeat no better
 
@@ -27,6 +27,29 @@ class BlockCost:
     bytes: int  # that cross the cut after this block; 0 for the last
     kept: int = 0  # bytes, from the forward pass to the backward pass
     weights: int = 0  # bytes
+
+
+def cuts_for(traced: Traced, wanted: Sequence[str], stages: int, costs: Sequence[BlockCost]) -> tuple[str, ...]:
+    """The cuts that `pipeline.cuts` means, or, where it is auto, the best for these costs.
+
+    Raises:
+        RecipeError: the model cannot be cut like that.
+    """
+    if wanted != "auto":
+        return choose(traced, wanted, stages)
+    return tuple(traced.cuts[index] for index in balance(costs, stages))
+
+
+def by_stage(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost]) -> list[Sequence[BlockCost]]:
+    """The costs of each stage's blocks."""
+    bounds = [0, *(traced.cuts.index(cut) + 1 for cut in cuts), len(costs)]
+    return [costs[a:b] for a, b in pairwise(bounds)]
+
+
+def stage_seconds(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost]) -> list[tuple[float, float]]:
+    """Seconds of each stage, forward and backward."""
+    blocks = by_stage(traced, cuts, costs)
+    return [(sum(cost.forward for cost in stage), sum(cost.backward for cost in stage)) for stage in blocks]
 
 
 def balance(costs: Sequence[BlockCost], stages: int) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from trainer.commands.plan.run_plan import ScalingFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.commands.plan.shadow import Shadow
 from trainer.errors import RecipeError
+from trainer.models.balance import stage_seconds
+from trainer.modes.pipeline import orders
 from trainer.recipe import STREAMS
 from trainer.telemetry.readable import as_size, duration
 
@@ -118,7 +120,7 @@ def _of_cut(shadow: Shadow, layout: Layout, measured: Timings, microbatches: int
     if measured.blocks:
         costs = measured.blocks[rows]
         cut = schedules.cut(shadow, layout, microbatches, costs)
-        seconds = schedules.stage_seconds(shadow.traced, cut.names, costs)
+        seconds = stage_seconds(shadow.traced, cut.names, costs)
         notes.append(f"each block's seconds were measured in micro-batches of {rows}")
     elif ran and len(ran.cuts) == count - 1 and ran.split_size == rows and _same_cuts(layout, ran.cuts):
         own = layout.recipe.replace(pipeline__cuts=ran.cuts)
@@ -140,13 +142,9 @@ def _same_cuts(layout: Layout, names: Sequence[str]) -> bool:
     return layout.recipe.pipeline.cuts in ("auto", list(names))
 
 
-def _halves(each: Sequence[float]) -> dict[tuple[str, int], float]:
+def _halves(each: Sequence[float]) -> list[tuple[float, float]]:
     """Seconds of forward and backward passes of stages whose sum is known."""
-    return {
-        (kind, stage): seconds * share
-        for stage, seconds in enumerate(each)
-        for kind, share in (("F", 1 - BACKWARD), ("B", BACKWARD))
-    }
+    return [(seconds * (1 - BACKWARD), seconds * BACKWARD) for seconds in each]
 
 
 def _step(
@@ -154,13 +152,13 @@ def _step(
     layout: Layout,
     measured: Timings,
     cut: Cut,
-    seconds: dict[tuple[str, int], float],
+    stages: Sequence[tuple[float, float]],
     notes: list[str],
 ) -> Forecast:
     recipe = layout.recipe
     counted = measured.stages is not None and measured.stages.recompute
     if recipe.pipeline.recompute and not counted:
-        seconds = {(kind, s): t + seconds["F", s] * (kind == "B") for (kind, s), t in seconds.items()}
+        stages = [(forward, backward + forward) for forward, backward in stages]
     crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
     transfer = 0.0
     if measured.bandwidth is not None:
@@ -170,12 +168,12 @@ def _step(
         notes.append("transfers between stages are left out: state bandwidth=10GB/s")
     one_at_a_time = recipe.traits.one_stage_at_a_time or (layout.schedule == STREAMS and layout.kind == "cpu")
     if one_at_a_time:
-        length = cut.microbatches * sum(seconds.values())
+        length = cut.microbatches * sum(map(sum, stages))
         bubble = 1 - 1 / layout.workers
         notes.append("one stage works at a time")
     else:
         listed = schedules.pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
-        length, bubble = schedules.simulated(listed, seconds, transfer)
+        length, bubble = orders.length_and_bubble(listed, orders.seconds_of(stages), transfer)
     exchange = 0.0
     held = cut.of_workers([shadow.resident(stage)["gradients"] for stage in shadow.traced.stages(cut.names)])
     if layout.shards > 1 and measured.bandwidth is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,7 @@ from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.run_plan import BubbleFigures
 from trainer.commands.plan.shadow import Shadow, StagePass
 from trainer.errors import RecipeError
-from trainer.models.balance import BlockCost, balance
-from trainer.models.partition import Traced, choose
+from trainer.models.balance import BlockCost, cuts_for
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.torch_schedules import SCHEDULES, actions_of, ranks_of_stages
@@ -67,7 +65,8 @@ def cut(shadow: Shadow, layout: Layout, microbatches: int | None = None, costs: 
     if microbatches is None:
         microbatches = default_microbatches(layout)
     rows = -(-layout.rows // microbatches)
-    names = cuts(shadow.traced, layout, costs or shadow.blocks(rows))
+    stages, wanted = layout.workers * layout.virtual, layout.recipe.pipeline.cuts
+    names = cuts_for(shadow.traced, wanted, stages, costs or shadow.blocks(rows))
     wired = layout.staged and layout.processes > 1
     return Cut(
         names,
@@ -78,14 +77,6 @@ def cut(shadow: Shadow, layout: Layout, microbatches: int | None = None, costs: 
         orders.ideal_bubble(layout.workers, microbatches, layout.virtual),
         "recipe" if layout.recipe.pipeline.cuts != "auto" else "seconds" if costs else "flops",
     )
-
-
-def cuts(traced: Traced, layout: Layout, costs: Sequence[BlockCost]) -> tuple[str, ...]:
-    """The recipe's cuts, or the best for these costs."""
-    stages = layout.workers * layout.virtual
-    if layout.recipe.pipeline.cuts != "auto":
-        return choose(traced, layout.recipe.pipeline.cuts, stages)
-    return tuple(traced.cuts[index] for index in balance(costs, stages))
 
 
 def candidates(layout: Layout) -> list[int]:
@@ -143,14 +134,6 @@ def in_flight(actions: Sequence[Action]) -> int:
     return most
 
 
-def simulated(
-    listed: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
-) -> tuple[float, float]:
-    """Length and bubble of a step, from each action's seconds."""
-    spans = orders.simulate(listed, seconds, transfer)
-    return max(span.end for span in spans), orders.idle_share(spans, len(listed))
-
-
 def bubbles(layout: Layout) -> list[BubbleFigures]:
     """The ideal bubble of each schedule over as many processes, for the numbers of micro-batches that it may have."""
     workers = layout.workers
@@ -165,24 +148,14 @@ def bubbles(layout: Layout) -> list[BubbleFigures]:
                 possible = Layout(fixed, processes, layout.devices).microbatches
             except RecipeError:
                 continue
-            seconds = {(kind, s): cost for s in range(workers * virtual) for kind, cost in (("F", 1.0), ("B", 2.0))}
+            seconds = orders.seconds_of([(1.0, 2.0)] * (workers * virtual))
             listed = pipeline_order(schedule, workers, virtual, possible[0])
             found.append(
                 {
                     "schedule": schedule,
                     "microbatches": microbatches,
-                    "bubble": simulated(listed, seconds)[1],
+                    "bubble": orders.length_and_bubble(listed, seconds)[1],
                     "in_flight": max(map(in_flight, listed)),
                 }
             )
-    return found
-
-
-def stage_seconds(traced: Traced, names: Sequence[str], costs: Sequence[BlockCost]) -> dict[tuple[str, int], float]:
-    """Each stage's seconds, forward and backward, as `simulate` wants them."""
-    bounds = [0, *(traced.cuts.index(name) + 1 for name in names), len(costs)]
-    found: dict[tuple[str, int], float] = {}
-    for stage, (a, b) in enumerate(pairwise(bounds)):
-        found["F", stage] = sum(cost.forward for cost in costs[a:b])
-        found["B", stage] = sum(cost.backward for cost in costs[a:b])
     return found

@@ -47,6 +47,19 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
     return actions
 
 
+def seconds_of(stages: Sequence[tuple[float, float]]) -> dict[tuple[str, int], float]:
+    """Each stage's seconds, forward and backward, as `simulate` wants them."""
+    return {(kind, stage): cost for stage, pair in enumerate(stages) for kind, cost in zip("FB", pair, strict=True)}
+
+
+def length_and_bubble(
+    orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
+) -> tuple[float, float]:
+    """Seconds of a step in which each worker does its actions as soon as it can, and the share in which it waits."""
+    spans = simulate(orders, seconds, transfer)
+    return max(span.end for span in spans), idle_share(spans, len(orders))
+
+
 def simulate(
     orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
 ) -> list[Span]:
@@ -116,8 +129,7 @@ def issue_order(stages: int, microbatches: int) -> list[Action]:
     thread keeps all devices busy with asynchronous work.
     """
     orders = [one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
-    seconds = {(kind, stage): cost for stage in range(stages) for kind, cost in (("F", 1.0), ("B", 2.0))}
-    return [span.action for span in simulate(orders, seconds)]
+    return [span.action for span in simulate(orders, seconds_of([(1.0, 2.0)] * stages))]
 
 
 def idle_share(spans: Sequence[Span], workers: int, launching: bool = False) -> float:

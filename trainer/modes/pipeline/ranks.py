@@ -83,14 +83,9 @@ class ProcessPipeline(Staged):
         order = getattr(self.schedule, "pipeline_order", None)
         if not order or isinstance(self.schedule, schedules.PipelineScheduleSingle):
             return  # torch 2.15 numbers 1F1B's forward passes on the last rank from 1; tuning has predicted these
-        seconds = {
-            (kind, stage): cost
-            for stage, pair in enumerate(self.known["stage_seconds"])
-            for kind, cost in zip("FB", pair, strict=True)
-        }
-        spans = orders.simulate([list(actions_of(order[rank])) for rank in range(self.ranks)], seconds)
-        bubble = orders.idle_share(spans, self.ranks)
-        self.known["predicted"] = {"step_seconds": max(span.end for span in spans), "bubble": bubble}
+        listed = [list(actions_of(order[rank])) for rank in range(self.ranks)]
+        seconds, bubble = orders.length_and_bubble(listed, orders.seconds_of(self.known["stage_seconds"]))
+        self.known["predicted"] = {"step_seconds": seconds, "bubble": bubble}
 
     def describe_pipe(self, rows: int) -> Pipe:
         counts = tuple(microbatch_counts(self.recipe, self.world.size))

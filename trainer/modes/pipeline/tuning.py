@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import DeviceMemoryError
-from trainer.models.balance import BlockCost, balance
-from trainer.models.partition import Traced, choose
+from trainer.models.balance import BlockCost, by_stage, cuts_for, stage_seconds
+from trainer.models.partition import Traced
 from trainer.modes.pipeline import orders
 from trainer.recipe import Recipe
 
@@ -107,20 +107,22 @@ def find_plan(
         large = ", ".join(str(m) for m in candidates if m not in costs)
         say(f"pipeline: {large} micro-batches would be too large for the memory that is free, and are left out")
     candidates = sorted(costs)
-    plans = [Plan(_cuts(traced, recipe, pipe, costs[m]), m, pipe.schedules[0]) for m in candidates]
-    stage_seconds = {plan: _stage_costs(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
-    predictions = {plan: predict(pipe, plan.microbatches, stage_seconds[plan]) for plan in plans}
+    plans = [
+        Plan(cuts_for(traced, recipe.pipeline.cuts, pipe.stages, costs[m]), m, pipe.schedules[0]) for m in candidates
+    ]
+    each = {plan: stage_seconds(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
+    predictions = {plan: predict(pipe, plan.microbatches, each[plan]) for plan in plans}
     best, trials = plans[0], dict[Plan, Trial]()
     if len(plans) > 1:
         best, trials = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
     seconds, bubble = predictions.get(best) or predict(
-        pipe, best.microbatches, _stage_costs(traced, best.cuts, costs[best.microbatches])
+        pipe, best.microbatches, stage_seconds(traced, best.cuts, costs[best.microbatches])
     )
     return best, {
         "key": key,
         "plan": asdict(best),
         "predicted": {"step_seconds": seconds, "bubble": bubble},
-        "stage_seconds": _stage_costs(traced, best.cuts, costs[best.microbatches]),
+        "stage_seconds": stage_seconds(traced, best.cuts, costs[best.microbatches]),
         "trials": [{**asdict(plan), **asdict(found)} for plan, found in trials.items() if found.fits],
     }
 
@@ -154,9 +156,9 @@ def _probed(
 
 def needed(traced: Traced, recipe: Recipe, pipe: Pipe, microbatches: int, costs: Sequence[BlockCost]) -> int:
     """Bytes on the fullest worker: its weights with their gradients and optimizer, and what its micro-batches keep."""
-    bounds = [0, *(traced.cuts.index(cut) + 1 for cut in _cuts(traced, recipe, pipe, costs)), len(costs)]
     workers = [0] * pipe.workers
-    for stage, (a, b) in enumerate(pairwise(bounds)):
+    cuts = cuts_for(traced, recipe.pipeline.cuts, pipe.stages, costs)
+    for stage, blocks in enumerate(by_stage(traced, cuts, costs)):
         held = microbatches
         if recipe.pipeline.recompute:
             held = 1
@@ -164,7 +166,7 @@ def needed(traced: Traced, recipe: Recipe, pipe: Pipe, microbatches: int, costs:
             held = min(pipe.stages - stage, microbatches)
         elif pipe.schedules[0] not in ("gpipe", "loopedbfs"):
             held = min(2 * pipe.workers, microbatches)
-        of_stage = sum(COPIES * cost.weights + held * cost.kept for cost in costs[a:b])
+        of_stage = sum(COPIES * cost.weights + held * cost.kept for cost in blocks)
         workers[stage % pipe.workers] += of_stage
     return max(workers)
 
@@ -213,21 +215,6 @@ def counts_to_try(pipe: Pipe) -> list[int]:
     return sorted({min(within, key=lambda m: (abs(m - want), m)) for want in wanted})
 
 
-def _cuts(traced: Traced, recipe: Recipe, pipe: Pipe, costs: Sequence[BlockCost]) -> tuple[str, ...]:
-    if recipe.pipeline.cuts != "auto":
-        return choose(traced, recipe.pipeline.cuts, pipe.stages)
-    return tuple(traced.cuts[index] for index in balance(costs, pipe.stages))
-
-
-def _stage_costs(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost]) -> list[tuple[float, float]]:
-    """Seconds of each stage, forward and backward."""
-    bounds = [0, *(traced.cuts.index(cut) + 1 for cut in cuts), len(costs)]
-    return [
-        (sum(cost.forward for cost in costs[a:b]), sum(cost.backward for cost in costs[a:b]))
-        for a, b in pairwise(bounds)
-    ]
-
-
 def predict(pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Seconds of a step and its bubble, from the seconds of each stage, transfers left out.
 
@@ -239,9 +226,8 @@ def predict(pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]]
         bubble = orders.ideal_bubble(pipe.workers, microbatches, virtual)
         return (microbatches + (pipe.workers - 1) / virtual) * slowest, bubble
     kind = orders.gpipe if pipe.schedules[0] == "gpipe" else orders.one_forward_one_backward
-    seconds = {(name, stage): cost for stage, pair in enumerate(stages) for name, cost in zip("FB", pair, strict=True)}
-    spans = orders.simulate([kind(stage, pipe.stages, microbatches) for stage in range(pipe.stages)], seconds)
-    return max(span.end for span in spans), orders.idle_share(spans, pipe.workers)
+    listed = [kind(stage, pipe.stages, microbatches) for stage in range(pipe.stages)]
+    return orders.length_and_bubble(listed, orders.seconds_of(stages))
 
 
 def _run(

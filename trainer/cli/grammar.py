@@ -20,14 +20,14 @@ from trainer.cli.command_names import (
 from trainer.cli.dialects.bare_words import bare_meaning
 from trainer.cli.dialects.interpreter import meaning, unknown
 from trainer.cli.dialects.meaning import Around, Meaning
-from trainer.cli.known_keys import OWN, WANTS, is_name, keys, our_name
+from trainer.cli.known_keys import OWN, WANTS, choices, is_name, keys, our_name
 from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
 from trainer.recipe import flatten, shipped_recipes
 from trainer.recipe.recipe_words import misspelt
-from trainer.recipe.unread import READERS
+from trainer.recipe.unread import READERS, unread
 
 
 def program(environment: Mapping[str, str] = os.environ) -> str:
@@ -112,9 +112,9 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
     answers += [*odd.values(), *_contradictions(kept, roots)]
     kept = list({word.partition("=")[0]: word for word in [*kept, *(root for root in roots if root in kept)]}.values())
-    unread = dict(_unread(kept, around)) if command in ("train", "compare", "plan") else {}
-    answers += [Meaning((), f"does nothing with {why}: leave it out", word) for word, why in unread.items()]
-    kept = [word for word in kept if word not in unread]
+    idle = dict(_unread(kept, around)) if command in ("train", "compare", "plan") else {}
+    answers += [Meaning((), f"does nothing with {why}: leave it out", word) for word, why in idle.items()]
+    kept = [word for word in kept if word not in idle]
     said = "; ".join(dict.fromkeys(map(str, answers)))
     raise _to_type(f"{said}:", command, kept or WANTS.get(command, ()))
 
@@ -170,13 +170,11 @@ def _unread(words: Sequence[str], around: Around) -> Iterator[tuple[str, str]]:
     said = {key: value for key, _, value in (word.partition("=") for word in words)}
     if said.get("recipe") != around.values.get("recipe"):
         around = Around(around.command, around.own, said)
-    read = sorted(said.keys() & READERS.keys())
-    recipe = flatten(around.recipe.to_dict()) if read and around.recipe else {}
-    for key in read if recipe else ():
-        chooser = f"{key.partition('.')[0]}.name"
-        chosen = said.get(chooser, recipe[chooser])
-        if any(chosen in names for names in READERS.values()) and chosen not in READERS[key]:
-            yield f"{key}={said[key]}", f"{chooser}={chosen}"
+    if said.keys() & READERS.keys() and around.recipe is not None:
+        values = flatten(around.recipe.to_dict()) | said
+        for key, chooser in unread(values, sorted(said)):
+            if values[chooser] in choices()[chooser]:
+                yield f"{key}={said[key]}", f"{chooser}={values[chooser]}"
 
 
 def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Meaning]:

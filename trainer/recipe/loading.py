@@ -20,7 +20,7 @@ from trainer.recipe.recipe_files import ENDINGS, find, key_lines, label_of, pare
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
-from trainer.recipe.unread import check_read, reads
+from trainer.recipe.unread import check_read, unread
 from trainer.recipe.word_values import word_of, word_value
 
 YOURS = "your words"  # the origin of what the command line says
@@ -195,7 +195,8 @@ def words_of(recipe: Recipe) -> list[str]:
     """What to type for a recipe: its name where it is a shipped one, and every key that differs and matters."""
     shipped = recipe.name in shipped_recipes()
     was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
-    changed = [word_of(key, value) for key, value in now.items() if value != was[key] and reads(recipe, key)]
+    without = dict(unread(now, now))
+    changed = [word_of(key, value) for key, value in now.items() if value != was[key] and key not in without]
     return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.recipe.schema import Recipe
@@ -20,9 +21,12 @@ READERS = {
 }  # keys that some optimizers or schedules read, by their `name`
 
 
-def reads(recipe: Recipe, key: str) -> bool:
-    """Whether anything in such a run depends on a key."""
-    return key not in READERS or flatten(recipe.to_dict())[_chooser(key)] in READERS[key]
+def unread(values: Mapping[str, Any], said: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Those of the keys `said` that nothing reads, each with the key whose value decides. `values`: of all keys."""
+    for key in said:
+        chooser = f"{key.partition('.')[0]}.name"
+        if key in READERS and values[chooser] not in READERS[key]:
+            yield key, chooser
 
 
 def check_read(recipe: Recipe, said: Iterable[str]) -> None:
@@ -32,15 +36,8 @@ def check_read(recipe: Recipe, said: Iterable[str]) -> None:
         RecipeError: with what to type instead.
     """
     values = flatten(recipe.to_dict())
-    for key in said:
-        if values.get(key) and not reads(recipe, key):
-            chooser = _chooser(key)
-            raise RecipeError(
-                f"{key}={typed(values[key])} does nothing with {chooser}={values[chooser]}: leave it out, "
-                f"or type {chooser}={' or '.join(READERS[key])}"
-            )
-
-
-def _chooser(key: str) -> str:
-    """The key whose value decides."""
-    return f"{key.partition('.')[0]}.name"
+    for key, chooser in unread(values, (key for key in said if values.get(key))):
+        raise RecipeError(
+            f"{key}={typed(values[key])} does nothing with {chooser}={values[chooser]}: leave it out, "
+            f"or type {chooser}={' or '.join(READERS[key])}"
+        )

@@ -53,7 +53,7 @@ def bare_meaning(typed: str, around: Around, others: Sequence[str]) -> Meaning |
         words = () if predicts or "recipe" in around.values else ("recipe=finetune",)
         return Meaning((*words, "data.root=FOLDER"), note, " ".join(images))
     if predicts:
-        run = "checkpoint" not in around.values and run_within("checkpoint", typed)
+        run = "checkpoint" not in around.values and run_within("checkpoint", typed, around)
         return run or put("data.root" if "checkpoint" in around.values or typed in images else "checkpoint", typed)
     if typed in shipped_recipes() or typed.endswith((".yaml", ".yml")) or is_run(typed):
         return meaning("recipe", typed, around) or put("recipe", typed)
@@ -77,7 +77,7 @@ def _are_images(word: str, around: Around) -> bool:
     path = os.path.expanduser(word.removeprefix("data.root="))
     there = os.path.exists(path) if "checkpoint" in around.own else os.path.isdir(path)
     other = is_run(path) or path.endswith((*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py"))
-    return there and not other and ("checkpoint" in around.values or not run_within("checkpoint", path))
+    return there and not other and ("checkpoint" in around.values or not run_within("checkpoint", path, around))
 
 
 def _switched(name: str, around: Around) -> Meaning | None:

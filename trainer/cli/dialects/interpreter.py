@@ -14,6 +14,7 @@ from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
 from trainer.cli.dialects.rules import RULES
 from trainer.cli.known_keys import EVERY_WORD, FOLDERS, choices, is_name, is_path_or_text, keys, our_name, sections
 from trainer.recipe import shipped_recipes
+from trainer.recipe.checks import DATASETS
 from trainer.recipe.word_values import kinds
 
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
@@ -98,7 +99,8 @@ def _written(name: str, value: str) -> Meaning | None:
     taken, allowed, low = kinds().get(name, ()), choices().get(name, ()), value.lower()
     if allowed[:2] == ("true", "false"):
         return put(name, "true") if low in YES else put(name, "false") if low in NO else None
-    other = {choice.replace("_", ""): choice for choice in allowed}.get(plain(value))
+    alike = DATASETS if name == "data.name" and value not in DATASETS else allowed
+    other = {choice.replace("_", ""): choice for choice in alike}.get(plain(value))
     if other is not None:
         return put(name, other)
     numeric = bool({int, float} & {*taken})

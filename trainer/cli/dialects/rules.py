@@ -51,7 +51,7 @@ def _sweep(_: str, value: str, __: Around) -> Meaning | None:
     return put("sweep", word) if word != re.sub(r",\s+", ",", value) else None
 
 
-def _recipe(_: str, value: str, __: Around) -> Meaning | None:
+def _recipe(key: str, value: str, around: Around) -> Meaning | None:
     path, shipped = Path(value), shipped_recipes()
     try:
         find(value)
@@ -63,7 +63,7 @@ def _recipe(_: str, value: str, __: Around) -> Meaning | None:
     if alike is not None:
         return put("recipe", alike)
     if os.path.isdir(os.path.expanduser(value)):
-        return run_within("recipe", value) or Meaning(("recipe=finetune", f"data.root={value}"))
+        return run_within(key, value, around) or Meaning(("recipe=finetune", f"data.root={value}"))
     known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}
     if name not in known:
         return None
@@ -73,17 +73,14 @@ def _recipe(_: str, value: str, __: Around) -> Meaning | None:
     return Meaning(("recipe=resnet50", model), f"with your own photos: recipe=finetune {model} data.root=FOLDER")
 
 
-def run_within(key: str, value: str) -> Meaning | None:
+def run_within(_: str, value: str, around: Around) -> Meaning | None:
     """For a folder of runs: one of them is wanted."""
     folder = os.path.expanduser(value)
     runs = glob.iglob(os.path.join(glob.escape(folder), "*", "recipe.yaml"))
     if not os.path.isdir(folder) or is_run(value) or os.path.exists(os.path.join(folder, "checkpoints")):
         return None
+    key = "checkpoint" if "checkpoint" in around.own else "recipe"
     return put(key, f"{value.rstrip('/')}/RUN", f"one of the runs in {value}") if any(runs) else None
-
-
-def _checkpoint(_: str, value: str, __: Around) -> Meaning | None:
-    return run_within("checkpoint", value)
 
 
 def _resume(_: str, value: str, around: Around) -> Meaning:
@@ -189,11 +186,6 @@ def _data(_: str, value: str, around: Around) -> Meaning:
     return Meaning((f"data.name={'shards' if value.endswith(SHARDS) else 'imagefolder'}", f"data.root={value}"))
 
 
-def _data_name(_: str, value: str, __: Around) -> Meaning | None:
-    other = {name.replace("_", ""): name for name in DATASETS}.get(plain(value))
-    return put("data.name", other) if other else None
-
-
 def _image_size(_: str, value: str, __: Around) -> Meaning | None:
     """Pixels a side; elsewhere the channels stand before them, or behind."""
     sizes = [size for size in re.split(r"[ ,x]+", value.lower().strip("[]() ")) if size]
@@ -226,9 +218,9 @@ def _recompute(_: str, value: str, around: Around) -> Meaning | None:
 
 # By key, of ours or another's: what was typed as the key, the value, and what stands around them.
 RULES: dict[str, Callable[[str, str, Around], Meaning | None]] = {
-    "mode": _mode, "modes": _modes, "sweep": _sweep, "recipe": _recipe, "checkpoint": _checkpoint, "resume": _resume,
+    "mode": _mode, "modes": _modes, "sweep": _sweep, "recipe": _recipe, "checkpoint": run_within, "resume": _resume,
     "output": _output, **dict.fromkeys(RUN_NAMES, _output), "devices": _devices, "model": _model,
-    "model.name": _model_name, "model.weights": _weights, "data": _data, "data.name": _data_name,
+    "model.name": _model_name, "model.weights": _weights, "data": _data,
     "data.image_size": _image_size, "schedule.warmup_epochs": _warmup,
     **{name: _recompute for name, key in OTHER_KEYS.items() if key == "pipeline.recompute"},
     **dict.fromkeys((*BETAS[0], *BETAS[1]), _betas),

@@ -27,11 +27,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "local_sgd": LocalSGD,
     "hogwild": Hogwild,
 }
+OVER_PROCESSES: dict[str, type[Strategy]] = {"pipeline": ProcessPipeline}  # another class where there are several
 
 
 def kind(recipe: Recipe, world: World) -> type[Strategy]:
     """The class of the recipe's mode."""
-    return ProcessPipeline if recipe.mode == "pipeline" and world.size > 1 else STRATEGIES[recipe.mode]
+    return {**STRATEGIES, **(OVER_PROCESSES if world.size > 1 else {})}[recipe.mode]
 
 
 def share(recipe: Recipe, world: World) -> Shard:

@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import IN_TURN, STREAMS, Recipe, nearest, neighbours
+from trainer.recipe import IN_TURN, STREAMS, Recipe, flatten, nearest, neighbours
 from trainer.recipe.timm_names import TIMM, check_timm_name, timm_models
 from trainer.recipe.versions import SINCE, installed, torch_has
+from trainer.recipe.word_values import word_of
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
@@ -104,11 +105,10 @@ def check_options(recipe: Recipe) -> None:
     """
     if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
-    on = {"sync_bn": recipe.sync_bn, "compile": recipe.compile}
-    for option, value in on.items():
-        reason = recipe.traits.refuses.get(option) if value else None
-        if reason:
-            raise RecipeError(f"{option}=true is not for mode={recipe.mode}: {reason}")
+    values, untouched = (flatten(each.to_dict()) for each in (recipe, Recipe()))
+    for option, reason in recipe.traits.refuses.items():
+        if values[option] != untouched[option]:
+            raise RecipeError(f"{word_of(option, values[option])} is not for mode={recipe.mode}: {reason}")
     schedule = recipe.pipeline.schedule
     if recipe.traits.micro_batches and schedule in refused_schedules():
         (major, minor), instead = SINCE[TWO_PARTS]

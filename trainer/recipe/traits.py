@@ -34,7 +34,7 @@ class Traits:
         same_maths: as the reference, to float tolerance.
         every_sample: each process uses all samples of its own shard, rather than a share of every full global batch.
         private: what differs from process to process and is saved for each: model, optimizer, ema, scaler.
-        refuses: options that it cannot have, and why. Everything else works: a test tries every pair.
+        refuses: keys that it cannot have but as by default, and why. Everything else works: a test tries every pair.
         also_called: by other programs, lower case, without dashes and underscores.
     """
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.command_line import PROJECT, ok, trainer
 from tests.pages import REFERENCE, made
+from trainer.cli.command_names import COMMANDS
 from trainer.recipe import Recipe, flatten, load
 from trainer.recipe.key_reference import keys, sections
 
@@ -96,3 +97,9 @@ def test_a_recipe_is_printed_with_comments_and_who_set_what(tmp_path: Path) -> N
 def test_the_reference_is_shipped() -> None:
     shipped = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert "guide/*.md" in shipped["trainer"] and {"*.yaml", "*.json"} <= {*shipped["trainer.recipes"]}
+
+
+def test_keys_and_commands_stay():
+    """Recipes and scripts of others hold them: none goes, and a new one is a line that somebody meant to add."""
+    names = (PROJECT / "tests" / "recipe" / "keys_and_commands.txt").read_text().split()
+    assert [*sorted(flatten(Recipe().to_dict())), *sorted(COMMANDS)] == names

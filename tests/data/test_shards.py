@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.command_line import QUIET, digest, losses, ok, result, torchrun, trainer
+from tests.command_line import PROJECT, QUIET, digest, losses, ok, result, torchrun, trainer
 from tests.data.photo_folders import coloured
 from tests.data.shards.making import parquet, tarred
 from trainer.data.photos.contact_sheet import FILE
@@ -164,7 +164,7 @@ def test_ranks_that_find_other_shards_stop(sets, tmp_path):
         shutil.copy(sets / "wds" / "x-val-000.tar", tmp_path / name / "set" / "x-val-000.tar")
     words = ["data.name=shards", "data.root=set", *WORDS, "mode=ddp", "plugin=other_copy", f"output={tmp_path / 'run'}"]
     env = {
-        "PYTHONPATH": f"{tmp_path}:{__import__('tests.command_line').commands.PROJECT}",
+        "PYTHONPATH": f"{tmp_path}:{PROJECT}",
         "OTHER": str(tmp_path / "there"),
     }
     env["TRAINER_DATA"] = str(tmp_path / "kept")

@@ -81,7 +81,7 @@ def held(found: Traces, expected: Traces, bounds: Mapping[str, float], todo: str
     if not any(apart.values()):
         return right("the same to the last bit", deviations=told, bounds=dict(bounds))
     line = ", ".join(f"{name} {value:.0e}" if value else f"{name} 0" for name, value in apart.items())
-    return right(f"apart by: {line}", deviations=told, bounds=dict(bounds))
+    return right(f"relative differences: {line}", deviations=told, bounds=dict(bounds))
 
 
 def same_bits(found: Traces, expected: Traces) -> list[str]:

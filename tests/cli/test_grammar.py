@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -656,6 +657,24 @@ def test_several_images_or_folders_want_the_one_that_holds_them(
         assert str(error.value).endswith(f"type {TRAIN} {told}"), typed
         assert ("data.root=- and a path on each line" in str(error.value)) == typed.startswith("predict")
         assert read(told.split())[1]
+
+
+def test_each_of_many_images_is_looked_at_as_often_as_one_of_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [tmp_path / f"{number}.jpg" for number in range(80)]
+    for image in images:
+        image.touch()
+    looks: list[object] = []
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda *args, **options: (looks.append(args), stat(*args, **options))[1])
+    counts = []
+    for number in (40, 80):
+        looks.clear()
+        with pytest.raises(RecipeError, match="a path on each line of standard input"):
+            read(["predict", "checkpoint=runs/x", *map(str, images[:number])])
+        counts.append(len(looks))
+    assert counts[1] <= 2 * counts[0]
 
 
 def test_the_smallest_of_each_family_is_a_model() -> None:

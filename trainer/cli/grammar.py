@@ -80,7 +80,8 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
     Raises:
         RecipeError: with what to type.
     """
-    around = Around(command, OWN[command], {word.key: word.value for word in words if word.key})
+    values = {word.key: word.value for word in words if word.key}
+    around = Around(command, OWN[command], values, tuple(word.typed for word in words))
     kept: list[str] = []
     odd: dict[str, Meaning] = {}
     roots: list[str] = []  # of several folders and files, wherever the others stand
@@ -93,7 +94,7 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         elif switch:
             command = switch
             answers.append(Meaning((command,), typed=word.typed))
-        elif (answer := _answer(word, around, words)) is not None:
+        elif (answer := _answer(word, around)) is not None:
             answers.append(answer)
             kept += answer.words
             roots += [] if word.key else [one for one in answer.words if one.startswith("data.root=")]
@@ -158,7 +159,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
         command, own = ("train", target) if "=" in target[0] else (target[0], target[1:])
         own = own if not rest else [*rest, *own[1:]] if command == "export" else rest
         return command, own, [Meaning((command,) if own is not target else tuple(target), typed=first)]
-    if bare_meaning(first, Around("train", OWN["train"]), []) is not None:
+    if bare_meaning(first, Around("train", OWN["train"])) is not None:
         return "train", list(words), []
     guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
@@ -188,10 +189,10 @@ def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Mean
             yield Meaning((), f"given as {' and as '.join(said)}: keep the one that is meant", key)
 
 
-def _answer(word: Word, around: Around, words: Sequence[Word]) -> Meaning | None:
+def _answer(word: Word, around: Around) -> Meaning | None:
     """What to type for a word; None where it is right, or the recipe has to say what is wrong."""
     if not word.key:
-        found = bare_meaning(word.typed, around, [other.typed for other in words])
+        found = bare_meaning(word.typed, around)
     else:
         found = meaning(word.key, word.value, around)
         if found is None and not word.fine and is_name(word.key):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 
 from trainer.cli.dialects.interpreter import meaning
-from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, Around, Meaning, is_run, put
+from trainer.cli.dialects.meaning import SHARDS, Around, Meaning, is_run, put
 from trainer.cli.dialects.rules import run_within
 from trainer.cli.known_keys import WANTS, choices, keys
 from trainer.cli.spelling import DASHES
@@ -23,13 +22,12 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-def bare_meaning(typed: str, around: Around, others: Sequence[str]) -> Meaning | None:
+def bare_meaning(typed: str, around: Around) -> Meaning | None:
     """What to type for a word that sets nothing; None where nobody knows.
 
     Args:
         typed: the word.
-        around: what sets something.
-        others: all that was typed.
+        around: the rest of the command line.
     """
     name = typed.lstrip(DASHES).replace("-", "_")
     if name in around.own and (typed != name or name == "recipe"):
@@ -41,21 +39,22 @@ def bare_meaning(typed: str, around: Around, others: Sequence[str]) -> Meaning |
     if not os.path.exists(path) and (switched := _switched(typed.lower(), around)) is not None:
         return switched
     if around.command == "compare" and _are_modes(typed):
-        named = [other for other in others if _are_modes(other)]
+        named = [other for other in around.typed if _are_modes(other)]
         modes = ",".join([around.values.get("modes", "").strip("[]"), *named]).strip(",").split(",")
         return Meaning((f"modes=[{','.join(dict.fromkeys(modes))}]",), typed=" ".join(named))
-    if around.command == "compare" and (is_run(typed) or typed.startswith("runs/")):
+    if around.command == "compare" and (is_run(path) or typed.startswith("runs/")):
         return Meaning((), "runs compare RUN RUN looks at runs that are done")
     if typed.endswith(SHARDS) and not re.search(r"\.(pth?|ckpt)\.tar$", typed) and not predicts:
-        return _shards(typed, around, others)
-    if (images := [other for other in others if _are_images(other, around)])[1:] and typed in images:
+        return _shards(typed, around)
+    images = around.images
+    if typed in images and len(images) > 1:
         note = "one folder" + ", or data.root=- and a path on each line of standard input" * predicts
         words = () if predicts or "recipe" in around.values else ("recipe=finetune",)
         return Meaning((*words, "data.root=FOLDER"), note, " ".join(images))
     if predicts:
         run = "checkpoint" not in around.values and run_within("checkpoint", typed, around)
         return run or put("data.root" if "checkpoint" in around.values or typed in images else "checkpoint", typed)
-    if typed in shipped_recipes() or typed.endswith((".yaml", ".yml")) or is_run(typed):
+    if typed in shipped_recipes() or typed.endswith((".yaml", ".yml")) or is_run(path):
         return meaning("recipe", typed, around) or put("recipe", typed)
     if typed in MODES:
         return put("mode", typed)
@@ -63,21 +62,13 @@ def bare_meaning(typed: str, around: Around, others: Sequence[str]) -> Meaning |
     return Meaning((*["recipe=finetune"] * (not photos), f"data.root={typed}")) if os.path.isdir(path) else None
 
 
-def _shards(typed: str, around: Around, others: Sequence[str]) -> Meaning:
-    listed = [other for other in others if other.endswith(SHARDS) and "=" not in other]
+def _shards(typed: str, around: Around) -> Meaning:
+    listed = [other for other in around.typed if other.endswith(SHARDS) and "=" not in other]
     pattern = os.path.join(os.path.dirname(typed), f"*{os.path.splitext(typed)[1]}")
     if len(listed) > 1 or around.values.get("data.root", "").endswith(SHARDS):
         note = "in quotes, or the shell writes out the pattern"
         return Meaning(("data.name=shards", f"data.root={pattern}"), note, " ".join(listed))
     return Meaning(("data.name=shards", f"data.root={typed}"))
-
-
-def _are_images(word: str, around: Around) -> bool:
-    """Images for predict, as a shell writes out photos/*.jpg, or a folder of classes to train on."""
-    path = os.path.expanduser(word.removeprefix("data.root="))
-    there = os.path.exists(path) if "checkpoint" in around.own else os.path.isdir(path)
-    other = is_run(path) or path.endswith((*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py"))
-    return there and not other and ("checkpoint" in around.values or not run_within("checkpoint", path, around))
 
 
 def _switched(name: str, around: Around) -> Meaning | None:

@@ -73,9 +73,9 @@ def _told(name: str, key: str, value: str, around: Around) -> Meaning | None:
     found = found or number(name, value) or _written(name, value)
     if found is None or found.words == (f"{key}={value}",):
         return None
-    if "{value}" not in "".join(found.words):
+    target, _, said = "".join(found.words[:1]).partition("=")
+    if said != "{value}":
         return found
-    target = found.words[0].partition("=")[0]
     ours = our_name(target, around.own)
     read = meaning(target, value, around) or unknown(ours, value) or put(ours, value)
     return Meaning(read.words, read.note or found.note)

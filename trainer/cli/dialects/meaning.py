@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shlex
@@ -31,11 +32,12 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Around:
-    """What else was typed: the command, its own words, and the other keys."""
+    """What else was typed: the command, its own words, the other keys, and all as it was typed."""
 
     command: str
     own: tuple[str, ...]
     values: dict[str, str] = field(default_factory=dict)
+    typed: tuple[str, ...] = ()
 
     @cached_property
     def recipe(self) -> Recipe | None:
@@ -44,6 +46,15 @@ class Around:
             return load(self.values.get("recipe"))
         except RecipeError:
             return None
+
+    @cached_property
+    def images(self) -> tuple[str, ...]:
+        """Images for predict, as a shell writes out photos/*.jpg, and folders of images."""
+        there = os.path.exists if "checkpoint" in self.own else os.path.isdir
+        others = (*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py")
+        paths = {word: os.path.expanduser(word.removeprefix("data.root=")) for word in self.typed}
+        found = (word for word, path in paths.items() if there(path) and not path.endswith(others) and not is_run(path))
+        return tuple(word for word in found if "checkpoint" in self.values or not holds_runs(paths[word]))
 
     @property
     def data_name(self) -> str:
@@ -70,4 +81,11 @@ def plain(value: str) -> str:
 
 def is_run(path: str) -> bool:
     """Whether a folder is a run's."""
-    return os.path.isfile(os.path.join(os.path.expanduser(path), "recipe.yaml"))
+    return os.path.isfile(os.path.join(path, "recipe.yaml"))
+
+
+def holds_runs(folder: str) -> bool:
+    """Whether a folder is one of runs, and none of them itself."""
+    if not os.path.isdir(folder) or is_run(folder) or os.path.exists(os.path.join(folder, "checkpoints")):
+        return False
+    return any(glob.iglob(os.path.join(glob.escape(folder), "*", "recipe.yaml")))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, Around, Meaning, is_run, plain, put
+from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, Around, Meaning, holds_runs, plain, put
 from trainer.cli.dialects.other_values import NONE, OTHER_VALUES
 from trainer.cli.known_keys import keys, our_name
 from trainer.errors import RecipeError
@@ -75,12 +74,9 @@ def _recipe(key: str, value: str, around: Around) -> Meaning | None:
 
 def run_within(_: str, value: str, around: Around) -> Meaning | None:
     """For a folder of runs: one of them is wanted."""
-    folder = os.path.expanduser(value)
-    runs = glob.iglob(os.path.join(glob.escape(folder), "*", "recipe.yaml"))
-    if not os.path.isdir(folder) or is_run(value) or os.path.exists(os.path.join(folder, "checkpoints")):
-        return None
+    holds = holds_runs(os.path.expanduser(value))
     key = "checkpoint" if "checkpoint" in around.own else "recipe"
-    return put(key, f"{value.rstrip('/')}/RUN", f"one of the runs in {value}") if any(runs) else None
+    return put(key, f"{value.rstrip('/')}/RUN", f"one of the runs in {value}") if holds else None
 
 
 def _resume(_: str, value: str, around: Around) -> Meaning:

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from tests.command_line import PROJECT, QUIET, ok, trainer
 from tests.data.photo_folders import coloured
 from trainer.errors import RecipeError, without_secrets
-from trainer.recipe import load, word_values
+from trainer.recipe import load, reflection
 
 MARK = "hunter2marker"
 ADDRESS = f"https://bob:{MARK}@tracker.example/x"
-TEXTS = [key for key, kinds in word_values.kinds().items() if str in kinds]
+TEXTS = [key for key, kinds in reflection.kinds().items() if str in kinds]
 
 
 def told_in(folder: Path, *marks: str) -> list[str]:

@@ -11,10 +11,11 @@ from tests.command_line import ok
 from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import read
 from trainer.cli.help import PAGES, first, page
-from trainer.cli.known_keys import OWN, keys
+from trainer.cli.known_keys import OWN
 from trainer.commands.compare import entries
 from trainer.commands.plan import OWN as PLAN_WORDS
 from trainer.recipe import load
+from trainer.recipe.reflection import defaults
 
 
 def test_every_command_has_a_page() -> None:
@@ -30,7 +31,7 @@ def test_the_words_of_commands_are_those_that_they_read() -> None:
 @pytest.mark.parametrize("command", OWN)
 def test_words_and_keys_of_a_page_exist(command: str) -> None:
     shown = {word.partition("=")[0] for word in PAGES[command].words} - {"key", "--json"}
-    assert shown <= {*OWN[command], *keys()}
+    assert shown <= {*OWN[command], *defaults()}
     assert {*OWN[command]} <= shown | {"output", "resume"}
 
 

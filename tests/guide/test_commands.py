@@ -25,10 +25,11 @@ from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
 from trainer import __main__ as cli
 from trainer.cli.command_names import COMMANDS
-from trainer.cli.known_keys import OWN, keys
+from trainer.cli.known_keys import OWN
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load
+from trainer.recipe.reflection import defaults
 
 RUNS = ("first", "second")  # that pages speak of, below runs
 WORDS = ("key", "section.key", "format", "yes", "extends", "plugin", "minutes")  # of commands, and what stands for any
@@ -234,13 +235,13 @@ def test_what_is_wrong_is_noticed(text: str, why: str, empty: Path, capsys: pyte
 def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
     for word in settings(page):
         key = word.partition("=")[0]
-        assert key in keys() or key in WORDS or key in {name for names in OWN.values() for name in names}, word
-        if key in keys():
+        assert key in defaults() or key in WORDS or key in {name for names in OWN.values() for name in names}, word
+        if key in defaults():
             load(None, word)
-    sections = {key.partition(".")[0] for key in keys() if "." in key}
+    sections = {key.partition(".")[0] for key in defaults() if "." in key}
     for span in spans(page):
         if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.partition(".")[0] in sections and span not in FILES:
-            assert span in keys(), span
+            assert span in defaults(), span
 
 
 def test_examples_of_yaml_are_recipes(empty: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from tests.command_line import ok, trainer
 from trainer import recipe as recipes
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe, changed_keys, flatten, load, word_values
+from trainer.recipe import Recipe, changed_keys, flatten, load, reflection
 from trainer.recipe.loading import words_of
 from trainer.recipe.text import typed
 
@@ -123,7 +123,7 @@ def test_a_text_is_taken_letter_by_letter_and_comes_back(tmp_path: Path, key: st
 
 
 def test_every_key_that_takes_text_is_among_those() -> None:
-    texts = {key for key, kinds in word_values.kinds().items() if str in kinds and list not in kinds}
+    texts = {key for key, kinds in reflection.kinds().items() if str in kinds and list not in kinds}
     assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb"}
 
 

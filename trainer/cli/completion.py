@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import program
 from trainer.cli.guide import topics
-from trainer.cli.known_keys import EXPORTS, FOLDERS, OWN, choices, keys, sections
+from trainer.cli.known_keys import EXPORTS, FOLDERS, OWN
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
 from trainer.recipe.checks import DATASETS, SMALL_MODELS, TASKS, refused_schedules, torchvision_classifiers
+from trainer.recipe.reflection import choices, defaults, sections
 
 SHELLS = ("bash", "zsh")
 OTHER_FOLDERS = [key for key in FOLDERS if key not in ("recipe", "checkpoint", "model.init_from", "measured")]
@@ -288,9 +289,9 @@ def script(shell: str) -> str:
     marks = {
         "COMMANDS": COMMANDS,
         "RECIPES": shipped_recipes(),
-        "KEYS": [f"{key}=" for key in keys()],
+        "KEYS": [f"{key}=" for key in defaults()],
         "VALUES": [f"{key}={value}" for key, allowed in _values().items() for value in allowed],
-        "SECTIONS": [*sections(), *keys()],
+        "SECTIONS": [*sections(), *defaults()],
         "TOPICS": topics(),
         "SHELLS": SHELLS,
     }

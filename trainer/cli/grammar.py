@@ -20,13 +20,14 @@ from trainer.cli.command_names import (
 from trainer.cli.dialects.bare_words import bare_meaning
 from trainer.cli.dialects.interpreter import meaning, unknown
 from trainer.cli.dialects.meaning import Around, Meaning
-from trainer.cli.known_keys import OWN, WANTS, choices, is_name, keys, our_name
+from trainer.cli.known_keys import OWN, WANTS, is_name, our_name
 from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
 from trainer.recipe import flatten, shipped_recipes
 from trainer.recipe.recipe_words import misspelt
+from trainer.recipe.reflection import choices, defaults
 from trainer.recipe.unread import READERS, unread
 
 
@@ -122,9 +123,9 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
 
 def _check_key_name(name: str) -> None:
     """Refuse another program's name for a key, where the reference is asked for it."""
-    own = {part for key in keys() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
+    own = {part for key in defaults() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
     ours = our_name(name.replace("-", "_"), ())
-    if name not in own and ours in keys():
+    if name not in own and ours in defaults():
         raise _to_type(f"'{name}' is {ours}:", "recipes", ["keys", ours])
 
 
@@ -204,9 +205,9 @@ def _unknown(word: Word) -> str | None:
     """Why a word can be left out of what is told to type; None where only the recipe can tell what is wrong."""
     if not word.key:
         return None if word.typed in FLAGS else "not key=value, as in epochs=10"
-    if word.key in keys() and (told := unknown(word.key, word.value)) is not None:
+    if word.key in defaults() and (told := unknown(word.key, word.value)) is not None:
         return told.note
     if is_name(word.key):
         return None
-    guess = misspelt(word.key, keys())
+    guess = misspelt(word.key, defaults())
     return "no key" + (f"; did you mean {guess}?" if guess else "")

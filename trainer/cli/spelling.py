@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.cli.known_keys import EVERY_WORD, choices, is_name, is_path_or_text, keys, our_name
+from trainer.cli.known_keys import EVERY_WORD, is_name, is_path_or_text, our_name
+from trainer.recipe.reflection import choices, defaults
 
 DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # pages and word processors make others of a hyphen
 QUOTES = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
@@ -119,7 +120,7 @@ def _option(word: str, rest: Sequence[str]) -> tuple[Word, int]:
         return _set(f"{word} {following}", word, following), 1
     if name.startswith("no_") and is_name(name[3:]):
         return Word(word, name[3:], "false", fine=False), 0
-    if (name in keys() and choices().get(name, ())[:2] != ("true", "false")) or name in EVERY_WORD:
+    if (name in defaults() and choices().get(name, ())[:2] != ("true", "false")) or name in EVERY_WORD:
         return Word(word), 0  # a value is missing
     return Word(word, name, "true", fine=False), 0
 
@@ -143,7 +144,7 @@ def _set(typed: str, key: str, value: str, fine: bool = True) -> Word:
 def _name(key: str) -> str:
     """A key as we write it: no dashes, blanks, quotes, plus signs of hydra or capitals."""
     name = key.strip(QUOTES).lstrip(DASHES + "+~/").replace("-", "_").strip(QUOTES + "'\"")
-    return name.lower() if name not in keys() and is_name(name.lower()) else name
+    return name.lower() if name not in defaults() and is_name(name.lower()) else name
 
 
 def _bare(word: str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.recipe.editor import json_schema
-from trainer.recipe.schema import EXTENDS, Recipe
-from trainer.recipe.text import flatten, nearest, typed
+from trainer.recipe.reflection import defaults
+from trainer.recipe.schema import EXTENDS
+from trainer.recipe.text import nearest, typed
 
 PAGE = """\
 # Every key of a recipe
@@ -37,11 +38,10 @@ class Key:
 
 def keys() -> dict[str, Key]:
     """Every key of a recipe by its dotted name, in the schema's order."""
-    defaults = flatten(Recipe().to_dict())
     properties = json_schema()["properties"]
     found = {}
     for name, node in _leaves(properties):
-        default = "none" if name == EXTENDS else typed(defaults[name])
+        default = "none" if name == EXTENDS else typed(defaults()[name])
         found[name] = Key(name, default, _takes(node), node.get("description", ""))
     return found
 

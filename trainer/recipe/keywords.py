@@ -9,8 +9,8 @@ from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.recipe.other_names import OTHER_KEYS
-from trainer.recipe.schema import Recipe
-from trainer.recipe.text import flatten, nearest
+from trainer.recipe.reflection import defaults
+from trainer.recipe.text import nearest
 
 # What programs hand to other trainers, with where it goes here.
 OBJECTS = {
@@ -72,7 +72,7 @@ def _plain(value: Any, key: str) -> Any:
         return str(value)
     if home in ("numpy", "torch") and not getattr(value, "shape", 1):
         return value.item()
-    known = flatten(Recipe().to_dict())
+    known = defaults()
     section: str | None = next((inner for inner in known if inner.startswith(f"{key}.")), None)
     if section is None and key not in known:
         guess = INSTEAD.get(key.lower()) or nearest(key, OWN)

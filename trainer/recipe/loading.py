@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.errors import RecipeError
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.recipe_files import ENDINGS, find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
+from trainer.recipe.reflection import defaults
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
@@ -154,7 +155,7 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
         elif under is None or isinstance(value, Mapping) == isinstance(under, Mapping):
             tree[name] = value
         else:
-            is_key = key in flatten(Recipe().to_dict())
+            is_key = key in defaults()
             tree[name] = value if isinstance(value, Mapping) == is_key else under
     return tree
 

@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from trainer.recipe.schema import EXTENDS, Recipe
-from trainer.recipe.text import flatten
+from trainer.recipe.reflection import defaults
+from trainer.recipe.schema import EXTENDS
 
-KEYS = tuple(flatten(Recipe().to_dict()))
+KEYS = tuple(defaults())
 SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in KEYS if "." in key))
 TOP = (EXTENDS, *SECTIONS, *(key for key in KEYS if "." not in key))
 NAMES = {*TOP, *KEYS, *(key.partition(".")[2] for key in KEYS if "." in key)}  # with and without their sections

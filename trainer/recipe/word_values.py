@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from pydantic import BaseModel
 
 from trainer.recipe.recipe_files import check_shape
-from trainer.recipe.schema import Recipe
+from trainer.recipe.reflection import is_text, kinds
 from trainer.recipe.text import shown, typed
-
-
-@functools.cache
-def kinds() -> dict[str, tuple[Any, ...]]:
-    """What each key takes: int, float, bool, str, list, type(None) and Literals; list[str] stands beside its list."""
-    return dict(_kinds(Recipe, ""))
-
-
-def is_text(key: str) -> bool:
-    """Whether a key takes any text."""
-    return str in kinds().get(key, ())
 
 
 def word_value(key: str, text: str) -> Any:
@@ -52,32 +37,3 @@ def word_value(key: str, text: str) -> Any:
 def word_of(key: str, value: Any) -> str:
     """The word that sets a key to a value, as `word_value` reads it again."""
     return f"{key}={value if is_text(key) and isinstance(value, str) else typed(value)}"
-
-
-def is_section(kind: Any) -> bool:
-    """Whether a field holds keys of its own."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _kinds(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for name, field in model.model_fields.items():
-        kind: Any = field.annotation
-        if is_section(kind):
-            yield from _kinds(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, tuple(_parts(kind))
-
-
-def _parts(kind: Any) -> Iterator[Any]:
-    """What an annotation is made of, without its limits."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        yield from _parts(get_args(kind)[0])
-    elif origin in (Union, UnionType):
-        for part in get_args(kind):
-            yield from _parts(part)
-    elif origin is list:
-        yield list
-        yield from [list[str]] * ([*_parts(get_args(kind)[0])] == [str])
-    else:
-        yield kind

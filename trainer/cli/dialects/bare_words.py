@@ -8,10 +8,11 @@ import re
 from trainer.cli.dialects.interpreter import meaning
 from trainer.cli.dialects.meaning import SHARDS, Around, Meaning, is_run, put
 from trainer.cli.dialects.rules import run_within
-from trainer.cli.known_keys import WANTS, choices, keys
+from trainer.cli.known_keys import WANTS
 from trainer.cli.spelling import DASHES
 from trainer.recipe import MODES, shipped_recipes
 from trainer.recipe.checks import OWN_PHOTOS
+from trainer.recipe.reflection import choices, defaults
 from trainer.recipe.text import shown
 
 # Values to show for words that want one.
@@ -34,7 +35,7 @@ def bare_meaning(typed: str, around: Around) -> Meaning | None:
         return put(name, EXAMPLES[name], "with its value")
     if not typed or typed[0] in DASHES:
         found = meaning(name, "true", around)
-        return found or (put(name, shown(keys()[name]), "with its value") if name in keys() else None)
+        return found or (put(name, shown(defaults()[name]), "with its value") if name in defaults() else None)
     path, predicts = os.path.expanduser(typed), "checkpoint" in around.own
     if not os.path.exists(path) and (switched := _switched(typed.lower(), around)) is not None:
         return switched

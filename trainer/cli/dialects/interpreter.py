@@ -12,10 +12,10 @@ from trainer.cli.dialects.meaning import Around, Meaning, plain, put
 from trainer.cli.dialects.numbers import is_figure, listed, number
 from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
 from trainer.cli.dialects.rules import RULES
-from trainer.cli.known_keys import EVERY_WORD, FOLDERS, choices, is_name, is_path_or_text, keys, our_name, sections
+from trainer.cli.known_keys import EVERY_WORD, FOLDERS, is_name, is_path_or_text, our_name
 from trainer.recipe import shipped_recipes
 from trainer.recipe.checks import DATASETS
-from trainer.recipe.word_values import kinds
+from trainer.recipe.reflection import choices, defaults, kinds, sections
 
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
 REGISTERED = ("model.name", "data.name", "task.name")  # a plugin may have registered any name
@@ -31,7 +31,7 @@ def meaning(key: str, value: str, around: Around) -> Meaning | None:
     """
     section, _, inner = key.partition(".")
     if section in FOREIGN and inner and not is_name(key):  # trainer.fast_dev_run, args.lr
-        return meaning(inner, value, around) or (put(inner, value) if inner in keys() else None)
+        return meaning(inner, value, around) or (put(inner, value) if inner in defaults() else None)
     if not value or value.startswith("{"):  # a section as YAML writes it
         return None
     if (several := _several(key, value, around)) is not None:
@@ -43,7 +43,7 @@ def meaning(key: str, value: str, around: Around) -> Meaning | None:
             return found
     if value == "true" and key in shipped_recipes():
         return put("recipe", key)
-    if ours == key or not (ours in keys() or ours in sections() or ours in around.own):
+    if ours == key or not (ours in defaults() or ours in sections() or ours in around.own):
         return None
     return _told(ours, key, value, around) or unknown(ours, value) or put(ours, value)
 
@@ -64,7 +64,7 @@ def _several(key: str, value: str, around: Around) -> Meaning | None:
 def _told(name: str, key: str, value: str, around: Around) -> Meaning | None:
     """What the value is for `name`, which was typed as `key`; None where it is right, or nobody knows."""
     registered = name in REGISTERED and "plugin" in around.values
-    elsewhere = name in EVERY_WORD and name not in around.own and name not in keys()
+    elsewhere = name in EVERY_WORD and name not in around.own and name not in defaults()
     if registered or elsewhere or value in choices().get(name, ()):
         return None
     found = _of_row(name, value, around)

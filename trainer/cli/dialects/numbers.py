@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from trainer.cli.dialects.meaning import Meaning, put
-from trainer.recipe.word_values import kinds
+from trainer.recipe.reflection import kinds
 
 OFF_AT_ZERO = ("model.freeze", "stop.patience")  # whole numbers for which 0 means null
 ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay",)  # null takes another key's instead

@@ -5,7 +5,7 @@ To add a value, write it into the row of its key, behind what is to be typed; to
 
 from __future__ import annotations
 
-from trainer.cli.known_keys import choices
+from trainer.recipe.reflection import choices
 from trainer.recipe.traits import TRAITS
 
 YES, NO = ("1", "y", "yes", "on", "t", "true"), ("0", "n", "no", "off", "f", "false")

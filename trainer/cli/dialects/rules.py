@@ -9,11 +9,12 @@ from pathlib import Path
 
 from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, Around, Meaning, holds_runs, plain, put
 from trainer.cli.dialects.other_values import NONE, OTHER_VALUES
-from trainer.cli.known_keys import keys, our_name
+from trainer.cli.known_keys import our_name
 from trainer.errors import RecipeError
 from trainer.recipe import DEVICE, MODES, TRAITS, find, shipped_recipes
 from trainer.recipe.checks import DATASETS, OWN_PHOTOS, SMALL_MODELS, torchvision_classifiers
 from trainer.recipe.other_names import OTHER_KEYS
+from trainer.recipe.reflection import defaults
 from trainer.recipe.timm_names import TIMM, timm_models
 
 TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
@@ -46,7 +47,7 @@ def _sweep(_: str, value: str, __: Around) -> Meaning | None:
         return None
     name = found[1].replace("-", "_")
     key = our_name(name, ("nproc",))
-    word = f"{key if key in (*keys(), 'nproc') else name}:[{','.join(re.split('[, ]+', found[2]))}]"
+    word = f"{key if key in (*defaults(), 'nproc') else name}:[{','.join(re.split('[, ]+', found[2]))}]"
     return put("sweep", word) if word != re.sub(r",\s+", ",", value) else None
 
 

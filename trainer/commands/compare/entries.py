@@ -15,8 +15,8 @@ from trainer import recipe
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes import world
-from trainer.recipe import MODES, TRAITS, Recipe, Traits, checks, flatten
-from trainer.recipe.word_values import is_text
+from trainer.recipe import MODES, TRAITS, Recipe, Traits, checks
+from trainer.recipe.reflection import defaults, is_text
 
 OWN_WORDS = ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps")
 
@@ -140,10 +140,9 @@ def parse_sweep(text: str) -> Sweep:
     values = _yaml(rest, yaml.BaseLoader if is_text(key) else yaml.SafeLoader)
     if not colon:
         key, _, rest = text.partition("=")
-    defaults = {**flatten(Recipe().to_dict()), "nproc": 1}
-    known = [*defaults]
+    known = {**defaults(), "nproc": 1}
     if not colon or not isinstance(values, list):
-        example = _example(key if key in known else recipe.nearest(key, known) or "batch_size", rest, defaults)
+        example = _example(key if key in known else recipe.nearest(key, known) or "batch_size", rest, known)
         raise RecipeError(f"sweep={text[:80]} must be a key and a list of values, as in {example}")
     if key not in known:
         guess = recipe.nearest(key, known)
@@ -152,7 +151,7 @@ def parse_sweep(text: str) -> Sweep:
         hint = "write modes=[...]" if key == "mode" else "every run has a folder of its own"
         raise RecipeError(f"sweep={key} is not for a sweep: {hint}")
     if not values:
-        raise RecipeError(f"sweep={key}:[] has no value: write {_example(key, '', defaults)}")
+        raise RecipeError(f"sweep={key}:[] has no value: write {_example(key, '', known)}")
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
         raise RecipeError(f"sweep={key} lists {twice} twice: keep one")

@@ -1,6 +1,9 @@
 """What other programs' values are here, and what is said of keys that only they have: a row for each key.
 
-To add a value, write it into the row of its key, behind what is to be typed; to add a key, write a row.
+To add a value, write it into the row of its key, behind what is to be typed; to add a key, write a row. What is to be
+typed is a value or whole words; in brackets stands what there is to say. {value} is what was typed, read as that key's.
+Values are written in small letters without other signs than dots; YES, NO and NONE stand for all words that say so, and
+* for any other value.
 """
 
 from __future__ import annotations
@@ -11,9 +14,6 @@ from trainer.recipe.traits import TRAITS
 YES, NO = ("1", "y", "yes", "on", "t", "true"), ("0", "n", "no", "off", "f", "false")
 NONE = (*NO, "none", "null", "nil")
 
-# Values, of a key of ours or one that only others have: what to type, and for which values. What to type is the value,
-# or whole words; in brackets stands what there is to say. {value} is what was typed, read as that key's. Values are
-# written without other signs than dots; YES, NO and NONE stand for all words that say so, * for any other value.
 _LOSS = " (which has this loss)"
 _IMAGENET = "imagenet imagenet1k imagenet2012 ilsvrc2012 ilsvrc"
 SMALLEST = {  # of the families of torchvision's models
@@ -24,10 +24,11 @@ SMALLEST = {  # of the families of torchvision's models
     "squeezenet1_1": "squeezenet", "swin_t": "swin", "swin_v2_t": "swinv2", "vgg11": "vgg", "vit_b_16": "vit",
     "wide_resnet50_2": "wideresnet",
 }  # fmt: skip
+# Keys, of ours or of others (COMMAND:KEY for one command alone): what to type, and for which values.
 _VALUES: dict[str, dict[str, str]] = {
     "mode": {
         **{mode: traits.also_called for mode, traits in TRAITS.items()},
-        **{f"mode=pipeline pipeline.schedule={name}": name for name in choices()["pipeline.schedule"][:-1]},
+        **{f"mode=pipeline pipeline.schedule={name}": name for name in choices()["pipeline.schedule"][:-1]},  # no null
         "pipeline (there is no {value} here; a pipeline shares a model among devices too)": "fsdp fsdp2 fullysharded "
         "zero zero3 deepspeed tensorparallel tp horovod",
     },
@@ -121,7 +122,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "predict:save predict:save_txt predict:save_conf predict:save_crop": {
         "(predictions are always written, into the folder output=: leave it out)": "*"
     },
-    "resume": {"auto": "YES latest last must allow", "null": "NONE never"},
+    "resume": {"auto": "YES -1 latest last must allow", "null": "NONE never"},
     "warmup_ratio warmup_steps warmup_iters lr_warmup_steps num_warmup_steps": {
         "(the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5)": "*"
     },
@@ -181,15 +182,15 @@ _LEFT_OUT = {
     "ranks are started by nproc=": "standalone",
     "training images are shuffled in every epoch": "shuffle",
 }
-_ALL = {"YES": YES, "NO": NO, "NONE": NONE}
+_SAY_SO = {"YES": YES, "NO": NO, "NONE": NONE}
+_ROWS = {name: row for names, row in _VALUES.items() for name in names.split()}
 # By key: what is said here for each value.
 OTHER_VALUES: dict[str, dict[str, str]] = {
     **{name: {"*": f"({why}: leave it out)"} for why, names in _LEFT_OUT.items() for name in names.split()},
     **{
         name: {
-            value: said for said, values in row.items() for word in values.split() for value in _ALL.get(word, [word])
+            one: said for said, values in row.items() for word in values.split() for one in _SAY_SO.get(word, [word])
         }
-        for names, row in _VALUES.items()
-        for name in names.split()
+        for name, row in _ROWS.items()
     },
 }

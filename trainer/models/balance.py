@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.errors import RecipeError
 from trainer.models.partition import Traced, choose
+from trainer.models.saved_tensors import counted
 
 TIE = 1.01  # stages within one percent of the best count as equally fast: timings repeat no better
 
@@ -145,17 +146,8 @@ def _time(
 ) -> tuple[Tensor, BlockCost]:
     """One forward and backward; returns the output as the next block receives it. `weigh` adds up what is kept."""
     parameters = [p for p in block.parameters() if p.requires_grad]
-    kept: dict[int, int] = {}  # by storage: views and in-place results of one tensor count once
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor) if weigh else nullcontext()
-    with torch.enable_grad(), hooks:
+    counting: AbstractContextManager[dict[int, int]] = counted(block) if weigh else nullcontext({})
+    with torch.enable_grad(), counting as kept:
         start = _clock(received.device)
         out = run(block, received)
         middle = _clock(received.device)

@@ -1,14 +1,12 @@
-"""Bytes: held at most, still free, kept by autograd."""
+"""Bytes of a device: held at most, still free."""
 
 from __future__ import annotations
 
-import copy
 import resource
 import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
 
 from trainer.devices import host
 
@@ -34,24 +32,3 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host.free_memory()
-
-
-def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
-    """Bytes that autograd keeps between forward and backward for a batch of `shape` in fp32, from shapes alone.
-
-    Raises:
-        NotImplementedError: the model has an operator that cannot run on shapes alone.
-    """
-    probe = copy.deepcopy(model).to("meta").train()
-    own = {p.untyped_storage()._cdata for p in probe.parameters()}
-    kept: dict[int, Tensor] = {}  # by storage: views and in-place results of one tensor count once
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in own:
-            kept.setdefault(storage, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        probe(torch.empty(tuple(shape), device="meta"))
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

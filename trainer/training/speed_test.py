@@ -8,9 +8,10 @@ from torch import nn
 
 from trainer.data import Datasets
 from trainer.devices.precision import AUTOCAST
+from trainer.models.saved_tensors import activation_bytes
 from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.telemetry.device_memory import activation_bytes, free_memory
+from trainer.telemetry.device_memory import free_memory
 from trainer.telemetry.readable import as_size
 
 STEPS, SECONDS = 20, 120.0

@@ -1,0 +1,26 @@
+"""Bytes, held against what autograd keeps."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.models.saved_tensors import activation_bytes
+
+
+def test_activation_bytes_against_what_autograd_keeps():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)
+    )
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(torch.randn(4, 3, 8, 8))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    real = sum(t.untyped_storage().nbytes() for ptr, t in kept.items() if ptr not in own)
+    assert out.shape == (4, 10)
+    assert activation_bytes(model, (4, 3, 8, 8)) == pytest.approx(real, rel=0.05)

@@ -67,7 +67,7 @@ def first_slip(text: str, recipes: Collection[str]) -> str | None:
                 return f"line {open_in}: {opened.strip()} is not closed: put {_closing(opened)} behind it"
             depth += _depth(line)
             continue
-        told = _signs(line) or _no_key(line, place, recipes) or _written(line, above, number)
+        told = _unset(line, place, recipes) or _written(line, above, number)
         if told:
             return f"line {number}: {told}"
         depth = max(_depth(line), 0)
@@ -108,37 +108,24 @@ def _closing(line: str) -> str:
     return "]" if "[" in line else "}"
 
 
-def _signs(line: str) -> str | None:
-    """Signs that look like others."""
-    if re.match(r" *\t", line):
-        return f"a tab is no indent in YAML: write two blanks before {line.strip()}"
-    blank = next((sign for sign in BLANKS if sign in line), None)
-    if blank:
-        clean = re.sub(f"[{BLANKS}]", " ", line).strip()
-        return f"a sign that only looks like a blank stands in it (U+{ord(blank):04X}): type the line anew: {clean}"
-    wide = next((sign for sign in WIDE if re.match(rf" *[\w.]+ *{sign}", line)), None)
-    if wide:
-        key, _, value = line.partition(wide)
-        return f"its {WIDE[wide]} is another sign that looks like it: write {key.strip()}: {value.strip()}"
-    return None
-
-
-def _no_key(line: str, place: int, recipes: Collection[str]) -> str | None:
-    """Lines that set nothing. `place` is 0 for the first."""
-    said = line.strip()
-    if said.startswith("//"):
-        return f"a comment begins with #: write # {said.strip('/ ')}"
-    if said == "---" and place:
-        return "--- begins another document: leave it out"
-    if PROGRAMS.match(line):
-        return "this is a command: a file has a line for each key, such as epochs: 3"
-    if said in SECTIONS:
-        return f"put a colon behind it: {said}:"
-    if said in NAMES:
-        return f"a colon and a value are missing: write {said}: VALUE"
-    if said in recipes:
-        return f"write {EXTENDS}: {said}"
-    return None
+def _unset(line: str, place: int, recipes: Collection[str]) -> str | None:
+    """Signs that look like others, and lines that set nothing. `place` is 0 for the first."""
+    said, clean = line.strip(), re.sub(f"[{BLANKS}]", " ", line).strip()
+    blank = next((f"U+{ord(sign):04X}" for sign in BLANKS if sign in line), "")
+    wide = re.match(rf" *(?P<key>[\w.]+) *(?P<sign>{'|'.join(WIDE)})(?P<value>.*)", line)
+    rows = (
+        (re.match(r" *\t", line), f"a tab is no indent in YAML: write two blanks before {said}"),
+        (blank, f"a sign that only looks like a blank stands in it ({blank}): type the line anew: {clean}"),
+        (wide, wide and f"its {WIDE[wide['sign']]} is another sign that looks like it: write "
+         f"{wide['key']}: {wide['value'].strip()}"),
+        (said.startswith("//"), f"a comment begins with #: write # {said.strip('/ ')}"),
+        (said == "---" and place, "--- begins another document: leave it out"),
+        (PROGRAMS.match(line), "this is a command: a file has a line for each key, such as epochs: 3"),
+        (said in SECTIONS, f"put a colon behind it: {said}:"),
+        (said in NAMES, f"a colon and a value are missing: write {said}: VALUE"),
+        (said in recipes, f"write {EXTENDS}: {said}"),
+    )  # fmt: skip
+    return next((told for found, told in rows if found), None)
 
 
 def _written(line: str, above: _Above, number: int) -> str | None:
@@ -182,30 +169,28 @@ def _section(key: str, value: str) -> str | None:
 
 def _value(key: str, value: str) -> str | None:
     """A value that YAML does not read as it was meant."""
-    if value[:1] in CURLED and value:
-        return f"quotes are straight or left out: write {key}: {value.strip(CURLED)}"
-    if value[-1:] in (",", ";") and _depth(value) == 0:
-        what = "comma" if value[-1] == "," else "semicolon"
-        return f"a line ends without a {what}: write {key}: {value.rstrip(',; ')}"
-    if value[:1] in MEANS_OTHERWISE and value:
-        return f"put it in quotes: {key}: {_quoted(value)}"
-    if value[:1] in "'\"" and value:
-        end = value.find(value[0], 1)
-        if end < 0:
-            return f"the quote is not closed: write {key}: {value}{value[0]}"
-        if end < len(value) - 1 and value[end + 1] not in "'\"" and value[0] == "'":
-            return f"put all of it in quotes: {key}: {_quoted(value.replace(value[0], ''))}"
+    if not value:
         return None
-    if value[:1] in "[{" and value:
-        quoted = BRACKETED.sub(lambda found: f"'{found[1]}'" if found[1] else found[0], value)
-        if quoted != value:
-            return f"put what has brackets in it in quotes: {key}: {quoted}"
-        end = max(value.rfind("]"), value.rfind("}"))
-        return f"put it in quotes: {key}: {_quoted(value)}" if 0 < end < len(value) - 1 and _depth(value) == 0 else None
-    second = re.search(r"([\w.]*): ", value)
-    if second and second[1] in NAMES:
-        return f"one key a line: write {value[second.start() :]} in a line of its own"
-    return f"put a text with a colon in quotes: {key}: {_quoted(value)}" if second or value.endswith(":") else None
+    first, end, balanced = value[0], value.find(value[0], 1), _depth(value) == 0  # where a quote is closed
+    listed = BRACKETED.sub(lambda found: f"'{found[1]}'" if found[1] else found[0], value)
+    closed = max(value.rfind("]"), value.rfind("}"))
+    second = re.search(r"([\w.]*): ", value) if first not in "'\"[{" else None
+    rows = (
+        (first in CURLED, f"quotes are straight or left out: write {key}: {value.strip(CURLED)}"),
+        (value[-1] == "," and balanced, f"a line ends without a comma: write {key}: {value.rstrip(',; ')}"),
+        (value[-1] == ";" and balanced, f"a line ends without a semicolon: write {key}: {value.rstrip(',; ')}"),
+        (first in MEANS_OTHERWISE, f"put it in quotes: {key}: {_quoted(value)}"),
+        (first in "'\"" and end < 0, f"the quote is not closed: write {key}: {value}{first}"),
+        (first == "'" and value[end + 1 : end + 2] not in "'\"", f"put all of it in quotes: {key}: "
+         f"{_quoted(value.replace(first, ''))}"),
+        (first in "[{" and listed != value, f"put what has brackets in it in quotes: {key}: {listed}"),
+        (first in "[{" and 0 < closed < len(value) - 1 and balanced, f"put it in quotes: {key}: {_quoted(value)}"),
+        (second and second[1] in NAMES, second and f"one key a line: write {value[second.start() :]} in a line of its "
+         "own"),
+        (second or (value[-1] == ":" and first not in "'\"[{"), f"put a text with a colon in quotes: {key}: "
+         f"{_quoted(value)}"),
+    )  # fmt: skip
+    return next((told for found, told in rows if found), None)
 
 
 def _quoted(value: str) -> str:

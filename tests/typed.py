@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import types
+from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 
 def odd(value: Any, kind: Any, place: str = "it") -> list[str]:
     """What of a value its type does not tell: other keys, in words, or another type."""
-    if is_typeddict(kind):
-        hints = get_type_hints(kind)
+    if is_typeddict(kind) or is_dataclass(kind):
+        hints = {"global" if key == "whole" else key: hint for key, hint in get_type_hints(kind).items()}
         if not isinstance(value, dict) or value.keys() != hints.keys():
             keys = set(value) ^ set(hints) if isinstance(value, dict) else value
             return [f"{place}: {keys}"]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.photo_folders import photo_set
 from tests.typed import odd
-from trainer.commands.plan import plan, reading_speed
+from trainer.commands.plan import planned, reading_speed
 from trainer.commands.plan.plan_page import page_of
 from trainer.commands.plan.run_plan import RunPlan
 from trainer.processes.world import cores
@@ -14,11 +14,11 @@ from trainer.recipe import load
 from trainer.telemetry.verdict import Reading
 
 
-def planned(root, *words):
+def of_photos(root, *words):
     plain = {"mode": "single", "model.name": "cnn_gn", "data.name": "imagefolder", "data.root": root, "batch_size": 4}
     plain |= {"data.image_size": 72, "augment.crop": "resized", "data.workers": 2}
     plain |= dict(word.split("=") for word in words)
-    return plan(load(None, *(f"{key}={value}" for key, value in plain.items())))
+    return planned(load(None, *(f"{key}={value}" for key, value in plain.items())))
 
 
 @pytest.fixture
@@ -27,13 +27,14 @@ def photos(tmp_path):
 
 
 def test_of_photos_it_tells_speed_and_cache(photos):
-    found = planned(photos)
+    whole = of_photos(photos)
+    found = whole.to_dict()
     told = found["reading"]
     assert not odd(found, RunPlan) and told["processes"] == min(2, cores()) and told["bound"] is None
-    whole = told["read_seconds"] + told["decode_seconds"] + told["transform_seconds"]
-    assert told["samples_per_sec"] == pytest.approx(told["processes"] / whole)
+    seconds = told["read_seconds"] + told["decode_seconds"] + told["transform_seconds"]
+    assert told["samples_per_sec"] == pytest.approx(told["processes"] / seconds)
     assert told["cache_bytes"] == 10 * 40 * 30 * 3 and 0 < told["jpeg_cache_bytes"] < told["cache_bytes"]
-    page = page_of(found)
+    page = page_of(whole)
     assert "images/s by" in page and "data.cache=disk:" in page and "bounds the run" not in page
 
 
@@ -47,10 +48,10 @@ def test_the_slower_of_loader_and_model_bounds_the_run(photos, monkeypatch, word
     recipe = load(None, "data.workers=2", *words)
     images = type("", (), {"photos": [0], "size": 72, "channels": 3, "val": 0})()
     images.photos = type("", (list,), {"address": lambda self, index: os.fsencode(photos / "cat" / "0.png")})([0])
-    assert reading_speed.reading(recipe, images, 1, wanted)["bound"] == bound
+    assert reading_speed.reading(recipe, images, 1, wanted).bound == bound
 
 
 def test_where_nothing_is_read_nothing_is_told(photos):
-    assert planned(photos, "data.image_size=32", "augment.crop=none")["reading"] is None  # decoded once and for all
-    assert planned("nowhere")["reading"] is None
-    assert plan(load("digits", "mode=single"))["reading"] is None
+    assert of_photos(photos, "data.image_size=32", "augment.crop=none").reading is None  # decoded once and for all
+    assert of_photos("nowhere").reading is None
+    assert planned(load("digits", "mode=single")).reading is None

@@ -30,13 +30,13 @@ def test_orders_are_torchs(schedule, virtual, microbatches, flying):
 
 
 def test_bubbles_of_equal_stages():
-    found = {(row["schedule"], row["microbatches"]): row for row in schedules.bubbles(pipeline_of(4))}
+    found = {(row.schedule, row.microbatches): row for row in schedules.bubbles(pipeline_of(4))}
     for schedule in ("gpipe", "1f1b"):
-        assert found[schedule, 8]["bubble"] == pytest.approx(3 / 11)
-    assert found["interleaved1f1b", 8]["bubble"] == pytest.approx(3 / 19)
+        assert found[schedule, 8].bubble == pytest.approx(3 / 11)
+    assert found["interleaved1f1b", 8].bubble == pytest.approx(3 / 19)
     if "zbv" in schedules.SCHEDULES:
-        assert found["zbv", 8]["bubble"] < found["interleaved1f1b", 8]["bubble"]
-    assert found["1f1b", 16]["in_flight"] == 4
+        assert found["zbv", 8].bubble < found["interleaved1f1b", 8].bubble
+    assert found["1f1b", 16].in_flight == 4
     assert ("dualpipev", 4) not in found  # fewer micro-batches than stages
 
 

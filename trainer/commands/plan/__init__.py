@@ -39,9 +39,9 @@ def command(words: Sequence[str]) -> int:
     options = {key: own.get(key) for key in ("plugin", *OWN)}
     again = [word for word in typed if word.partition("=")[0] not in OWN]
     every = not any(word.startswith("mode=") for word in rest)
-    found = plan(chosen, **options, every=every, words=again)
+    found = planned(chosen, **options, every=every, words=again)
     if JSON in words:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found.to_dict(), indent=2))
     else:
         from trainer.commands.plan.plan_page import page_of
 
@@ -58,7 +58,7 @@ def plan(
     plugin: str | None = None,
     every: bool = False,
     words: Sequence[str] = (),
-) -> RunPlan:
+) -> dict[str, Any]:
     """What training the recipe would take.
 
     Args:
@@ -79,6 +79,20 @@ def plan(
         RecipeError: training would refuse it on a machine that has all the devices; or an amount makes no sense.
         SetupError: what is measured is not there, or training would miss it on every machine.
     """
+    return planned(recipe, nproc, memory, measured, bandwidth, plugin, every, words).to_dict()
+
+
+def planned(
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    nproc: int | str | None = None,
+    memory: int | str | None = None,
+    measured: str | Path | None = None,
+    bandwidth: float | str | None = None,
+    plugin: str | None = None,
+    every: bool = False,
+    words: Sequence[str] = (),
+) -> RunPlan:
+    """The same, before it is written."""
     if recipe is None:
         raise RecipeError("plan() needs a recipe, as in plan('digits')")
     recipe = recipe if isinstance(recipe, Recipe) else recipes.load(recipe)

@@ -203,8 +203,6 @@ def over_device_counts(
             continue
         step = forecast(shadow, replace(layout, processes=count), measured, bandwidth).step
         rate = recipe.batch_size / step
-        first = found[0]["samples_per_sec"] if found else rate
-        found.append(
-            {"devices": count, "step_seconds": step, "samples_per_sec": rate, "efficiency": rate / (count * first)}
-        )
+        first = found[0].samples_per_sec if found else rate
+        found.append(ScalingFigures(count, step, rate, rate / (count * first)))
     return found

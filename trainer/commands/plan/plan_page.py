@@ -31,37 +31,37 @@ PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "ac
 
 def page_of(found: RunPlan) -> str:
     """The page."""
-    lines = [f"trainer {trainer.__version__}: plan of {found['recipe']}"]
-    size, devices = found["world_size"], found["devices"]
+    lines = [f"trainer {trainer.__version__}: plan of {found.recipe}"]
+    size, devices = found.world_size, found.devices
     facts = {
-        "mode": f"{found['mode']}, {size} process{'es' * (size > 1)} on {len(devices)} device"
+        "mode": f"{found.mode}, {size} process{'es' * (size > 1)} on {len(devices)} device"
         + f"{'s' * (len(devices) > 1)}: {_devices(devices)}",
-        "model": _model(found["model"]),
-        "data": _data(found["data"]),
-        "batch": _batch(found["batch"]),
-        "steps": _steps(found["steps"], found["learning_rate"]),
-        **_wider(found["batch"], len(devices)),
-        "disk": _disk(found["disk"]),
+        "model": _model(found.model),
+        "data": _data(found.data),
+        "batch": _batch(found.batch),
+        "steps": _steps(found.steps, found.learning_rate),
+        **_wider(found.batch, len(devices)),
+        "disk": _disk(found.disk),
         "traffic": _traffic(found),
-        **_reading(found["reading"]),
+        **_reading(found.reading),
     }
     for key, value in facts.items():
         lines += _field(key, value)
     lines += ["", *_memory(found)]
-    if found["pipeline"]:
-        lines += ["", *_pipeline(found["pipeline"])]
-    if found["prediction"]:
-        lines += ["", *_prediction(found["prediction"], found["scaling"])]
-    if found["modes"]:
-        lines += ["", *_modes(found["modes"])]
-    if found["assumptions"]:
+    if found.pipeline:
+        lines += ["", *_pipeline(found.pipeline)]
+    if found.prediction:
+        lines += ["", *_prediction(found.prediction, found.scaling)]
+    if found.modes:
+        lines += ["", *_modes(found.modes)]
+    if found.assumptions:
         lines += ["", "  assumed"]
-        lines += [line for note in found["assumptions"] for line in _bullet(note)]
-    short = found["fits"] is False and found["memory_limit"] is not None
-    how = f", with {found['advice'][0]['words']} or another of the words above" if short and found["advice"] else ""
+        lines += [line for note in found.assumptions for line in _bullet(note)]
+    short = found.fits is False and found.memory_limit is not None
+    how = f", with {found.advice[0].words} or another of the words above" if short and found.advice else ""
     lines += ["", f"  to train{how}" + (" (it does not fit here as it is)" if short else "")]
-    lines += [f"    {command}" for command in found["commands"]]
-    if found["needs_folder"]:
+    lines += [f"    {command}" for command in found.commands]
+    if found.needs_folder:
         lines.append("    FOLDER holds train/<class> and val/<class>; without data.root= only the speed is measured")
     return "\n".join(lines)
 
@@ -81,101 +81,103 @@ def _devices(names: Sequence[str]) -> str:
 
 
 def _model(model: ModelFigures) -> str:
-    count = model["forward_flops_per_image"]
+    count = model.forward_flops_per_image
     work = f"{multiply_adds(count)} ({operations(count)}) forward an image"
-    return f"{model['name']}, {model['parameters']:,} parameters, {work}, {model['precision']}"
+    return f"{model.name}, {model.parameters:,} parameters, {work}, {model.precision}"
 
 
 def _data(data: DataFigures) -> str:
-    shape = f"{data['classes']} classes, {data['channels']} x {data['image_size']} x {data['image_size']}"
-    if data["train_samples"] is None:
-        return f"{data['name']}: number of images unknown ({data['source']}); {shape}"
-    return f"{data['name']}: {data['train_samples']:,} training images, {data['val_samples']:,} held out; {shape}"
+    shape = f"{data.classes} classes, {data.channels} x {data.image_size} x {data.image_size}"
+    if data.train_samples is None:
+        return f"{data.name}: number of images unknown ({data.source}); {shape}"
+    return f"{data.name}: {data.train_samples:,} training images, {data.val_samples:,} held out; {shape}"
 
 
 def _batch(batch: BatchFigures) -> str:
-    line = f"{batch['global']} global"
-    if batch["shards"] > 1:
-        line += f" = {batch['shards']} x {batch['per_shard']}"
-    if batch["accumulate"] > 1:
-        line += f", in {batch['accumulate']} pieces of {batch['per_pass']}"
-    if batch["microbatch"] not in (None, batch["per_pass"]):
-        line += f", in micro-batches of {batch['microbatch']}"
-    return line + (f"; {batch['per_device']:.4g} images a device" if batch["microbatch"] is None else "")
+    line = f"{batch.whole} global"
+    if batch.shards > 1:
+        line += f" = {batch.shards} x {batch.per_shard}"
+    if batch.accumulate > 1:
+        line += f", in {batch.accumulate} pieces of {batch.per_pass}"
+    if batch.microbatch not in (None, batch.per_pass):
+        line += f", in micro-batches of {batch.microbatch}"
+    return line + (f"; {batch.per_device:.4g} images a device" if batch.microbatch is None else "")
 
 
 def _wider(batch: BatchFigures, cards: int) -> dict[str, str]:
-    if batch["wider"] is None:
+    if batch.wider is None:
         return {}
-    few = f"{batch['global']} images on {cards} cards are {batch['per_device']:.4g} a card, too few to keep it busy"
-    return {"small": f"{few}: try {batch['wider']} (other maths, so other accuracy)"}
+    few = f"{batch.whole} images on {cards} cards are {batch.per_device:.4g} a card, too few to keep it busy"
+    return {"small": f"{few}: try {batch.wider} (other maths, so other accuracy)"}
 
 
 def _steps(steps: StepFigures, rate: RateFigures) -> str:
     count = "unknown"
-    if steps["per_epoch"] is not None:
-        count = f"{steps['per_epoch']:,} an epoch x {steps['epochs']} epochs, {steps['total']:,} in all"
-    line = f"{count}; lr {rate['highest']:g} {rate['schedule']}"
-    line += f", warm-up of {rate['warmup_epochs']:g} epochs" if rate["warmup_epochs"] else ""
-    line += f" (first {rate['first']:.3g}, last {rate['last']:.3g})" if rate["first"] is not None else ""
-    return line + ("; fewer where stop.patience ends it" if steps["patience"] is not None else "")
+    if steps.per_epoch is not None:
+        count = f"{steps.per_epoch:,} an epoch x {steps.epochs} epochs, {steps.total:,} in all"
+    line = f"{count}; lr {rate.highest:g} {rate.schedule}"
+    line += f", warm-up of {rate.warmup_epochs:g} epochs" if rate.warmup_epochs else ""
+    line += f" (first {rate.first:.3g}, last {rate.last:.3g})" if rate.first is not None else ""
+    return line + ("; fewer where stop.patience ends it" if steps.patience is not None else "")
 
 
 def _disk(disk: DiskFigures) -> str:
-    return f"{as_size(disk['checkpoint'])} a checkpoint, {as_size(disk['folder'])} for the run folder at its fullest"
+    return f"{as_size(disk.checkpoint)} a checkpoint, {as_size(disk.folder)} for the run folder at its fullest"
 
 
 def _reading(reading: ReadingFigures | None) -> dict[str, str]:
     if reading is None:
         return {}
-    spent = {"reading": "read_seconds", "decoding": "decode_seconds", "transforming": "transform_seconds"}
-    told = ", ".join(f"{name} {duration(reading[key])}" for name, key in spent.items())  # type: ignore[literal-required]
-    many = reading["processes"] > 1
-    line = f"{reading['samples_per_sec']:,.4g} images/s by {reading['processes']} process{'es' * many} of this machine"
+    spent = {
+        "reading": reading.read_seconds,
+        "decoding": reading.decode_seconds,
+        "transforming": reading.transform_seconds,
+    }
+    told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
+    many = reading.processes > 1
+    line = f"{reading.samples_per_sec:,.4g} images/s by {reading.processes} process{'es' * many} of this machine"
     line += f" ({told} a photo)"
-    if reading["bound"] is not None:
-        line += f": at that speed the {reading['bound']} bounds the run"
-    cache = f"data.cache=disk: {reading['cached_samples_per_sec']:,.4g} images/s, {as_size(reading['cache_bytes'])} "
-    cache += f"({as_size(reading['jpeg_cache_bytes'])} with data.cache_format=jpeg), made in "
-    return {"reading": line, "cache": cache + duration(reading["cache_seconds"])}
+    if reading.bound is not None:
+        line += f": at that speed the {reading.bound} bounds the run"
+    cache = f"data.cache=disk: {reading.cached_samples_per_sec:,.4g} images/s, {as_size(reading.cache_bytes)} "
+    cache += f"({as_size(reading.jpeg_cache_bytes)} with data.cache_format=jpeg), made in "
+    return {"reading": line, "cache": cache + duration(reading.cache_seconds)}
 
 
 def _traffic(found: RunPlan) -> str:
-    traffic, exchanges = found["communication"], TRAITS[found["mode"]].exchanges
+    traffic, exchanges = found.communication, TRAITS[found.mode].exchanges
     parts = []
-    if traffic["all_reduce_bytes_per_device"]:
+    if traffic.all_reduce_bytes_per_device:
         what = "weights" if exchanges == "weights" else "gradients"
-        parts.append(
-            f"{as_size(traffic['all_reduce_bytes_per_device'])} a step sent by each device to all-reduce {what}"
-        )
-    if traffic["epoch_bytes_per_device"]:
-        parts.append(f"{as_size(traffic['epoch_bytes_per_device'])} an epoch sent by each device to average weights")
-    if traffic["crossing_bytes"]:
+        parts.append(f"{as_size(traffic.all_reduce_bytes_per_device)} a step sent by each device to all-reduce {what}")
+    if traffic.epoch_bytes_per_device:
+        parts.append(f"{as_size(traffic.epoch_bytes_per_device)} an epoch sent by each device to average weights")
+    if traffic.crossing_bytes:
         what = "copies and gradients" if exchanges == "copies" else "activations and their gradients"
-        parts.append(f"{as_size(traffic['crossing_bytes'])} a step of {what} from device to device")
+        parts.append(f"{as_size(traffic.crossing_bytes)} a step of {what} from device to device")
     line = "; ".join(parts) or "none between devices"
-    return line + (f"; {duration(traffic['seconds'])} if nothing hides it" if parts and traffic["seconds"] else "")
+    return line + (f"; {duration(traffic.seconds)} if nothing hides it" if parts and traffic.seconds else "")
 
 
 def _memory(found: RunPlan) -> list[str]:
     groups: dict[tuple[int, ...], list[str]] = {}  # devices that hold the same
-    for device in found["memory_per_device"]:
-        groups.setdefault(tuple(device[key] for key in PARTS), []).append(device["device"])
+    for device in found.memory_per_device:
+        groups.setdefault(tuple(getattr(device, key) for key in PARTS), []).append(device.device)
     used = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
     rows = [["memory", *(PARTS[n] for n in used)]]
     rows += [[_devices(names), *(as_size(sizes[n]) for n in used)] for sizes, names in groups.items()]
     lines = _table(rows)
-    limit = found["memory_limit"]
+    limit = found.memory_limit
     if limit is None:
         return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
-    share = f"{as_size(found['peak'])} of {as_size(limit['bytes'])} ({limit['source']})"
-    if found["fits"]:
-        cuda = found["devices"][0].startswith("cuda")
+    share = f"{as_size(found.peak)} of {as_size(limit.bytes)} ({limit.source})"
+    if found.fits:
+        cuda = found.devices[0].startswith("cuda")
         what = "CUDA's context, NCCL's buffers and holes between blocks" if cuda else "what a plan cannot count"
-        return [*lines, f"  fits: {share}", f"    {as_size(limit['bytes'] - limit['usable'])} are kept free for {what}"]
-    lines.append(f"  DOES NOT FIT: {share}, of which {as_size(limit['usable'])} can be used")
-    lines += [f"    {one['words']:<28} {as_size(one['peak']):>10}  {one['note']}" for one in found["advice"]]
-    return lines if found["advice"] else [*lines, "    more devices or a smaller model: no words of ours help"]
+        return [*lines, f"  fits: {share}", f"    {as_size(limit.bytes - limit.usable)} are kept free for {what}"]
+    lines.append(f"  DOES NOT FIT: {share}, of which {as_size(limit.usable)} can be used")
+    lines += [f"    {one.words:<28} {as_size(one.peak):>10}  {one.note}" for one in found.advice]
+    return lines if found.advice else [*lines, "    more devices or a smaller model: no words of ours help"]
 
 
 def _pipeline(pipe: PipelineFigures) -> list[str]:
@@ -184,45 +186,45 @@ def _pipeline(pipe: PipelineFigures) -> list[str]:
         "seconds": "balanced by measured seconds",
         "recipe": "as given",
     }
-    title = f"{len(pipe['stages'])} stages, {pipe['schedule']}"
-    title += f", {pipe['microbatches']} micro-batches" if pipe["microbatches"] > 1 else ""
-    lines = [f"  pipeline {title}; {by[pipe['balanced_by']]}"]
+    title = f"{len(pipe.stages)} stages, {pipe.schedule}"
+    title += f", {pipe.microbatches} micro-batches" if pipe.microbatches > 1 else ""
+    lines = [f"  pipeline {title}; {by[pipe.balanced_by]}"]
     rows = [["stage", "device", "cut after", "parameters", "forward", "share", "sends"]]
-    for index, stage in enumerate(pipe["stages"]):
-        cut = pipe["cuts"][index] if index < len(pipe["cuts"]) else ""
-        sent = f"{as_size(stage['sent_bytes'])}" if cut else ""
-        numbers = [f"{stage['parameters']:,}", operations(stage["forward_flops"]), f"{stage['flops_share']:.0%}", sent]
-        rows.append([str(index), stage["device"], cut, *numbers])
+    for index, stage in enumerate(pipe.stages):
+        cut = pipe.cuts[index] if index < len(pipe.cuts) else ""
+        sent = f"{as_size(stage.sent_bytes)}" if cut else ""
+        numbers = [f"{stage.parameters:,}", operations(stage.forward_flops), f"{stage.flops_share:.0%}", sent]
+        rows.append([str(index), stage.device, cut, *numbers])
     lines += _table(rows)
-    if not pipe["bubbles"]:
+    if not pipe.bubbles:
         return lines
-    counts = sorted({row["microbatches"] for row in pipe["bubbles"]})
+    counts = sorted({row.microbatches for row in pipe.bubbles})
     rows = [["ideal bubble", *(f"m={m}" for m in counts), "in flight at most"]]
-    for schedule in dict.fromkeys(row["schedule"] for row in pipe["bubbles"]):
-        own = {row["microbatches"]: row for row in pipe["bubbles"] if row["schedule"] == schedule}
-        cells = [f"{own[m]['bubble']:.1%}" if m in own else "-" for m in counts]
-        rows.append([schedule, *cells, str(max(row["in_flight"] for row in own.values()))])
+    for schedule in dict.fromkeys(row.schedule for row in pipe.bubbles):
+        own = {row.microbatches: row for row in pipe.bubbles if row.schedule == schedule}
+        cells = [f"{own[m].bubble:.1%}" if m in own else "-" for m in counts]
+        rows.append([schedule, *cells, str(max(row.in_flight for row in own.values()))])
     return [*lines, *_table(rows)]
 
 
 def _prediction(made: PredictionFigures, scaling: Sequence[ScalingFigures]) -> list[str]:
     parts = {
-        "compute": made["compute_seconds"],
-        "communication": made["communication_seconds"],
-        "optimizer": made["optimizer_seconds"],
-        "other": made["other_seconds"],
+        "compute": made.compute_seconds,
+        "communication": made.communication_seconds,
+        "optimizer": made.optimizer_seconds,
+        "other": made.other_seconds,
     }
-    if made["bubble"] is not None:
+    if made.bubble is not None:
         parts = {"stages": parts.pop("compute"), **parts}
     listed = ", ".join(f"{key} {duration(seconds)}" for key, seconds in parts.items() if seconds)
-    line = f"{made['samples_per_sec']:,.4g} images/s, {duration(made['step_seconds'])} a step: {listed}"
-    line += f"; bubble {made['bubble']:.1%}" if made["bubble"] is not None else ""
+    line = f"{made.samples_per_sec:,.4g} images/s, {duration(made.step_seconds)} a step: {listed}"
+    line += f"; bubble {made.bubble:.1%}" if made.bubble is not None else ""
     lines = _field("predicts", line)
     if len(scaling) > 1:
         rows = [["devices", "images/s", "a step", "efficiency"]]
         for row in scaling:
-            numbers = [f"{row['samples_per_sec']:,.4g}", duration(row["step_seconds"]), f"{row['efficiency']:.0%}"]
-            rows.append([str(row["devices"]), *numbers])
+            numbers = [f"{row.samples_per_sec:,.4g}", duration(row.step_seconds), f"{row.efficiency:.0%}"]
+            rows.append([str(row.devices), *numbers])
         lines += _table(rows)
     return lines
 
@@ -231,14 +233,14 @@ def _modes(modes: Sequence[ModeFigures]) -> list[str]:
     rows = [["mode", "processes", "devices", "activations", "peak a device", "fits", "sent a step", "bubble"]]
     errors = []
     for row in modes:
-        if row["activations"] is None or row["peak"] is None:
-            errors.append(f"    {row['mode']}: {row['error']}")
+        if row.activations is None or row.peak is None:
+            errors.append(f"    {row.mode}: {row.error}")
             continue
-        fits = {True: "yes", False: "no", None: "?"}[row["fits"]]
-        sizes = [as_size(row["activations"]), as_size(row["peak"])]
-        sent = as_size(row["traffic"]) if row["traffic"] else "-"
-        bubble = f"{row['bubble']:.0%}" if row["bubble"] is not None else "-"
-        rows.append([row["mode"], str(row["world_size"]), str(row["devices"]), *sizes, fits, sent, bubble])
+        fits = {True: "yes", False: "no", None: "?"}[row.fits]
+        sizes = [as_size(row.activations), as_size(row.peak)]
+        sent = as_size(row.traffic) if row.traffic else "-"
+        bubble = f"{row.bubble:.0%}" if row.bubble is not None else "-"
+        rows.append([row.mode, str(row.world_size), str(row.devices), *sizes, fits, sent, bubble])
     return [*_table(rows), *errors]
 
 

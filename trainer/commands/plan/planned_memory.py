@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from trainer.commands.plan import schedules
 from trainer.commands.plan.planned_layout import Layout, lay_out
-from trainer.commands.plan.run_plan import Advice, DiskFigures
+from trainer.commands.plan.run_plan import Advice, Device, DiskFigures, LimitFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.commands.plan.shadow import Shadow
 from trainer.devices import cards
@@ -28,26 +28,6 @@ USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and hol
 CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
 STAGES_TRIED = (2, 4, 8)
 AVERAGING = 20  # bytes for each element that local SGD averages: itself, as float64, and its share
-
-
-@dataclass(frozen=True)
-class Device:
-    """Bytes on one device.
-
-    Attributes:
-        activations: most at once in a step beyond weights, gradients and images.
-        peak: most at once in all. Less than the sum where gradients take the place of activations.
-    """
-
-    device: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    ema: int
-    buffers: int
-    images: int
-    activations: int
-    peak: int
 
 
 def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[Device]:
@@ -135,6 +115,12 @@ def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
     return free_memory(torch.device("cpu")) // count, text
 
 
+def limit(devices: Sequence[Device], layout: Layout, room: int | None) -> LimitFigures | None:
+    """What each device has, `room` where that was stated; None where that is not known."""
+    own = (room, "as stated") if room is not None else own_memory(layout, len(devices))
+    return None if own is None else LimitFigures(own[0], usable(devices, own[0], layout), own[1])
+
+
 def fullest(devices: Sequence[Device]) -> int:
     """Peak bytes of the fullest card; what several ranks or stages on one card hold adds up."""
     peaks: dict[str, int] = {}
@@ -201,9 +187,7 @@ def _tried(
         return None
     words = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in changes.items()]
     words += [f"nproc={processes}"] if processes else []
-    return (
-        {"words": " ".join(words), "peak": fullest(devices), "note": note} if fits(devices, memory, changed) else None
-    )
+    return Advice(" ".join(words), fullest(devices), note) if fits(devices, memory, changed) else None
 
 
 def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
@@ -228,8 +212,5 @@ def disk(shadow: Shadow, layout: Layout) -> DiskFigures:
     private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
     checkpoint = sum(state.values()) + layout.processes * private
     files = 2 * weights  # last and best
-    return {
-        "checkpoint": checkpoint,
-        "weights": weights,
-        "folder": (layout.recipe.save.keep + 1) * checkpoint + files,  # a new one is whole before an old one goes
-    }
+    folder = (layout.recipe.save.keep + 1) * checkpoint + files  # a new one is whole before an old one goes
+    return DiskFigures(checkpoint, weights, folder)

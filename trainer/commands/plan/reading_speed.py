@@ -34,15 +34,15 @@ def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | 
     raw, jpeg = (estimate(paths, Format(kind, size, images.channels, black_white)) for kind in ("raw", "jpeg"))
     share = 1 + (images.val or 0) / len(paths)  # what is held out is kept, too
     speed = processes / (found.cached if recipe.data.cache != "off" else found.whole)
-    return {
-        "processes": processes,
-        "read_seconds": found.read,
-        "decode_seconds": found.decode,
-        "transform_seconds": found.transform,
-        "samples_per_sec": processes / found.whole,
-        "cached_samples_per_sec": processes / found.cached,
-        "cache_bytes": round(share * raw.bytes),
-        "jpeg_cache_bytes": round(share * jpeg.bytes),
-        "cache_seconds": share * raw.seconds / cores(),
-        "bound": None if wanted is None else ("loader" if speed < wanted else "model"),
-    }
+    return ReadingFigures(
+        processes=processes,
+        read_seconds=found.read,
+        decode_seconds=found.decode,
+        transform_seconds=found.transform,
+        samples_per_sec=processes / found.whole,
+        cached_samples_per_sec=processes / found.cached,
+        cache_bytes=round(share * raw.bytes),
+        jpeg_cache_bytes=round(share * jpeg.bytes),
+        cache_seconds=share * raw.seconds / cores(),
+        bound=None if wanted is None else ("loader" if speed < wanted else "model"),
+    )

@@ -5,17 +5,20 @@ Sizes are bytes, times seconds; None is what is not known.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 
-class ModelFigures(TypedDict):
+@dataclass(frozen=True)
+class ModelFigures:
     name: str
     parameters: int
     forward_flops_per_image: int
     precision: str
 
 
-class DataFigures(TypedDict):
+@dataclass(frozen=True)
+class DataFigures:
     """`source` tells how they are known."""
 
     name: str
@@ -27,29 +30,28 @@ class DataFigures(TypedDict):
     source: str
 
 
-BatchFigures = TypedDict(
-    "BatchFigures",
-    {
-        "global": int,
-        "shards": int,
-        "per_shard": int,
-        "per_device": float,
-        "accumulate": int,
-        "per_pass": int,
-        "microbatch": int | None,
-        "wider": str | None,  # words to try where GPUs get few images each
-    },
-)
+@dataclass(frozen=True)
+class BatchFigures:
+    whole: int  # the global batch: "global", where it is written
+    shards: int
+    per_shard: int
+    per_device: float
+    accumulate: int
+    per_pass: int
+    microbatch: int | None
+    wider: str | None  # words to try where GPUs get few images each
 
 
-class StepFigures(TypedDict):
+@dataclass(frozen=True)
+class StepFigures:
     per_epoch: int | None
     epochs: int
     total: int | None
     patience: int | None  # epochs without a better metric that end it
 
 
-class RateFigures(TypedDict):
+@dataclass(frozen=True)
+class RateFigures:
     """The learning rate at its highest and, where the number of steps is known, at the first and the last."""
 
     schedule: str
@@ -59,7 +61,28 @@ class RateFigures(TypedDict):
     last: float | None
 
 
-class LimitFigures(TypedDict):
+@dataclass(frozen=True)
+class Device:
+    """Bytes on one device.
+
+    Attributes:
+        activations: most at once in a step beyond weights, gradients and images.
+        peak: most at once in all. Less than the sum where gradients take the place of activations.
+    """
+
+    device: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    buffers: int
+    images: int
+    activations: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class LimitFigures:
     """What a device has, how much of it can be used, and how that is known."""
 
     bytes: int
@@ -67,7 +90,8 @@ class LimitFigures(TypedDict):
     source: str
 
 
-class Advice(TypedDict):
+@dataclass(frozen=True)
+class Advice:
     """Words that make the run fit, and the peak that they lead to."""
 
     words: str
@@ -75,15 +99,8 @@ class Advice(TypedDict):
     note: str
 
 
-class MemoryFigures(TypedDict):
-    memory_per_device: list[dict[str, Any]]  # the fields of `planned_memory.Device`
-    memory_limit: LimitFigures | None
-    peak: int
-    fits: bool | None
-    advice: list[Advice]
-
-
-class StageFigures(TypedDict):
+@dataclass(frozen=True)
+class StageFigures:
     device: str
     parameters: int
     forward_flops: int
@@ -91,7 +108,8 @@ class StageFigures(TypedDict):
     sent_bytes: int
 
 
-class BubbleFigures(TypedDict):
+@dataclass(frozen=True)
+class BubbleFigures:
     """A schedule's ideal bubble, and the most micro-batches that a worker has begun and not finished."""
 
     schedule: str
@@ -100,7 +118,8 @@ class BubbleFigures(TypedDict):
     in_flight: int
 
 
-class PipelineFigures(TypedDict):
+@dataclass(frozen=True)
+class PipelineFigures:
     schedule: str
     microbatches: int
     rows: int
@@ -111,7 +130,8 @@ class PipelineFigures(TypedDict):
     bubbles: list[BubbleFigures]
 
 
-class TrafficFigures(TypedDict):
+@dataclass(frozen=True)
+class TrafficFigures:
     """What goes between devices in a step, and what that takes at a stated bandwidth."""
 
     all_reduce_bytes_per_device: int
@@ -121,7 +141,8 @@ class TrafficFigures(TypedDict):
     seconds: float | None
 
 
-class DiskFigures(TypedDict):
+@dataclass(frozen=True)
+class DiskFigures:
     """A checkpoint, a weights file, a run folder when it is fullest."""
 
     checkpoint: int
@@ -129,7 +150,8 @@ class DiskFigures(TypedDict):
     folder: int
 
 
-class PredictionFigures(TypedDict):
+@dataclass(frozen=True)
+class PredictionFigures:
     step_seconds: float
     compute_seconds: float
     communication_seconds: float
@@ -139,7 +161,8 @@ class PredictionFigures(TypedDict):
     samples_per_sec: float
 
 
-class ReadingFigures(TypedDict):
+@dataclass(frozen=True)
+class ReadingFigures:
     """Photos, as this machine reads them: a process's seconds for one, and images/s of all; with the cache, which takes
     so many bytes and seconds to make. Which of loader and model bounds a run, where the model's speed is predicted."""
 
@@ -155,7 +178,8 @@ class ReadingFigures(TypedDict):
     bound: Literal["loader", "model"] | None
 
 
-class ScalingFigures(TypedDict):
+@dataclass(frozen=True)
+class ScalingFigures:
     """The same global batch over so many devices."""
 
     devices: int
@@ -164,22 +188,24 @@ class ScalingFigures(TypedDict):
     efficiency: float
 
 
-class ModeFigures(TypedDict):
+@dataclass(frozen=True)
+class ModeFigures:
     """A mode on as many devices: bytes on the fullest one, bytes sent by a device in a step (all that cross, where the
     model is in stages or copied), the ideal share of a step in which stages wait; or why it cannot be."""
 
     mode: str
-    world_size: int | None
-    devices: int | None
-    peak: int | None
-    activations: int | None
-    fits: bool | None
-    traffic: int | None
-    bubble: float | None
-    error: str | None
+    world_size: int | None = None
+    devices: int | None = None
+    peak: int | None = None
+    activations: int | None = None
+    fits: bool | None = None
+    traffic: int | None = None
+    bubble: float | None = None
+    error: str | None = None
 
 
-class RunPlan(MemoryFigures):
+@dataclass(frozen=True)
+class RunPlan:
     """All of it."""
 
     recipe: str
@@ -191,6 +217,11 @@ class RunPlan(MemoryFigures):
     batch: BatchFigures
     steps: StepFigures
     learning_rate: RateFigures
+    memory_per_device: list[Device]
+    memory_limit: LimitFigures | None
+    peak: int
+    fits: bool | None
+    advice: list[Advice]
     pipeline: PipelineFigures | None
     communication: TrafficFigures
     disk: DiskFigures
@@ -202,3 +233,9 @@ class RunPlan(MemoryFigures):
     needs_folder: bool
     assumptions: list[str]
     modes: list[ModeFigures] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `plan --json` prints it."""
+        found = asdict(self)
+        found["batch"] = {"global" if key == "whole" else key: value for key, value in found["batch"].items()}
+        return found

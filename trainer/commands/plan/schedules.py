@@ -150,12 +150,6 @@ def bubbles(layout: Layout) -> list[BubbleFigures]:
                 continue
             seconds = orders.seconds_of([(1.0, 2.0)] * (workers * virtual))
             listed = pipeline_order(schedule, workers, virtual, possible[0])
-            found.append(
-                {
-                    "schedule": schedule,
-                    "microbatches": microbatches,
-                    "bubble": orders.length_and_bubble(listed, seconds)[1],
-                    "in_flight": max(map(in_flight, listed)),
-                }
-            )
+            bubble = orders.length_and_bubble(listed, seconds)[1]
+            found.append(BubbleFigures(schedule, microbatches, bubble, max(map(in_flight, listed))))
     return found

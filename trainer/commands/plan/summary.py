@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
@@ -15,13 +14,13 @@ from trainer.commands.plan.reading_speed import reading
 from trainer.commands.plan.run_plan import (
     BatchFigures,
     DataFigures,
-    MemoryFigures,
     ModeFigures,
     ModelFigures,
     PipelineFigures,
     PredictionFigures,
     RateFigures,
     RunPlan,
+    StageFigures,
     StepFigures,
     TrafficFigures,
 )
@@ -59,65 +58,53 @@ def summarise(
     speed = None if predicted is None else recipe.batch_size / predicted.step
     if layout.staged and cut is None:
         cut = schedules.cut(shadow, layout)
-    return {
-        "recipe": recipe.name,
-        "mode": recipe.mode,
-        "world_size": layout.processes,
-        "devices": list(layout.devices),
-        "model": _model(shadow),
-        "data": _data(recipe, images),
-        "batch": _batch(layout, images, cut),
-        "steps": steps,
-        "learning_rate": _rates(recipe, steps["per_epoch"]),
-        **_memory(shadow, layout, cut, room),
-        "pipeline": None if cut is None else _stages(shadow, layout, cut),
-        "communication": _communication(shadow, layout, cut, bandwidth),
-        "disk": planned_memory.disk(shadow, layout),
-        "reading": reading(recipe, images, layout.shards, speed),
-        "prediction": None if predicted is None else _prediction(recipe, predicted),
-        "scaling": [] if source is None else forecast.over_device_counts(shadow, layout, source, bandwidth),
-        "predicted_samples_per_sec": speed,
-        "commands": commands(recipe, layout, words),
-        "needs_folder": needs_folder(recipe),
-        "assumptions": [*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
-        "modes": _modes(shadow, layout, nproc, room) if every else None,
-    }
-
-
-def _model(shadow: Shadow) -> ModelFigures:
-    return {
-        "name": shadow.recipe.model.name,
-        "parameters": shadow.size,
-        "forward_flops_per_image": shadow.forward_flops(1),
-        "precision": shadow.recipe.precision,
-    }
-
-
-def _data(recipe: Recipe, images: DatasetFacts) -> DataFigures:
-    return {
-        "name": recipe.data.name,
-        "train_samples": images.train,
-        "val_samples": images.val,
-        "classes": images.classes,
-        "channels": images.channels,
-        "image_size": images.size,
-        "source": images.note,
-    }
+    devices = planned_memory.footprint(shadow, layout, cut)
+    limit = planned_memory.limit(devices, layout, room)
+    fits = None if limit is None else planned_memory.fits(devices, limit.bytes, layout)
+    return RunPlan(
+        recipe=recipe.name,
+        mode=recipe.mode,
+        world_size=layout.processes,
+        devices=list(layout.devices),
+        model=ModelFigures(recipe.model.name, shadow.size, shadow.forward_flops(1), recipe.precision),
+        data=DataFigures(
+            recipe.data.name, images.train, images.val, images.classes, images.channels, images.size, images.note
+        ),
+        batch=_batch(layout, images, cut),
+        steps=steps,
+        learning_rate=_rates(recipe, steps.per_epoch),
+        memory_per_device=devices,
+        memory_limit=limit,
+        peak=planned_memory.fullest(devices),
+        fits=fits,
+        advice=planned_memory.advice(shadow, layout, limit.bytes) if limit is not None and fits is False else [],
+        pipeline=None if cut is None else _stages(shadow, layout, cut),
+        communication=_communication(shadow, layout, cut, bandwidth),
+        disk=planned_memory.disk(shadow, layout),
+        reading=reading(recipe, images, layout.shards, speed),
+        prediction=None if predicted is None else _prediction(recipe, predicted),
+        scaling=[] if source is None else forecast.over_device_counts(shadow, layout, source, bandwidth),
+        predicted_samples_per_sec=speed,
+        commands=commands(recipe, layout, words),
+        needs_folder=needs_folder(recipe),
+        assumptions=[*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
+        modes=_modes(shadow, layout, nproc, room) if every else None,
+    )
 
 
 def _batch(layout: Layout, images: DatasetFacts, cut: Cut | None) -> BatchFigures:
     """The global batch, and what of it each shard, device, pass and micro-batch has."""
     recipe = layout.recipe
-    return {
-        "global": recipe.batch_size,
-        "shards": layout.shards,
-        "per_shard": recipe.batch_size // layout.shards,
-        "per_device": recipe.batch_size / len(layout.devices),
-        "accumulate": recipe.accumulate,
-        "per_pass": layout.rows,
-        "microbatch": None if cut is None else cut.rows,
-        "wider": wider_batch(recipe, len(layout.devices), images.train) if layout.kind == "cuda" else None,
-    }
+    return BatchFigures(
+        whole=recipe.batch_size,
+        shards=layout.shards,
+        per_shard=recipe.batch_size // layout.shards,
+        per_device=recipe.batch_size / len(layout.devices),
+        accumulate=recipe.accumulate,
+        per_pass=layout.rows,
+        microbatch=None if cut is None else cut.rows,
+        wider=wider_batch(recipe, len(layout.devices), images.train) if layout.kind == "cuda" else None,
+    )
 
 
 def _steps(layout: Layout, images: DatasetFacts) -> StepFigures:
@@ -125,63 +112,41 @@ def _steps(layout: Layout, images: DatasetFacts) -> StepFigures:
     shard = Shard(0, layout.shards, every_sample=recipe.traits.every_sample)
     steps = None if images.train is None else steps_per_epoch(images.train, recipe, shard)
     total = None if steps is None else total_steps(recipe, steps)
-    return {"per_epoch": steps, "epochs": recipe.epochs, "total": total, "patience": recipe.stop.patience}
+    return StepFigures(steps, recipe.epochs, total, recipe.stop.patience)
 
 
 def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
     """The learning rate at its highest and, where the number of steps is known, at the first and the last."""
     schedule = recipe.schedule
-    known: RateFigures = {
-        "schedule": schedule.name,
-        "warmup_epochs": schedule.warmup_epochs,
-        "highest": recipe.peak_lr,
-        "first": None,
-        "last": None,
-    }
+    first = last = None
     if steps is not None:
         rate = learning_rate(recipe, steps)
-        known["first"], known["last"] = rate(0), rate(total_steps(recipe, steps) - 1)
-    return known
-
-
-def _memory(shadow: Shadow, layout: Layout, cut: Cut | None, room: int | None) -> MemoryFigures:
-    """Bytes on each device, whether they fit, and what to change."""
-    devices = planned_memory.footprint(shadow, layout, cut)
-    own = (room, "as stated") if room is not None else planned_memory.own_memory(layout, len(devices))
-    fits = None if own is None else planned_memory.fits(devices, own[0], layout)
-    return {
-        "memory_per_device": [asdict(device) for device in devices],
-        "memory_limit": None
-        if own is None
-        else {"bytes": own[0], "usable": planned_memory.usable(devices, own[0], layout), "source": own[1]},
-        "peak": planned_memory.fullest(devices),
-        "fits": fits,
-        "advice": planned_memory.advice(shadow, layout, own[0]) if own is not None and fits is False else [],
-    }
+        first, last = rate(0), rate(total_steps(recipe, steps) - 1)
+    return RateFigures(schedule.name, schedule.warmup_epochs, recipe.peak_lr, first, last)
 
 
 def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> PipelineFigures:
     """Cuts, stages and bubbles."""
     modules = shadow.traced.stages(cut.names)
-    return {
-        "schedule": layout.schedule,
-        "microbatches": cut.microbatches,
-        "rows": cut.rows,
-        "cuts": list(cut.names),
-        "balanced_by": cut.balanced_by,
-        "stages": [
-            {
-                "device": layout.devices[holder],
-                "parameters": sum(p.numel() for p in module.parameters()),
-                "forward_flops": stage.flops,
-                "flops_share": stage.flops / sum(one.flops for one in cut.stages),
-                "sent_bytes": stage.sent if index + 1 < len(cut.stages) else 0,
-            }
+    return PipelineFigures(
+        schedule=layout.schedule,
+        microbatches=cut.microbatches,
+        rows=cut.rows,
+        cuts=list(cut.names),
+        balanced_by=cut.balanced_by,
+        stages=[
+            StageFigures(
+                device=layout.devices[holder],
+                parameters=sum(p.numel() for p in module.parameters()),
+                forward_flops=stage.flops,
+                flops_share=stage.flops / sum(one.flops for one in cut.stages),
+                sent_bytes=stage.sent if index + 1 < len(cut.stages) else 0,
+            )
             for index, (module, stage, holder) in enumerate(zip(modules, cut.stages, cut.holders, strict=True))
         ],
-        "bubble_ideal": None if layout.recipe.traits.one_stage_at_a_time else cut.ideal,
-        "bubbles": schedules.bubbles(layout) if layout.recipe.traits.micro_batches else [],
-    }
+        bubble_ideal=None if layout.recipe.traits.one_stage_at_a_time else cut.ideal,
+        bubbles=schedules.bubbles(layout) if layout.recipe.traits.micro_batches else [],
+    )
 
 
 def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: float | None) -> TrafficFigures:
@@ -204,27 +169,20 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
             held = cut.of_workers([shadow.resident(module)["gradients"] for module in modules])
             reduced = ring(layout.shards) * max(held)
     total = reduced + crossing
-    return {
-        "all_reduce_bytes_per_device": round(reduced),
-        "crossing_bytes": round(crossing),
-        "every_steps": recipe.local_sgd.every if exchanges == "weights" else 1,
-        "epoch_bytes_per_device": round(ring(count) * (own["gradients"] + own["buffers"]))
+    return TrafficFigures(
+        all_reduce_bytes_per_device=round(reduced),
+        crossing_bytes=round(crossing),
+        every_steps=recipe.local_sgd.every if exchanges == "weights" else 1,
+        epoch_bytes_per_device=round(ring(count) * (own["gradients"] + own["buffers"]))
         if exchanges == "weights"
         else 0,
-        "seconds": None if bandwidth is None else total / bandwidth,
-    }
+        seconds=None if bandwidth is None else total / bandwidth,
+    )
 
 
-def _prediction(recipe: Recipe, predicted: Forecast) -> PredictionFigures:
-    return {
-        "step_seconds": predicted.step,
-        "compute_seconds": predicted.compute,
-        "communication_seconds": predicted.communication,
-        "optimizer_seconds": predicted.optimizer,
-        "other_seconds": predicted.other,
-        "bubble": predicted.bubble,
-        "samples_per_sec": recipe.batch_size / predicted.step,
-    }
+def _prediction(recipe: Recipe, made: Forecast) -> PredictionFigures:
+    parts = made.compute, made.communication, made.optimizer, made.other
+    return PredictionFigures(made.step, *parts, made.bubble, recipe.batch_size / made.step)
 
 
 def needs_folder(recipe: Recipe) -> bool:
@@ -272,39 +230,28 @@ def _modes(shadow: Shadow, layout: Layout, nproc: int | str | None, room: int | 
 
 
 def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | None) -> ModeFigures:
-    figures: ModeFigures = {
-        "mode": mode,
-        "world_size": None,
-        "devices": None,
-        "peak": None,
-        "activations": None,
-        "fits": None,
-        "traffic": None,
-        "bubble": None,
-        "error": None,
-    }
     try:
         if isinstance(layout, RecipeError):
             raise layout
         cut = schedules.cut(shadow, layout) if layout.staged else None
         devices = planned_memory.footprint(shadow, layout, cut)
     except RecipeError as error:
-        return {**figures, "error": str(error)}
+        return ModeFigures(mode, error=str(error))
     own = room if room is not None else (planned_memory.own_memory(layout, len(devices)) or (None,))[0]
-    return {
-        **figures,
-        "world_size": layout.processes,
-        "devices": len(layout.devices),
-        "peak": planned_memory.fullest(devices),
-        "activations": max(device.activations for device in devices),
-        "fits": None if own is None else planned_memory.fits(devices, own, layout),
-        "traffic": _a_step(_communication(shadow, layout, cut, None)),
-        "bubble": None if cut is None else _waiting(layout, cut),
-    }
+    return ModeFigures(
+        mode,
+        world_size=layout.processes,
+        devices=len(layout.devices),
+        peak=planned_memory.fullest(devices),
+        activations=max(device.activations for device in devices),
+        fits=None if own is None else planned_memory.fits(devices, own, layout),
+        traffic=_a_step(_communication(shadow, layout, cut, None)),
+        bubble=None if cut is None else _waiting(layout, cut),
+    )
 
 
 def _a_step(traffic: TrafficFigures) -> int:
-    return traffic["all_reduce_bytes_per_device"] + traffic["crossing_bytes"]
+    return traffic.all_reduce_bytes_per_device + traffic.crossing_bytes
 
 
 def _waiting(layout: Layout, cut: Cut) -> float:

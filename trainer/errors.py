@@ -182,7 +182,7 @@ MISFITS = ("operator torchvision::", "partially initialized module 'torchvision'
 # What pip installs with this package, unless it is told not to: name in Python -> name for pip, where they differ.
 LIBRARIES = {
     **{name: name for name in ("matplotlib", "numpy", "omegaconf", "pydantic", "safetensors", "scipy", "tensorboard")},
-    **{name: name for name in ("torch", "torchvision", "tqdm", "xxhash")},
+    **{name: name for name in ("cloudpickle", "torch", "torchvision", "tqdm", "xxhash")},
     "PIL": "pillow",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",

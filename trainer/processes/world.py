@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.devices import cards, health
 from trainer.devices.assignment import assign_devices, numbered
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
+Made = TypeVar("Made")
+
+PATIENCE = 86400.0  # seconds that a rank waits for machines which still look for their photos, fetch or cache them
 FIRST_EXCHANGE = 60.0  # seconds, once all ranks are there
 NCCL_LATER = datetime.timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
@@ -295,6 +298,18 @@ class World:
             dist.all_gather_object(boxes, value, group=group)
             dist.destroy_process_group(group)
         return boxes
+
+    def all_or_none(self, make: Callable[[], Made], patience: float) -> Made:
+        """What `make` gives on this rank, once the last rank has its own; where it fails on one, every rank raises."""
+        error = None
+        try:
+            made = make()
+        except TrainerError as caught:
+            error = caught
+        failed = [one for one in self.wait_for(error, patience) if one]
+        if error is not None or failed:
+            raise error or failed[0]
+        return made
 
     def heartbeat(self) -> None:
         """Before a wait for devices, which may be for ever: whether all ranks are alive, asked on the CPU, and whether

@@ -22,7 +22,7 @@ from trainer.errors import TrainerError
 from trainer.models.inputs import with_own_input
 from trainer.processes import stacks
 from trainer.processes.allocation import keep_freed_memory
-from trainer.processes.world import World, locate
+from trainer.processes.world import PATIENCE, World, locate
 from trainer.recipe import Recipe, flatten
 from trainer.saving.checkpoint import State
 from trainer.saving.run_folder import RunFolder
@@ -34,8 +34,6 @@ from trainer.training.initial_model import model_of
 from trainer.training.randomness import seed_everything
 from trainer.training.same_images import check_same_images, known_again
 from trainer.training.speed_test import speed_recipe
-
-PATIENCE = 86400.0  # seconds that a rank waits for machines that still look for their data, or download it
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     reasons = _changes(typed, recipe, "as the run that is continued")
     before, recipe = recipe, with_own_input(recipe)
     reasons |= _changes(before, recipe, "as the weights that it starts from were trained")
-    data = _opened(recipe, claim)
+    data = world.all_or_none(lambda: open_datasets(recipe, claim.before), PATIENCE)
     if "images" in data.notes:
         before, recipe = recipe, recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
         reasons |= _changes(before, recipe, "by a look at the images")
@@ -140,19 +138,6 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
 def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:
     was, now = flatten(before.to_dict()), flatten(after.to_dict())
     return dict.fromkeys((key for key in now if was[key] != now[key]), reason)
-
-
-def _opened(recipe: Recipe, claim: Claim) -> Datasets:
-    """The data set. Where a rank has none, every rank says so."""
-    found: Datasets | TrainerError
-    try:
-        found = open_datasets(recipe, claim.before)
-    except TrainerError as error:
-        found = error
-    failed = [one for one in claim.world.wait_for(found if isinstance(found, TrainerError) else None, PATIENCE) if one]
-    if isinstance(found, TrainerError) or failed:
-        raise found if isinstance(found, TrainerError) else failed[0]
-    return found
 
 
 def start_process(recipe: Recipe) -> None:

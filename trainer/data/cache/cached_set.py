@@ -18,12 +18,11 @@ from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.errors import RecipeError, TrainerError
 from trainer.processes.rank import Place
-from trainer.processes.world import World, cores
+from trainer.processes.world import PATIENCE, World, cores
 from trainer.recipe import Recipe
 from trainer.telemetry.readable import as_size, duration
 
 AUTO = ("raw", "jpeg")  # the ways of storing that data.cache=auto tries, in this order
-PATIENCE = 86400.0  # seconds that a rank waits for machines that are not done yet
 SHARE = 0.5  # of a disk's free room that data.cache=auto takes
 
 Folders = tuple[EncodedPhotos, EncodedPhotos]  # to train on, and held out
@@ -60,15 +59,7 @@ def cached(
             say("  cache: off, for the disk has no room for it")
             return data, recipe
     how = _how(recipe, data, recipe.data.cache_format or "raw")
-    found: tuple[Path, Packing] | TrainerError
-    try:
-        found = _filled(folders, how, recipe, world.place, say, closing)
-    except TrainerError as error:
-        found = error
-    wrong = [one for one in world.wait_for(found if isinstance(found, TrainerError) else None, PATIENCE) if one]
-    if isinstance(found, TrainerError) or wrong:
-        raise found if isinstance(found, TrainerError) else wrong[0]
-    home, packing = found
+    home, packing = world.all_or_none(lambda: _filled(folders, how, recipe, world.place, say, closing), PATIENCE)
     train, val = (CachedFolder(part, how, number, home, packing) for number, part in enumerate(folders))
     recipe = recipe.replace(data__cache_format=how.layout, data__cache_size=how.size)
     return replace(data, train=train, val=val), recipe

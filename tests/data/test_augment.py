@@ -196,6 +196,17 @@ def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
     assert kernels.count < 2 * len(pictures)
 
 
+def test_large_images_are_augmented_one_by_one_on_a_cpu():
+    """There torchvision's own operations are faster than ours for many images."""
+    whole, index = torch.randint(0, 256, (12, 104, 98, 3), dtype=torch.uint8), np.arange(12)
+    pictures, recipe = whole.clone(), AugmentRecipe(auto="trivial")
+    with private_random_state(), pytest.MonkeyPatch.context() as patching:
+        patching.setattr(policies, "apply", None)
+        result = Auto(recipe, 0, 3, index).batch(whole)
+        alone = [Auto(recipe, 0, 3, index)(row, image.permute(2, 0, 1)) for row, image in enumerate(pictures)]
+    assert torch.equal(result, torch.stack(alone).permute(0, 2, 3, 1))
+
+
 @pytest.mark.parametrize(("shape", "size"), [((3, 300, 400), 224), ((3, 50, 20), 32), ((1, 32, 32), 32)])
 def test_evaluation_images_have_the_size(shape, size):
     assert held_out(Picture.of(torch.zeros(shape, dtype=torch.uint8)), size).shape == (shape[0], size, size)

@@ -131,11 +131,11 @@ def test_shifts_reach_every_place():
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_mixing_shares_agree_with_what_is_mixed(mixup, cutmix):
+def test_labels_agree_with_what_is_mixed(mixup, cutmix):
     mix = sampling.mixing(0, 1, 2, 1000, mixup, cutmix, 32)
     area = mix.box[:, 2] * mix.box[:, 3] / 32**2
-    assert mix.share == pytest.approx(mix.blend - area, abs=1e-6)
-    assert mix.share.min() >= 0 and mix.share.max() <= 1
+    assert mix.label == pytest.approx(mix.blend - area, abs=1e-6)
+    assert mix.label.min() >= 0 and mix.label.max() <= 1
     assert ((mix.box[:, :2] + mix.box[:, 2:]) <= 32).all()
     cut, blended = (area > 0).mean(), (mix.blend < 1).mean()
     assert (cut > 0.3) == bool(cutmix) and (blended > 0.3) == bool(mixup)

@@ -27,7 +27,7 @@ from trainer.recipe import AugmentRecipe
 
 @contextmanager
 def private_random_state() -> Iterator[None]:
-    """torch's CPU generator as it was, whatever happens inside (torch.manual_seed would also reset CUDA's)."""
+    """Restore torch's CPU generator afterwards (torch.manual_seed would also reset CUDA's)."""
     before = torch.default_generator.get_state()
     try:
         yield
@@ -35,20 +35,15 @@ def private_random_state() -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
-def auto_policy(name: str) -> Callable[[Tensor], Tensor] | None:
-    """torchvision's automatic augmentation of (C, H, W) uint8 images, or None."""
-    if name == "none":
-        return None
-    policies: dict[str, Any] = {"trivial": v2.TrivialAugmentWide, "rand": v2.RandAugment, "autoaugment": v2.AutoAugment}
-    policy: Callable[[Tensor], Tensor] = policies[name](interpolation=vision.InterpolationMode.BILINEAR)
-    return policy
+AUTO: dict[str, Any] = {"trivial": v2.TrivialAugmentWide, "rand": v2.RandAugment, "autoaugment": v2.AutoAugment}
 
 
 class Auto:
-    """An automatic policy whose draws for a sample come from a seed of its own. Use inside `private_random_state`."""
+    """torchvision's automatic policy, seeded anew for each sample. Use inside `private_random_state`."""
 
     def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
-        self.policy = auto_policy(recipe.auto)
+        bilinear, kind = vision.InterpolationMode.BILINEAR, AUTO.get(recipe.auto)
+        self.policy: Callable[[Tensor], Tensor] | None = kind(interpolation=bilinear) if kind else None
         bits = sampling.hashed(seed, epoch, index, sampling.AUTO) >> np.uint64(1)
         self.seeds: list[int] = bits.tolist() if self.policy else []
 
@@ -59,8 +54,12 @@ class Auto:
         return self.policy(image)
 
     def batch(self, images: Tensor) -> Tensor:
-        """All of (n, H, W, C) images, in place, as each alone."""
+        """All of (n, H, W, C) images, in place, with the same result as one by one."""
         if self.policy is None:
+            return images
+        if images.device.type == "cpu" and images.shape[1] * images.shape[2] > policies.BATCHED:
+            for row, image in enumerate(images.permute(0, 3, 1, 2)):
+                image.copy_(self(row, image))
             return images
         draw, stand_in = policies.recorded(self.policy), torch.empty(images.shape[1:], dtype=torch.uint8)
         plans = []
@@ -72,7 +71,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Draws:
-    """The random part of a block of small images, on their device; None is off."""
+    """The random draws for a block of small images, on their device; None is off."""
 
     shift: Tensor | None  # (n, 2) int64
     box: Tensor | None  # (n, 4) int64 of top, left, height, width
@@ -80,16 +79,16 @@ class Draws:
 
     @classmethod
     def of(cls, recipe: AugmentRecipe, seed: int, epoch: int, index: Array, size: int, device: torch.device) -> Draws:
-        def moved(values: Array) -> Tensor:
-            return on_device(torch.from_numpy(values), device)
-
-        low, high = recipe.crop_scale
-        shift = sampling.shifts(seed, epoch, index, recipe.crop_padding) if recipe.crop == "pad" else None
-        draws = sampling.box_draws(seed, epoch, index, sampling.CROP) if recipe.crop == "resized" else None
+        shift = box = flip = None
+        if recipe.crop == "pad":
+            shift = sampling.shifts(seed, epoch, index, recipe.crop_padding)
+        if recipe.crop == "resized":
+            draws, (low, high) = sampling.box_draws(seed, epoch, index, sampling.CROP), recipe.crop_scale
+            box = sampling.crop_boxes(draws, size, size, (low, high))
+        if recipe.hflip:
+            flip = sampling.flips(seed, epoch, index, recipe.hflip)
         return cls(
-            None if shift is None else moved(shift),
-            None if draws is None else moved(sampling.crop_boxes(draws, size, size, (low, high))),
-            moved(sampling.flips(seed, epoch, index, recipe.hflip)) if recipe.hflip else None,
+            *(None if part is None else on_device(torch.from_numpy(part), device) for part in (shift, box, flip))
         )
 
     def rows(self, start: int, stop: int) -> Draws:
@@ -98,9 +97,9 @@ class Draws:
 
 
 class Gallery:
-    """Small images on their device, taken and augmented by whole batches.
+    """Small images on their device, indexed and augmented by whole batches.
 
-    They lie as (N, H, W, C): rows then are contiguous, and a batch is channels_last without a copy.
+    Their layout is (N, H, W, C): rows then are contiguous, and a batch is channels_last without a copy.
     """
 
     def __init__(self, images: Tensor, padding: int, device: torch.device) -> None:
@@ -164,7 +163,7 @@ def resized_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     return cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-CACHED = 2**16  # numbers: larger images are normalised one by one on a CPU, so that one stays in its cache meanwhile
+CACHED = 2**16  # numbers: larger images are normalised one by one on a CPU, so that one fits its cache
 
 
 class Finish:
@@ -203,7 +202,7 @@ class Finish:
         return inputs.permute(0, 3, 1, 2) if self.channels_last else inputs
 
     def _empty(self, shape: torch.Size) -> Tensor:
-        """float32. NumPy asks for fresh memory in large pages and torch does not: half of the time would go there."""
+        """float32. NumPy allocates huge pages and torch does not: page faults would take half of the time."""
         if self.device.type == "cpu":
             return torch.from_numpy(np.empty(shape, np.float32))
         return torch.empty(shape, device=self.device)
@@ -226,19 +225,19 @@ class Finish:
         if mix.box.any():
             mixed = torch.where(self._inside(mix.box, inputs.shape[-1])[:, None], other, mixed)
         whole = self._with_last(mixed.flatten(0, 1), inputs)
-        # The order is the inputs', of which one channel's stride alone may have changed: compiled code looks at it.
+        # With one channel the strides may have changed and mean the same; compiled code would be compiled again.
         return whole.as_strided(whole.shape, inputs.stride()) if inputs.shape[1] == 1 else whole
 
     def soft(self, hard: Tensor, mix: Mix) -> Tensor:
         """Targets (n, ...) float32, mixed as their images are."""
-        own = self._pairs(hard, mix)
-        away = self._column(1 - mix.share).view(-1, *[1] * hard.dim())
-        soft = torch.lerp(own, own.flip(1), away)
+        pairs = self._pairs(hard, mix)
+        away = self._column(1 - mix.label).view(-1, *[1] * hard.dim())
+        soft = torch.lerp(pairs, pairs.flip(1), away)
         return self._with_last(soft.flatten(0, 1), hard)
 
     @staticmethod
     def _pairs(rows: Tensor, mix: Mix) -> Tensor:
-        pairs = len(mix.share)
+        pairs = len(mix.label)
         return rows[: 2 * pairs].reshape(pairs, 2, *rows.shape[1:])
 
     @staticmethod

@@ -221,14 +221,14 @@ def _central(height: int, width: int) -> tuple[int, int, int, int]:
 class Mix:
     """How neighbours (2k, 2k + 1) of a global batch are mixed with each other; P pairs."""
 
-    blend: Array  # (P,) float32: each image's own share of its pixels (mixup); 1 where the pair is cut
-    share: Array  # (P,) float32: each image's own share of its label
+    blend: Array  # (P,) float32: the weight of an image's own pixels (mixup); 1 where the pair is cut
+    label: Array  # (P,) float32: the weight of an image's own label
     box: Array  # (P, 4) int64 of top, left, height, width: what the pair exchanges (cutmix); 0 high where it is blended
 
     def rows(self, start: int, stop: int) -> Mix:
         """The pairs of images start to stop of the global batch."""
         pairs = slice(start // 2, stop // 2)
-        return Mix(self.blend[pairs], self.share[pairs], self.box[pairs])
+        return Mix(self.blend[pairs], self.label[pairs], self.box[pairs])
 
 
 def mixing(seed: int, epoch: int, step: int, pairs: int, mixup: float, cutmix: float, size: int) -> Mix:

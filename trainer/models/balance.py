@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError
+from trainer.models.memory import Allocations, size_of
 from trainer.models.partition import Traced, choose
-from trainer.models.saved_tensors import counted
 
 TIE = 1.01  # stages within one percent of the best count as equally fast: timings repeat no better
 
@@ -26,7 +26,7 @@ class BlockCost:
     forward: float  # seconds
     backward: float  # seconds
     bytes: int  # that cross the cut after this block; 0 for the last
-    kept: int = 0  # bytes, from the forward pass to the backward pass
+    kept: int = 0  # bytes, from the forward pass to the backward pass, without its inputs
     weights: int = 0  # bytes
 
 
@@ -135,7 +135,7 @@ def block_costs(
             statistics.median(cost.backward for cost in times),
             first.bytes if block is not blocks[-1] else 0,
             first.kept,
-            sum(p.numel() * p.element_size() for p in block.parameters()),
+            size_of(*block.parameters()),
         )
         for block, first, times in zip(blocks, rounds[0], zip(*rounds[1:], strict=True), strict=True)
     ]
@@ -146,18 +146,18 @@ def _time(
 ) -> tuple[Tensor, BlockCost]:
     """One forward and backward; returns the output as the next block receives it. `weigh` adds up what is kept."""
     parameters = [p for p in block.parameters() if p.requires_grad]
-    counting: AbstractContextManager[dict[int, int]] = counted(block) if weigh else nullcontext({})
-    with torch.enable_grad(), counting as kept:
+    counting = Allocations([*block.parameters(), *block.buffers(), received]) if weigh else None
+    with torch.enable_grad(), counting or nullcontext():
         start = _clock(received.device)
         out = run(block, received)
         middle = _clock(received.device)
+        kept = counting.live if counting else 0
         wanted = [received, *parameters] if received.requires_grad else parameters
         if out.requires_grad:  # else this block and all before it are frozen. Leaves .grad and its hooks alone
             torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
         end = _clock(received.device)
     sent = out.detach()
-    crossing = sent.numel() * sent.element_size()
-    return sent.requires_grad_(out.requires_grad), BlockCost(middle - start, end - middle, crossing, sum(kept.values()))
+    return sent.requires_grad_(out.requires_grad), BlockCost(middle - start, end - middle, size_of(sent), kept)
 
 
 def _clock(device: torch.device) -> float:

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.data import Datasets
 from trainer.devices.precision import AUTOCAST
-from trainer.models.saved_tensors import activation_bytes
+from trainer.models.memory import COPIES, activation_bytes, size_of
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.telemetry.device_memory import free_memory
@@ -30,8 +30,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     except (NotImplementedError, RuntimeError):
         per_image = 0.0  # not to be known from shapes alone: as the recipe says
     per_image *= 0.5 if recipe.precision in AUTOCAST else 1.0
-    weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())  # weights, gradients, momentum, buckets
-    room = SHARE * free_memory(world.device) / world.sharing() - weights
+    room = SHARE * free_memory(world.device) / world.sharing() - COPIES * size_of(*model.parameters())
     pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
     pieces = world.share(pieces)
     say(

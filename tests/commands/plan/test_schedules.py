@@ -6,6 +6,7 @@ from tests.commands.plan.plans import recipe_of
 from trainer import load_recipe, plan
 from trainer.commands.plan import schedules
 from trainer.commands.plan.planned_layout import lay_out
+from trainer.modes.pipeline.torch_schedules import pipeline_order
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from trainer.commands.plan.planned_layout import lay_out
     ],
 )
 def test_orders_are_torchs(schedule, virtual, microbatches, flying):
-    listed = schedules.pipeline_order(schedule, 2, virtual, microbatches)
+    listed = pipeline_order(schedule, 2, virtual, microbatches)
     assert [schedules.in_flight(actions) for actions in listed] == flying
     done = [(action.stage, action.microbatch) for actions in listed for action in actions if action.kind == "F"]
     assert sorted(done) == [(stage, m) for stage in range(2 * virtual) for m in range(microbatches)]

@@ -11,6 +11,7 @@ from trainer.commands.plan.dataset_facts import dataset_facts
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.commands.plan.planned_memory import footprint
 from trainer.data import Batch
+from trainer.models.memory import held
 from trainer.models.zoo import build
 from trainer.modes.pipeline.orders import Action, issue_order
 from trainer.optim.optimizers import build_optimizer, optimizer_state
@@ -47,10 +48,10 @@ def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     parameters = dict(model.named_parameters())
     state = optimizer_state(build_optimizer(parameters, recipe.optimizer), parameters)
     own = shadow.resident(shadow.model)
-    assert own["parameters"] == own["gradients"] == size(parameters.values())
-    assert own["optimizer"] == size(state.values())
-    assert own["buffers"] == size(model.buffers())
-    assert own["ema"] == (size(model.state_dict().values()) if recipe.ema else 0)
+    assert own.parameters == own.gradients == size(parameters.values())
+    assert own.optimizer == size(state.values())
+    assert own.buffers == size(model.buffers())
+    assert own.ema == (size(model.state_dict().values()) if recipe.ema else 0)
     assert shadow.size == sum(p.numel() for p in model.parameters())
 
 
@@ -61,10 +62,10 @@ def test_muon_has_one_tensor_a_matrix_and_what_is_frozen_none(name):
     model = build(recipe.model, images.classes, images.channels, images.size)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, recipe.optimizer, roles_of(model, recipe))
-    assert own["optimizer"] == size(optimizer_state(optimizer, parameters).values())
-    assert own["gradients"] == size(p for p in parameters.values() if p.requires_grad) < own["parameters"]
+    assert own.optimizer == size(optimizer_state(optimizer, parameters).values())
+    assert own.gradients == size(p for p in parameters.values() if p.requires_grad) < own.parameters
     matrices = size(group["params"][0] for group in optimizer.param_groups if len(group["params"]) == 1)
-    assert own["optimizer"] == pytest.approx(2 * own["gradients"] - matrices, rel=0.01)
+    assert own.optimizer == pytest.approx(2 * own.gradients - matrices, rel=0.01)
 
 
 @pytest.mark.parametrize("words", [["model.freeze=6"], ["model.freeze=8"], ["model.freeze=[fc]"]])
@@ -154,8 +155,8 @@ def test_a_pipeline_holds_what_the_profiler_sees(name, recompute):
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
     shadow, layout = shadow_of(recipe), lay_out(recipe)
-    stages = schedules.cut(shadow, layout).stages
-    assert schedules.held(issue_order(2, 4), stages) == pytest.approx(peak, rel=0.15)
+    stages = [stage.memory for stage in schedules.cut(shadow, layout).stages]
+    assert held(issue_order(2, 4), stages) == pytest.approx(peak, rel=0.15)
 
 
 def test_split_holds_what_the_profiler_sees():
@@ -164,9 +165,9 @@ def test_split_holds_what_the_profiler_sees():
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
     shadow, layout = shadow_of(recipe), lay_out(recipe)
-    both = schedules.cut(shadow, layout).stages
+    both = [stage.memory for stage in schedules.cut(shadow, layout).stages]
     together = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
-    assert schedules.held(together, both) == pytest.approx(peak, rel=0.15)
+    assert held(together, both) == pytest.approx(peak, rel=0.15)
     assert len(footprint(shadow, layout)) == 2
 
 
@@ -184,7 +185,7 @@ def test_torchvisions_families(name):
     recipe = recipe_of(f"model.name={name}", f"data.image_size={pixels}", "batch_size=4")
     images, shadow = dataset_facts(recipe), shadow_of(recipe)
     model = build(recipe.model, images.classes, images.channels, images.size)
-    assert shadow.resident(shadow.model)["parameters"] == size(model.parameters())
+    assert shadow.resident(shadow.model).parameters == size(model.parameters())
     strategy, batch = real(recipe)
     strategy.forward_backward(batch, 1 / 4)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 4))

@@ -14,6 +14,7 @@ from trainer.commands.plan.shadow import Shadow
 from trainer.errors import RecipeError
 from trainer.models.balance import stage_seconds
 from trainer.modes.pipeline import orders
+from trainer.modes.pipeline.torch_schedules import pipeline_order
 from trainer.recipe import STREAMS
 from trainer.telemetry.readable import as_size, duration
 
@@ -92,7 +93,7 @@ def _all_reduce(shadow: Shadow, layout: Layout, measured: Timings) -> tuple[floa
         seconds, ranks = measured.exposed
         scale = ring(count) / ring(ranks)
         return seconds * scale * share, f"communication as measured among {ranks} ranks, times {scale:.2f}"
-    size = shadow.resident(shadow.model)["gradients"]
+    size = shadow.resident(shadow.model).gradients
     if measured.bandwidth is None:
         return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
     seconds = ring(count) * size / measured.bandwidth + 2 * (count - 1) * measured.latency
@@ -172,10 +173,10 @@ def _step(
         bubble = 1 - 1 / layout.workers
         notes.append("one stage works at a time")
     else:
-        listed = schedules.pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
+        listed = pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
         length, bubble = orders.length_and_bubble(listed, orders.seconds_of(stages), transfer)
     exchange = 0.0
-    held = cut.of_workers([shadow.resident(stage)["gradients"] for stage in shadow.traced.stages(cut.names)])
+    held = cut.of_workers([shadow.resident(stage).gradients for stage in shadow.traced.stages(cut.names)])
     if layout.shards > 1 and measured.bandwidth is not None:
         exchange = ring(layout.shards) * max(held) / measured.bandwidth
     share = max(held) / sum(held) if layout.processes > 1 else 1.0

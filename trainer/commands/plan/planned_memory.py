@@ -18,12 +18,13 @@ from trainer.commands.plan.shadow import Shadow
 from trainer.devices import cards
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
+from trainer.models.memory import USABLE, Resident, held, saved_buffers
 from trainer.modes.dp import rows_of_devices
 from trainer.modes.local_sgd import BUCKET
+from trainer.modes.pipeline.torch_schedules import pipeline_order
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.device_memory import free_memory
 
-USABLE = 0.9  # of a device's memory: its context, libraries' workspaces and holes between blocks take the rest
 # Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; a communicator of NCCL.
 CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
 STAGES_TRIED = (2, 4, 8)
@@ -47,14 +48,14 @@ def _of_whole(shadow: Shadow, layout: Layout) -> Device:
     stays = recipe.accumulate > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
     activations = shadow.whole(layout.rows, gradients=True).peak
     if stays:
-        working = own["gradients"] + activations
+        working = own.gradients + activations
     else:
-        working = max(own["gradients"], shadow.whole(layout.rows, gradients=False).peak)
-    peak = sum(own.values()) - own["gradients"] + images + working
+        working = max(own.gradients, shadow.whole(layout.rows, gradients=False).peak)
+    peak = sum(own) - own.gradients + images + working
     if exchanges == "weights" and several:
-        averaging = AVERAGING * min(BUCKET, own["parameters"] // 4)
-        peak = max(peak, sum(own.values()) - own["gradients"] + averaging)
-    return Device("", **own, images=images, activations=activations, peak=peak)
+        averaging = AVERAGING * min(BUCKET, own.parameters // 4)
+        peak = max(peak, sum(own) - own.gradients + averaging)
+    return Device("", *own, images=images, activations=activations, peak=peak)
 
 
 def _of_replicas(shadow: Shadow, layout: Layout) -> list[Device]:
@@ -68,28 +69,28 @@ def _of_replicas(shadow: Shadow, layout: Layout) -> list[Device]:
     for n, (name, rows) in enumerate(
         zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False)
     ):
-        here = own if n == 0 else own | {"optimizer": 0, "ema": 0}
+        here = own if n == 0 else own._replace(optimizer=0, ema=0)
         images = sum(shadow.batch_bytes(layout.rows if n == 0 else rows))
         activations = shadow.whole(rows, gradients=True).peak
-        found.append(Device(name, **here, images=images, activations=activations, peak=0))
+        found.append(Device(name, *here, images=images, activations=activations, peak=0))
     return [_added_up(device) for device in found]
 
 
 def _of_stages(shadow: Shadow, layout: Layout, cut: Cut) -> list[Device]:
     modules = shadow.traced.stages(cut.names)
     owns = [shadow.resident(module) for module in modules]
-    listed = schedules.pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
+    listed = pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
     images, targets = shadow.batch_bytes(layout.rows)
     found = []
     for index, name in enumerate(layout.devices):
         worker = index % layout.workers
         stages = [stage for stage, holder in enumerate(cut.holders) if holder == worker]
-        own = {key: sum(owns[stage][key] for stage in stages) for key in owns[0]}
-        activations = schedules.held(listed[worker], cut.stages)
+        own = Resident(*map(sum, zip(*(owns[stage] for stage in stages), strict=True)))
+        activations = held(listed[worker], [stage.memory for stage in cut.stages])
         if layout.shards > 1:  # all gradients in one block, to be averaged
-            activations = max(activations, own["gradients"])
+            activations = max(activations, own.gradients)
         batch = images * (0 in stages) + targets * (len(owns) - 1 in stages)
-        found.append(_added_up(Device(name, **own, images=batch, activations=activations, peak=0)))
+        found.append(_added_up(Device(name, *own, images=batch, activations=activations, peak=0)))
     return found
 
 
@@ -207,8 +208,8 @@ def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
 def disk(shadow: Shadow, layout: Layout) -> DiskFigures:
     """Bytes of a checkpoint, of a weights file, and of a run folder when it is fullest."""
     own = shadow.resident(shadow.model)
-    weights = own["parameters"] + shadow.saved_buffers(shadow.model)
-    state = {"model": weights, "optimizer": own["optimizer"], "ema": own["ema"]}
+    weights = own.parameters + saved_buffers(shadow.model)
+    state = {"model": weights, "optimizer": own.optimizer, "ema": own.ema}
     private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
     checkpoint = sum(state.values()) + layout.processes * private
     files = 2 * weights  # last and best

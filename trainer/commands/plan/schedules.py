@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
-
-from torch import nn
 
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.run_plan import BubbleFigures
@@ -16,9 +12,8 @@ from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost, cuts_for
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Action
-from trainer.modes.pipeline.torch_schedules import SCHEDULES, actions_of, ranks_of_stages
+from trainer.modes.pipeline.torch_schedules import SCHEDULES, pipeline_order, ranks_of_stages
 from trainer.modes.pipeline.tuning import Pipe
-from trainer.recipe import IN_TURN, STREAMS
 from trainer.recipe.checks import VIRTUAL
 
 MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: its bubble is 20 % or less
@@ -89,40 +84,6 @@ def default_microbatches(layout: Layout) -> int:
     """The recipe's number of micro-batches, or of those that can be one near four a worker."""
     wanted = MICROBATCHES * layout.workers
     return min(layout.microbatches, key=lambda m: (abs(m - wanted), m))
-
-
-def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Action]]:
-    """Each worker's actions, in torch's own order for the schedules that are torch's.
-
-    Raises:
-        ValueError: torch has no such order for these numbers.
-    """
-    if schedule == IN_TURN:
-        return [[Action("F", worker, 0), Action("B", worker, 0)] for worker in range(workers)]
-    if schedule in ("gpipe", "1f1b", STREAMS):
-        kind = orders.gpipe if schedule == "gpipe" else orders.one_forward_one_backward
-        return [kind(worker, workers, microbatches) for worker in range(workers)]
-    stands_in: Any = SimpleNamespace(  # what a schedule reads of a stage before it runs
-        num_stages=workers * virtual, group_size=workers, group_rank=0, submod=nn.Identity(), has_backward=True
-    )
-    made: Any = SCHEDULES[schedule]
-    listed = made([stands_in] * virtual, microbatches, loss_fn=lambda outputs, targets: outputs).pipeline_order
-    return [list(actions_of(listed[rank])) for rank in range(workers)]
-
-
-def held(actions: Sequence[Action], stages: Sequence[StagePass]) -> int:
-    """Most bytes that a worker holds at once for activations, of all micro-batches it has begun."""
-    live = most = 0
-    for kind, stage, _ in actions:
-        memory, received = stages[stage].memory, stages[stage].received if stage else 0
-        if kind == "F":
-            most = max(most, live + received + memory.forward)
-            live += received + memory.saved
-        else:  # the weights' part of a backward pass needs what its inputs' part has left
-            most = max(most, live + memory.peak - memory.saved)
-            if kind != "I":
-                live -= received + memory.saved
-    return most
 
 
 def in_flight(actions: Sequence[Action]) -> int:

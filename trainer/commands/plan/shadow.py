@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.commands.plan.allocations import Allocations, size_of
 from trainer.commands.plan.dataset_facts import DatasetFacts
 from trainer.data import Example, TensorSpec
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
+from trainer.models import memory
 from trainer.models.balance import BlockCost
 from trainer.models.blocks import hold_statistics
+from trainer.models.memory import Pass, Resident, size_of
 from trainer.models.partition import Traced, trace
 from trainer.modes.pipeline.wire import Wire
 from trainer.optim.optimizers import build_optimizer, optimizer_state
@@ -31,25 +32,10 @@ from trainer.optim.trainable import roles_of
 from trainer.recipe import ModelRecipe, Recipe
 
 
-class Pass(NamedTuple):
-    """Bytes of one forward and backward pass beyond weights, gradients, and its inputs.
-
-    Attributes:
-        saved: between forward and backward, outputs included.
-        forward: most at once in the forward pass.
-        peak: most at once over both.
-    """
-
-    saved: int
-    forward: int
-    peak: int
-
-
 class StagePass(NamedTuple):
-    """A stage's pass of one micro-batch, and what it exchanges."""
+    """A stage's pass of one micro-batch, and what it sends on."""
 
     memory: Pass
-    received: int  # bytes of its inputs
     sent: int  # bytes of its outputs
     flops: int  # of the forward pass
 
@@ -95,26 +81,13 @@ class Shadow:
 
     # Weights and what goes with them.
 
-    def resident(self, module: nn.Module) -> dict[str, int]:
-        """Bytes of a module's (the model's, or a stage's) parameters, gradients, optimizer state, average, buffers."""
+    def resident(self, module: nn.Module) -> Resident:
+        """Bytes that the model, or a stage of it, holds from step to step."""
         parameters = dict(module.named_parameters())
-        weights = sum(map(size_of, parameters.values()))
         with self._fake:
             optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
-            state = sum(map(size_of, optimizer_state(optimizer, parameters).values()))
-        saved = self.saved_buffers(module)
-        return {
-            "parameters": weights,
-            "gradients": sum(size_of(p) for p in parameters.values() if p.requires_grad),
-            "optimizer": state,
-            "ema": weights + saved if self.recipe.ema is not None else 0,
-            "buffers": sum(map(size_of, module.buffers())),
-        }
-
-    def saved_buffers(self, module: nn.Module) -> int:
-        """Bytes of the buffers that belong in a checkpoint."""
-        kept = module.state_dict(keep_vars=True).keys()
-        return sum(size_of(buffer) for name, buffer in module.named_buffers() if name in kept)
+            state = size_of(*optimizer_state(optimizer, parameters).values())
+        return memory.resident(module, state, self.recipe.ema is not None)
 
     @property
     def size(self) -> int:
@@ -155,18 +128,16 @@ class Shadow:
         grads = [p.grad for p in parameters if p.grad is not None]
         spec = self._targets(self.images.example(rows))
         targets = torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device)
-        with Allocations([*module.parameters(), *module.buffers(), *grads, inputs, targets], self._cpu) as seen:
-            out = module(inputs)
-            if last:
-                out = self.task.loss(out.float(), targets)
-            saved, forward = seen.live, seen.peak
-            seed = torch.empty_like(out)
-            if out.requires_grad:  # else all of it is frozen
-                torch.autograd.backward(out, seed)
-            peak = seen.peak
+
+        def forward() -> Tensor:
+            out: Tensor = module(inputs)
+            return self.task.loss(out.float(), targets) if last else out
+
+        known = [*module.parameters(), *module.buffers(), *grads, inputs, targets]
+        measured = memory.measure(forward, known, self._cpu)
         for leaf in (*parameters, inputs):
             leaf.grad = None
-        return Pass(saved, forward, peak)
+        return measured
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:
@@ -184,9 +155,7 @@ class Shadow:
             ) from error
 
     def _images(self, rows: int) -> Tensor:
-        inputs = self.images.example(rows).zeros(self.device).inputs
-        last = self.recipe.channels_last and inputs.dim() == 4
-        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+        return self.images.example(rows).zeros(self.device, channels_last=self.recipe.channels_last).inputs
 
     def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """A forward pass in the recipe's precision."""
@@ -242,8 +211,9 @@ class Shadow:
                 counter = FlopCounterMode(display=False)
                 with torch.no_grad(), counter:
                     sent = run(travelling.detach())
-                memory = self._pass(run, travelling, gradients=True, last=last)
-                found.append(StagePass(memory, size_of(travelling), size_of(sent), int(counter.get_total_flops())))
+                received = 0 if first else size_of(travelling)
+                measured = self._pass(run, travelling, gradients=True, last=last)._replace(received=received)
+                found.append(StagePass(measured, size_of(sent), int(counter.get_total_flops())))
                 travelling = torch.empty_like(sent).requires_grad_()
         return found
 

@@ -155,27 +155,25 @@ def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: f
     own = shadow.resident(shadow.model)
     reduced = crossing = 0.0
     if exchanges == "gradients":
-        reduced = ring(count) * own["gradients"]
+        reduced = ring(count) * own.gradients
     elif exchanges == "weights" and count > 1:
         every = recipe.local_sgd.every
-        reduced = ring(count) * (own["gradients"] + own["buffers"]) / every if every else 0.0
+        reduced = ring(count) * (own.gradients + own.buffers) / every if every else 0.0
     elif exchanges == "copies" and layout.kind == "cuda":  # the first device sends copies and gets gradients
-        crossing = (len(layout.devices) - 1) * (own["parameters"] + own["gradients"]) * recipe.accumulate
+        crossing = (len(layout.devices) - 1) * (own.parameters + own.gradients) * recipe.accumulate
     if cut is not None:
         passes = cut.microbatches * recipe.accumulate
         crossing = 2.0 * passes * sum(stage.sent for stage in cut.stages[:-1])
         if layout.shards > 1:
             modules = shadow.traced.stages(cut.names)
-            held = cut.of_workers([shadow.resident(module)["gradients"] for module in modules])
+            held = cut.of_workers([shadow.resident(module).gradients for module in modules])
             reduced = ring(layout.shards) * max(held)
     total = reduced + crossing
     return TrafficFigures(
         all_reduce_bytes_per_device=round(reduced),
         crossing_bytes=round(crossing),
         every_steps=recipe.local_sgd.every if exchanges == "weights" else 1,
-        epoch_bytes_per_device=round(ring(count) * (own["gradients"] + own["buffers"]))
-        if exchanges == "weights"
-        else 0,
+        epoch_bytes_per_device=round(ring(count) * (own.gradients + own.buffers)) if exchanges == "weights" else 0,
         seconds=None if bandwidth is None else total / bandwidth,
     )
 

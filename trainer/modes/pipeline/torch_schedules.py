@@ -1,15 +1,18 @@
-"""Torch's schedules of pipelines: their classes, which rank holds which stage, and their actions as ours."""
+"""The schedules of pipelines, torch's and ours: which worker holds which stage, and in which order it works."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
 from torch.distributed.pipelining import schedules
 
+from trainer.modes.pipeline import orders
 from trainer.modes.pipeline.orders import Action
-from trainer.recipe import Recipe
+from trainer.recipe import IN_TURN, STREAMS, Recipe
 from trainer.recipe.checks import V_SHAPED, ranks_per_pipeline, refused_schedules, schedule_of, virtual_stages
 
 SCHEDULES = {
@@ -49,6 +52,25 @@ def actions_of(actions: Sequence[Any]) -> Iterator[Action]:
             yield from actions_of(action.sub_actions)
         elif action is not None and action.computation_type.name in LETTERS:
             yield Action(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
+
+
+def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Action]]:
+    """Each worker's actions, in torch's own order for the schedules that are torch's.
+
+    Raises:
+        ValueError: torch has no such order for these numbers.
+    """
+    if schedule == IN_TURN:
+        return [[Action("F", worker, 0), Action("B", worker, 0)] for worker in range(workers)]
+    if schedule in ("gpipe", "1f1b", STREAMS):
+        kind = orders.gpipe if schedule == "gpipe" else orders.one_forward_one_backward
+        return [kind(worker, workers, microbatches) for worker in range(workers)]
+    stands_in: Any = SimpleNamespace(  # what a schedule reads of a stage before it runs
+        num_stages=workers * virtual, group_size=workers, group_rank=0, submod=nn.Identity(), has_backward=True
+    )
+    made: Any = SCHEDULES[schedule]
+    listed = made([stands_in] * virtual, microbatches, loss_fn=lambda outputs, targets: outputs).pipeline_order
+    return [list(actions_of(listed[rank])) for rank in range(workers)]
 
 
 class as_raised:

@@ -11,15 +11,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import DeviceMemoryError
+from trainer.models import memory
 from trainer.models.balance import BlockCost, by_stage, cuts_for, stage_seconds
 from trainer.models.partition import Traced
 from trainer.modes.pipeline import orders
+from trainer.modes.pipeline.torch_schedules import pipeline_order, ranks_of_stages
 from trainer.recipe import Recipe
 
 CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
 FINALISTS = 3
-USABLE = 0.9  # of the free memory; libraries' workspaces and holes between blocks take the rest
-COPIES = 4  # of the weights: themselves, gradients, and what an optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def _probed(
         if found:
             smaller = min(found)
             larger = rows / -(-pipe.rows // smaller)
-            guess = [replace(cost, kept=round(cost.kept * larger)) for cost in found[smaller]]
-            if needed(traced, recipe, pipe, m, guess) > USABLE * room:
+            guess = [replace(c, kept=round(c.kept * larger), bytes=round(c.bytes * larger)) for c in found[smaller]]
+            if needed(traced, recipe, pipe, m, guess) > memory.USABLE * room:
                 break
         costs = probe(rows)
         if not all(math.isfinite(cost.forward) for cost in costs):
@@ -156,18 +156,14 @@ def _probed(
 
 def needed(traced: Traced, recipe: Recipe, pipe: Pipe, microbatches: int, costs: Sequence[BlockCost]) -> int:
     """Bytes on the fullest worker: its weights with their gradients and optimizer, and what its micro-batches keep."""
-    workers = [0] * pipe.workers
-    cuts = cuts_for(traced, recipe.pipeline.cuts, pipe.stages, costs)
-    for stage, blocks in enumerate(by_stage(traced, cuts, costs)):
-        held = microbatches
-        if recipe.pipeline.recompute:
-            held = 1
-        elif pipe.schedules[0] in ("streams", "1f1b"):
-            held = min(pipe.stages - stage, microbatches)
-        elif pipe.schedules[0] not in ("gpipe", "loopedbfs"):
-            held = min(2 * pipe.workers, microbatches)
-        of_stage = sum(COPIES * cost.weights + held * cost.kept for cost in blocks)
-        workers[stage % pipe.workers] += of_stage
+    stages = by_stage(traced, cuts_for(traced, recipe.pipeline.cuts, pipe.stages, costs), costs)
+    received = [0, *(stage[-1].bytes for stage in stages[:-1])]
+    kept = [sum(cost.kept for cost in stage) for stage in stages]
+    passes = [memory.Pass(0 if recipe.pipeline.recompute else k, k, k, r) for k, r in zip(kept, received, strict=True)]
+    schedule, virtual = pipe.schedules[0], pipe.stages // pipe.workers
+    workers = [memory.held(order, passes) for order in pipeline_order(schedule, pipe.workers, virtual, microbatches)]
+    for stage, holder in zip(stages, ranks_of_stages(schedule, pipe.workers, virtual), strict=True):
+        workers[holder] += memory.COPIES * sum(cost.weights for cost in stage)
     return max(workers)
 
 
@@ -225,8 +221,7 @@ def predict(pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]]
         slowest = virtual * max(forward + backward for forward, backward in stages)
         bubble = orders.ideal_bubble(pipe.workers, microbatches, virtual)
         return (microbatches + (pipe.workers - 1) / virtual) * slowest, bubble
-    kind = orders.gpipe if pipe.schedules[0] == "gpipe" else orders.one_forward_one_backward
-    listed = [kind(stage, pipe.stages, microbatches) for stage in range(pipe.stages)]
+    listed = pipeline_order(pipe.schedules[0], pipe.workers, 1, microbatches)
     return orders.length_and_bubble(listed, orders.seconds_of(stages))
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.models.saved_tensors import activation_bytes
+from trainer.models.balance import block_costs
+from trainer.models.memory import activation_bytes
+from trainer.models.partition import trace
 
 
 def test_activation_bytes_against_what_autograd_keeps():
@@ -24,3 +26,10 @@ def test_activation_bytes_against_what_autograd_keeps():
     real = sum(t.untyped_storage().nbytes() for ptr, t in kept.items() if ptr not in own)
     assert out.shape == (4, 10)
     assert activation_bytes(model, (4, 3, 8, 8)) == pytest.approx(real, rel=0.05)
+
+
+def test_blocks_on_a_device_keep_together_what_the_whole_keeps_on_shapes_alone():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    kept = sum(cost.kept for cost in block_costs(trace(model), torch.randn(4, 3, 8, 8), repeats=1))
+    inputs = 4 * 3 * 8 * 8 * 4
+    assert kept == activation_bytes(model, (4, 3, 8, 8)) - inputs

@@ -1,0 +1,170 @@
+"""What a training step holds of a device's memory: the one model of it, counted on real, fake and meta tensors alike.
+
+A plan asks it of a model of shapes alone, a pipeline of the blocks that it times, a speed test of the model to come.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+USABLE = 0.9  # of the memory there is: a device's context, libraries' workspaces and fragmentation take the rest
+COPIES = 4  # of the weights where no optimizer is built yet: themselves, gradients, and what most optimizers keep
+
+
+def size_of(*tensors: Tensor) -> int:
+    """Bytes of their elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Resident(NamedTuple):
+    """Bytes that a module holds from step to step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    buffers: int
+
+
+def resident(module: nn.Module, optimizer: int, averaged: bool) -> Resident:
+    """Of a model, or a stage of it; `optimizer` are the bytes of its state, `averaged` is for a moving average."""
+    parameters = list(module.parameters())
+    return Resident(
+        size_of(*parameters),
+        size_of(*(parameter for parameter in parameters if parameter.requires_grad)),
+        optimizer,
+        size_of(*parameters) + saved_buffers(module) if averaged else 0,
+        size_of(*module.buffers()),
+    )
+
+
+def saved_buffers(module: nn.Module) -> int:
+    """Bytes of the buffers that belong in a checkpoint."""
+    saved = module.state_dict(keep_vars=True).keys()
+    return size_of(*(buffer for name, buffer in module.named_buffers() if name in saved))
+
+
+class Pass(NamedTuple):
+    """Bytes of one forward and backward pass of a micro-batch, beyond what is resident.
+
+    Attributes:
+        saved: between forward and backward, outputs included and inputs not.
+        forward: most at once in the forward pass.
+        peak: most at once over both.
+        received: of the inputs, where they come from another stage.
+    """
+
+    saved: int
+    forward: int
+    peak: int
+    received: int = 0
+
+
+def measure(forward: Callable[[], Tensor], known: Sequence[Tensor], cpu: bool = False) -> Pass:
+    """The pass in which `forward` computes the output. What `known` tensors hold does not count.
+
+    `cpu`: count also what convolutions allocate for a moment on a CPU.
+    """
+    with Allocations(known, cpu) as seen:
+        out = forward()
+        saved, most = seen.live, seen.peak
+        gradient = torch.empty_like(out)
+        if out.requires_grad:  # else all of it is frozen
+            torch.autograd.backward(out, gradient)
+    return Pass(saved, most, seen.peak)
+
+
+def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
+    """Bytes that a batch of `shape` in fp32 holds from the forward to the backward pass, from shapes alone.
+
+    Raises:
+        NotImplementedError: the model has an operator that cannot run on shapes alone.
+    """
+    probe = copy.deepcopy(model).to("meta").train()
+    with Allocations([*probe.parameters(), *probe.buffers()]) as seen:
+        out = probe(torch.empty(tuple(shape), device="meta"))
+        saved: int = seen.live
+        del out  # counted until here
+    return saved
+
+
+def held(actions: Iterable[tuple[str, int, int]], stages: Sequence[Pass]) -> int:
+    """Most bytes that a worker holds at once for activations, of all micro-batches that it has begun.
+
+    Args:
+        actions: the worker's, in its order: (kind, stage, micro-batch), as `modes.pipeline.orders.Action`.
+        stages: each stage's pass of a micro-batch.
+    """
+    live = most = 0
+    for kind, stage, _ in actions:
+        one = stages[stage]
+        if kind == "F":
+            most = max(most, live + one.received + one.forward)
+            live += one.received + one.saved
+        else:  # the weights' part of a backward pass needs what its inputs' part has left
+            most = max(most, live + one.peak - one.saved)
+            if kind != "I":
+                live -= one.received + one.saved
+    return most
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of storages that exist, and the most there were at once; those of `known` tensors do not count.
+
+    Each storage is seen when it comes, and a weak reference tells when it goes.
+    """
+
+    def __init__(self, known: Sequence[Tensor], cpu: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._cpu = cpu
+        self._known = [tensor.untyped_storage() for tensor in known]  # held, or another could get its address
+        self._seen: dict[int, Any] = {storage._cdata: storage for storage in self._known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        if self._cpu and func is torch.ops.aten.convolution_backward.default:
+            self.peak = max(self.peak, self.live + _scratch(args[1], args[2], args[9]))
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def gone(_: Any) -> None:
+            self.live -= size
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.live += size
+
+
+def _scratch(inputs: Tensor, weight: Tensor, groups: int) -> int:
+    """What a convolution's backward pass allocates on a CPU for a moment, beyond its results.
+
+    oneDNN computes the weight's gradient in blocks of 16 x 16 channels a group (3 x 3 depthwise ones apart), in 16-bit
+    types with sums in fp32, and copies it to the weight's layout. Found by the profiler's memory events (AVX-512, torch
+    2.15); it matters for depthwise convolutions of few images.
+    """
+    outs, ins = weight.shape[0] // groups, weight.shape[1]
+    reordered = not (inputs.is_contiguous() and weight.is_contiguous())  # channels_last
+    special = outs == ins == 1 and tuple(weight.shape[2:]) == (3, 3)
+    blocked = 1.0
+    if groups > 1 and reordered and not special:
+        blocked = (-(-outs // 16) * 16) * (-(-ins // 16) * 16) / (outs * ins)
+    if weight.element_size() == 2:
+        return int(size_of(weight) * max(3 * blocked - 1, blocked + reordered))
+    return int(size_of(weight) * (blocked + reordered))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
-from trainer.commands.prove import kept
-from trainer.commands.prove.kept import Kept, bound_to, claim
-from trainer.commands.prove.outcome import measured, right, wrong
+from trainer.commands.prove.check_runner import measured, right, wrong
+from trainer.commands.prove.kept import KEPT, Kept, bound_to, claim
 from trainer.errors import FolderInUseError
 
 BOUND = {"machine": "a", "versions": "b", "devices": "cpu,cpu"}
@@ -17,14 +17,14 @@ BOUND = {"machine": "a", "versions": "b", "devices": "cpu,cpu"}
 
 def test_outcomes_come_back_as_they_were(tmp_path):
     one = Kept(tmp_path, BOUND)
-    one.keep("sums", right("fine", done=24), 3.21)
-    one.keep("speed", measured("9 images/s", rate=9.0), 5)
-    one.keep("copies", wrong("odd", "mend it"), 1)
+    one.keep("sums", replace(right("fine", done=24), seconds=3.2))
+    one.keep("speed", measured("9 images/s", rate=9.0))
+    one.keep("copies", wrong("odd", "mend it"))
     again = Kept(tmp_path, BOUND)
-    assert again.outcomes() == {
+    assert again.outcomes == {
         "sums": right("fine", done=24), "speed": measured("9 images/s", rate=9.0), "copies": wrong("odd", "mend it"),
     }  # fmt: skip
-    assert [*again.outcomes(*kept.DONE)] == ["sums", "speed"] and again.seconds("sums") == 3.2
+    assert [*again.done()] == ["sums", "speed"] and again.outcomes["sums"].seconds == 3.2
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,16 @@ def test_outcomes_come_back_as_they_were(tmp_path):
     ["", "no JSON", "[]", '{"checks": 3}', '{"checks": {"sums": {"status": "right"}}}', '{"checks": {"sums": 1}}'],
 )
 def test_damage_is_done_again(text, tmp_path):
-    (tmp_path / kept.KEPT).write_text(text)
-    assert Kept(tmp_path, BOUND).outcomes() == {}
+    (tmp_path / KEPT).write_text(text)
+    assert Kept(tmp_path, BOUND).outcomes == {}
 
 
 @pytest.mark.parametrize("key", BOUND)
 def test_of_another_machine_versions_or_devices_it_is_refused(key, tmp_path):
     with claim(str(tmp_path / "proof"), BOUND) as one:
-        one.keep("sums", right("fine"), 1)
+        one.keep("sums", right("fine"))
     with claim(str(tmp_path / "proof"), BOUND) as one:
-        assert [*one.outcomes()] == ["sums"]
+        assert [*one.outcomes] == ["sums"]
     with (
         pytest.raises(FolderInUseError, match=f"the proof of other {key}: choose another output="),
         claim(str(tmp_path / "proof"), {**BOUND, key: "c"}),

@@ -10,12 +10,10 @@ import socket
 import pytest
 
 from trainer.commands.prove import fast, right
-from trainer.commands.prove.outcome import Outcome, measured, wrong
-from trainer.commands.prove.outcome import right as is_right
+from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome, measured, wrong
+from trainer.commands.prove.check_runner import right as is_right
 from trainer.commands.prove.proof import Proof, proof_of, table
-from trainer.commands.prove.proof_page import anonymous, markdown
-from trainer.commands.prove.proof_plot import draw
-from trainer.commands.prove.trip import Devices, Trip
+from trainer.commands.prove.proof_page import anonymous, draw, markdown
 
 CARD = "NVIDIA A100-SXM4-80GB"
 GPUS = Devices(tuple(f"cuda:{n}" for n in range(4)), "cuda", (CARD,) * 4)
@@ -34,7 +32,7 @@ SPEED = {
 
 def made(tmp_path, devices=GPUS, **changes):
     """A proof in which all is done and right but for `changes`: name -> Outcome, or None for what is left out."""
-    one = Trip(tmp_path, devices)
+    one = CheckRunner(tmp_path, devices)
     checks = [*right.checks(devices), *fast.checks(devices)]
     for check in checks:
         one.outcomes[check.name] = is_right("it is") if check.part == "right" else measured("3 GB/s")
@@ -45,8 +43,7 @@ def made(tmp_path, devices=GPUS, **changes):
         one.outcomes[name] = outcome
         if outcome is None:
             del one.outcomes[name]
-    seconds = {check.name: 2.0 for check in checks}
-    return proof_of(one, checks, seconds, 10.0, 0.1, MACHINE, {"torch": "2.11", "cuda": None})
+    return proof_of(one, checks, 10.0, 0.1, MACHINE, {"torch": "2.11", "cuda": None})
 
 
 def test_all_right(tmp_path):
@@ -86,8 +83,8 @@ def test_what_is_left_out_never_counts_as_passed(tmp_path):
 
 
 def test_nothing_done_is_nothing_proven(tmp_path):
-    one, checks = Trip(tmp_path, CPUS), [*right.checks(CPUS)]
-    proof = proof_of(one, checks, {}, 1.0, None, MACHINE, {})
+    one, checks = CheckRunner(tmp_path, CPUS), [*right.checks(CPUS)]
+    proof = proof_of(one, checks, 1.0, None, MACHINE, {})
     assert proof["sentence"] == "nothing is proven on 2 CPU processes yet" and proof["status"] == "incomplete"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.commands.prove.prove_probe import SIZES, compared, kinds, pattern
+from trainer.commands.prove.prove_probe import SIZES, compare, pattern, types
 
-KINDS = [*kinds(torch.device("cpu")), torch.float16, torch.bfloat16]
+KINDS = [*types(torch.device("cpu")), torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -18,11 +18,11 @@ def test_sums_are_exact_and_tell_ranks_and_neighbours_apart(kind, among):
     assert torch.equal(total.to(kind).double(), total), "the sum can be held exactly"
     assert len({tuple(part.tolist()) for part in parts}) == among, "each rank's is another"
     for other in (total.roll(1), total.roll(7), total + parts[0].double(), total - parts[-1].double()):
-        assert compared(other.to(kind), total.to(kind), "it", bad := []) == 1 and len(bad) == 1
+        assert compare(other.to(kind), total.to(kind), "it", bad := []) == 1 and len(bad) == 1
     damaged = total.clone()
     damaged[500] = damaged[499]
-    assert compared(damaged.to(kind), total.to(kind), "it", bad := []) and "element 500 is" in bad[0]
-    assert compared(total.to(kind), total.to(kind), "it", bad := []) and bad == []
+    assert compare(damaged.to(kind), total.to(kind), "it", bad := []) and "element 500 is" in bad[0]
+    assert compare(total.to(kind), total.to(kind), "it", bad := []) and bad == []
 
 
 def test_messages_are_of_one_element_and_of_more_than_a_buffer():

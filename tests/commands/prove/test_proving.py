@@ -19,7 +19,7 @@ from tests import warm
 from tests.command_line import PROJECT, environment
 from tests.commands.prove.proofs import CHECKS, DEVICES, FAULTY, begin, found, proof, prove, row
 from trainer.commands.prove import kept, proving
-from trainer.commands.prove.outcome import Check, Outcome, measured, right
+from trainer.commands.prove.check_runner import Check, Outcome, measured, right
 from trainer.errors import RecipeError
 
 FAULTS = {  # put in by hand, with the checks that have to see it and what they say
@@ -190,7 +190,7 @@ def test_what_counts_most_is_chosen_first_and_done_in_order(tmp_path, monkeypatc
     monkeypatch.setattr(proving, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def check(name, seconds, rank, slower=1.0):
-        def run(trip):
+        def run(runner):
             done.append(name)
             clock[0] += slower * seconds
             return right("fine")
@@ -208,17 +208,17 @@ def test_what_counts_most_is_chosen_first_and_done_in_order(tmp_path, monkeypatc
 
 
 def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch, capsys):
-    def broken(trip):
+    def broken(runner):
         raise ValueError("not a number")
 
     checks = [
         Check("one", "right", "one", 1, broken),
-        Check("two", "fast", "two", 1, lambda trip: measured("3 images/s")),
-        Check("three", "right", "three", 1, lambda trip: Outcome("not here", "no compiler")),
+        Check("two", "fast", "two", 1, lambda runner: measured("3 images/s")),
+        Check("three", "right", "three", 1, lambda runner: Outcome("not here", "no compiler")),
     ]
     one = proving_of(tmp_path, checks, 5, monkeypatch)
     one.run()
-    assert {name: found.status for name, found in one.trip.outcomes.items()} == {
+    assert {name: found.status for name, found in one.runner.outcomes.items()} == {
         "one": "wrong",
         "two": "measured",
         "three": "not here",
@@ -230,7 +230,7 @@ def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch
 
 
 def test_no_check_that_fits_is_an_error_of_words(tmp_path, monkeypatch):
-    one = proving_of(tmp_path, [Check("a", "right", "a", 500, lambda trip: right("fine"))], 1, monkeypatch)
+    one = proving_of(tmp_path, [Check("a", "right", "a", 500, lambda runner: right("fine"))], 1, monkeypatch)
     with pytest.raises(RecipeError, match=r"minutes=1 is too short for any check: type minutes=\d+"):
         one.announce()
 

@@ -6,9 +6,8 @@ import pytest
 
 from trainer.commands.compare.running import Failed
 from trainer.commands.prove import fast, held_out, right
-from trainer.commands.prove.outcome import Outcome
-from trainer.commands.prove.right import digits, held_out_ways, modes_here, pipes
-from trainer.commands.prove.trip import Devices, Trip
+from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
+from trainer.commands.prove.right import digits, held_out_ways, modes_here, pipeline
 from trainer.devices.assignment import assign_devices
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import VIRTUAL, check_processes, refused_schedules
@@ -35,12 +34,12 @@ def test_every_run_can_start_on_every_machine(kind, count):
     kept = {"batch": 64, "precision": "bf16", "compile": True}
     for network in fast.networks(devices):
         for several in fast.counts(devices):
-            where = ["mode=ddp", *devices.in_ranks(several)] if several > 1 else ["mode=single", *devices.one()]
+            where = ["mode=ddp", *devices.in_ranks(several)] if several > 1 else ["mode=single", *devices.first()]
             runs[f"{network.name} {several}"] = fast.words_of(where, network, several, kept, 20)
     for name, words in runs.items():
-        own, rest = split_words(words, ("recipe", "nproc"))
+        options, rest = split_words(words, ("recipe", "nproc"))
         assert len({word.partition("=")[0] for word in words}) == len(words), f"{name} says a key twice"
-        recipe, size = load(own.get("recipe"), *rest), int(own.get("nproc", 1))
+        recipe, size = load(options.get("recipe"), *rest), int(options.get("nproc", 1))
         check_processes(recipe, size)
         if not recipe.traits.shared_memory:
             assign_devices(recipe, size, count if kind == "cuda" else 0)
@@ -60,13 +59,14 @@ def test_every_mode_is_there(kind, count):
 
 
 def test_pipelines_take_as_many_devices_as_divide():
-    assert [pipes(count) for count in (2, 3, 4, 5, 8)] == [(2, 2), (2, 2), (4, 2), (4, 2), (8, 2)]
+    ranks = [next(w for w in pipeline(machine("cpu", n)) if w.startswith("nproc=")) for n in (2, 3, 4, 5, 8)]
+    assert ranks == ["nproc=2", "nproc=2", "nproc=4", "nproc=4", "nproc=8"]
 
 
-def trip(tmp_path, kind="cpu", count=2, answers=None, result=None, error=None):
-    """A trip whose measurements answer so, and whose runs end so."""
-    one = Trip(tmp_path, machine(kind, count))
-    one.measure = lambda what, count=1, **asked: answers
+def runner(tmp_path, kind="cpu", count=2, answers=None, result=None, error=None):
+    """A runner whose measurements answer so, and whose runs end so."""
+    one = CheckRunner(tmp_path, machine(kind, count))
+    one.measure = lambda what, count=1, **task: answers
 
     def train(name, words, environment=None, timed=False):
         if error is not None:
@@ -78,12 +78,12 @@ def trip(tmp_path, kind="cpu", count=2, answers=None, result=None, error=None):
 
 
 def test_patterns_that_nobody_compared_are_wrong(tmp_path):
-    assert right.sums(trip(tmp_path, answers=[{"done": 0, "wrong": []}] * 2)).status == "wrong"
+    assert right.sums(runner(tmp_path, answers=[{"done": 0, "wrong": []}] * 2)).status == "wrong"
     bad = right.copies(
-        trip(tmp_path, "cuda", 2, [{"done": 9, "wrong": ["cuda:0 to cuda:1: odd"]}, {"done": 9, "wrong": []}])
+        runner(tmp_path, "cuda", 2, [{"done": 9, "wrong": ["cuda:0 to cuda:1: odd"]}, {"done": 9, "wrong": []}])
     )
     assert bad.line == "1 of 18 came out wrong: cuda:0 to cuda:1: odd" and "NCCL_P2P_DISABLE=1" in bad.todo
-    good = right.copies(trip(tmp_path, answers=[{"done": 9, "wrong": []}] * 2))
+    good = right.copies(runner(tmp_path, answers=[{"done": 9, "wrong": []}] * 2))
     assert good.status == "right" and good.figures["done"] == 18
 
 
@@ -102,7 +102,7 @@ def numbered(count=83, total=3486, squares=194054):
 )
 def test_each_held_out_image_once(result, says, tmp_path):
     check = next(check for check in right.checks(machine("cpu", 2)) if check.name == "held out ddp")
-    found = check.run(trip(tmp_path, result=result))
+    found = check.run(runner(tmp_path, result=result))
     assert says in found.line and found.status == ("right" if result == numbered() else "wrong")
     assert held_out.COUNT == 83
 
@@ -113,9 +113,9 @@ def test_each_held_out_image_once(result, says, tmp_path):
 )
 def test_only_what_an_older_torch_lacks_may_be_refused(mode, code, status, tmp_path, monkeypatch):
     """Anything else that does not run is wrong: it must not be taken for something that this machine need not do."""
-    monkeypatch.setattr(right, "reference", lambda trip: None)
+    monkeypatch.setattr(right, "single", lambda runner: None)
     check = next(check for check in right.checks(machine("cpu", 2)) if check.name == f"mode {mode}")
-    one = trip(tmp_path, error=Failed("pipeline.schedule=zbv needs torch 2.14", code))
+    one = runner(tmp_path, error=Failed("pipeline.schedule=zbv needs torch 2.14", code))
     if status is None:
         with pytest.raises(Failed):
             check.run(one)
@@ -125,21 +125,21 @@ def test_only_what_an_older_torch_lacks_may_be_refused(mode, code, status, tmp_p
 
 def test_memory_that_each_run_keeps_is_a_leak_and_one_that_settles_is_none(tmp_path):
     mib = 2**20
-    found = right.memory(trip(tmp_path, answers=[{"host": [100 * mib, 150 * mib, 201 * mib]}]))
+    found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 150 * mib, 201 * mib]}]))
     assert found.status == "wrong" and "each run keeps 50 MiB of the host's memory" in found.line
-    found = right.memory(trip(tmp_path, "cuda", 1, [{"host": [100 * mib] * 3, "device": [0, 30 * mib, 60 * mib]}]))
+    found = right.memory(runner(tmp_path, "cuda", 1, [{"host": [100 * mib] * 3, "device": [0, 30 * mib, 60 * mib]}]))
     assert found.status == "wrong" and "30 MiB of the device's memory" in found.line
-    found = right.memory(trip(tmp_path, answers=[{"host": [100 * mib, 160 * mib, 160 * mib]}]))
+    found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 160 * mib, 160 * mib]}]))
     assert found.status == "right" and found.figures["kept_bytes"] == {"host": 0}
 
 
 def test_without_a_compiler_compiling_is_not_here(tmp_path, monkeypatch):
     monkeypatch.setattr(right.shutil, "which", lambda name: None)
-    found = right.compiled(trip(tmp_path))
+    found = right.compiled(runner(tmp_path))
     assert found.status == "not here" and "install g++" in found.line
 
 
 def test_what_doctor_finds_is_wrong(tmp_path):
-    found = right.doctor(trip(tmp_path, answers=[{"problems": ["the disk is full", "and more"]}]))
+    found = right.doctor(runner(tmp_path, answers=[{"problems": ["the disk is full", "and more"]}]))
     assert found.status == "wrong" and found.line == "the disk is full, and 1 more"
-    assert right.doctor(trip(tmp_path, answers=[{"problems": []}])).status == "right"
+    assert right.doctor(runner(tmp_path, answers=[{"problems": []}])).status == "right"

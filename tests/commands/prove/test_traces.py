@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.commands.prove.right import ROUNDED, TOLERANCE
-from trainer.commands.prove.traces import STEPS, Traces, deviations, held, same_bits
+from trainer.commands.prove.traces import STEPS, Traces, compared, differences, different_bits
 
 
 def run(**changes):
@@ -48,40 +48,40 @@ def test_each_fault_is_beyond_the_bounds(fault):
     one = run()
     other = dataclasses.replace(one, **FAULTS[fault](one))
     for kind in TOLERANCE:
-        found = held(other, one, TOLERANCE[kind], "mend it")
+        found = compared(other, one, TOLERANCE[kind], "mend it")
         assert found.status == "wrong" and found.todo == "mend it" and found.line.startswith("differs: "), found
-    assert same_bits(other, one)
+    assert different_bits(other, one)
 
 
 def test_rounding_alone_is_right_and_tells_how_much():
     one = run()
     other = dataclasses.replace(one, optimizer={name: t * (1 + 1e-6) for name, t in one.optimizer.items()})
-    found = held(other, one, TOLERANCE["cpu"], "mend it")
+    found = compared(other, one, TOLERANCE["cpu"], "mend it")
     assert found.status == "right" and "optimizer 1e-06" in found.line and "losses 0" in found.line
     assert found.figures["deviations"]["optimizer"] == pytest.approx(1e-6, rel=0.2)
-    assert same_bits(other, one) == ["optimizer"]
+    assert different_bits(other, one) == ["optimizer"]
 
 
 def test_the_same_is_told_as_that():
-    assert held(run(), run(), TOLERANCE["cpu"], "").line == "the same to the last bit"
-    assert same_bits(run(), run()) == [] and not any(deviations(run(), run()).values())
+    assert compared(run(), run(), TOLERANCE["cpu"], "").line == "the same to the last bit"
+    assert different_bits(run(), run()) == [] and not any(differences(run(), run()).values())
 
 
 def test_bit_equality_needs_all_steps():
     one = run(losses=[1.0] * 3)
-    assert same_bits(one, one) == ["steps"], "two runs that ended early prove nothing"
+    assert different_bits(one, one) == ["steps"], "two runs that ended early prove nothing"
 
 
 def test_two_runs_without_anything_are_not_equal():
     nothing = Traces([], [], {}, {})
-    assert held(nothing, nothing, TOLERANCE["cuda"], "").status == "wrong" and same_bits(nothing, nothing)
+    assert compared(nothing, nothing, TOLERANCE["cuda"], "").status == "wrong" and different_bits(nothing, nothing)
 
 
 def test_a_small_tensor_may_differ_by_what_is_nothing_beside_the_others():
     """A bias whose gradient is nought but for rounding has no direction of its own."""
     big = {"a": torch.ones(1000), "b": torch.full((1,), 1e-9)}
     one, other = run(optimizer=big), run(optimizer=with_one(big, "b", -big["b"]))
-    assert held(other, one, TOLERANCE["cpu"], "").status == "right"
+    assert compared(other, one, TOLERANCE["cpu"], "").status == "right"
 
 
 def test_bounds_grow_with_rounding():

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
-from trainer.commands.prove.trip import Devices
+from trainer.commands.prove.check_runner import Devices
 from trainer.devices import cards
 from trainer.devices.assignment import present
 from trainer.errors import Interrupted, Preempted, RecipeError, SetupError
@@ -21,7 +21,7 @@ from trainer.processes.rank import place
 from trainer.recipe.recipe_words import split_words
 
 OWN = ("minutes", "output", "devices")
-MINUTES = 10.0
+MINUTES = "10"
 CPU_PROCESSES = 2
 
 
@@ -33,13 +33,15 @@ def command(words: Sequence[str]) -> int:
         FolderInUseError: output= holds something else.
         Interrupted, Preempted: stopped; what was done is kept.
     """
-    own, rest = split_words(words, OWN)
+    options, rest = split_words(words, OWN)
     if rest:
         raise RecipeError(f"'{rest[0][:80]}' is not a word of prove: type minutes=10, devices=[...] or output=FOLDER")
     if place().launched:
         raise RecipeError("prove starts its processes itself: type python -m trainer prove without torchrun")
-    minutes = _minutes(own.get("minutes"))
-    devices = find_devices(own.get("devices"))
+    minutes = options.get("minutes", MINUTES)
+    if not re.fullmatch(r"\d{1,4}(\.\d{1,3})?", minutes) or not 0 < float(minutes) <= 1440:
+        raise RecipeError(f"minutes={minutes[:40]} must be a number up to 1440, as in minutes=10")
+    devices = find_devices(options.get("devices"))
     from trainer.commands.prove import proving  # with torch, which a wrong word need not wait for
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -47,20 +49,12 @@ def command(words: Sequence[str]) -> int:
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        return SetupError.code if proving.prove(devices, minutes, own.get("output")) == "wrong" else 0
+        return SetupError.code if proving.prove(devices, float(minutes), options.get("output")) == "wrong" else 0
     except (KeyboardInterrupt, Preempted) as error:
         how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
         raise kind(f"stopped by {how}; what was done is kept, and the same words go on") from None
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _minutes(text: str | None) -> float:
-    if text is None:
-        return MINUTES
-    if not re.fullmatch(r"\d{1,4}(\.\d{1,3})?", text) or not 0 < float(text) <= 1440:
-        raise RecipeError(f"minutes={text[:40]} must be a number up to 1440, as in minutes=10")
-    return float(text)
 
 
 def find_devices(text: str | None) -> Devices:
@@ -76,8 +70,7 @@ def find_devices(text: str | None) -> Devices:
             raise here.fault
         names = [f"cuda:{n}" for n in range(here.count)] or ["cpu"] * CPU_PROCESSES
     else:
-        listed = [name.strip() for name in text.strip("[]").split(",") if name.strip()]
-        names = present(listed, here.count)
+        names = present([name.strip() for name in text.strip("[]").split(",") if name.strip()], here.count)
         if not names or len({name.partition(":")[0] for name in names}) > 1:
             raise RecipeError(f"devices={text[:80]} must be GPUs or CPU processes, as in devices=[cpu,cpu]")
         if names[0] != "cpu" and len(set(names)) < len(names):

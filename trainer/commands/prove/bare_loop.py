@@ -1,6 +1,6 @@
-"""The loop that anybody would write without this software: what its speed is held against, and what tries settings.
+"""A plain PyTorch loop, which our speed is compared with and which tries settings.
 
-The same network, precision and memory order, on images that lie on the device already.
+The same network, precision and memory order, on images that are on the device already.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ GAIN = 1.04  # times as many images/s that a batch twice as large has to give
 
 def step_of(here: Measurer, batch: int, kind: str, compiled: bool) -> Callable[[bool], Any]:
     """A training step of `batch` images on this device, which exchanges gradients with the others or does not."""
-    asked = here.asked
     torch.manual_seed(0)
-    layout = torch.channels_last
-    size, classes = asked["size"], asked["classes"]
-    made = build(ModelRecipe(name=asked["model"]), classes, 3, size)
-    model: nn.Module = made.to(here.device, memory_format=layout)  # type: ignore[call-overload]
+    layout, size, classes = torch.channels_last, here.task["size"], here.task["classes"]
+    built = build(ModelRecipe(name=here.task["model"]), classes, 3, size)
+    model: nn.Module = built.to(here.device, memory_format=layout)  # type: ignore[call-overload]
     if compiled:
         model.compile()
     if here.count > 1:
@@ -65,30 +63,28 @@ def speeds(
     step = step_of(here, batch, kind, compiled)
     for number in range(WARM):
         step(number != 1)
-    here.meet()
+    here.barrier()
     begun = time.perf_counter()
     step(True)
-    here.meet()
-    once = torch.tensor(time.perf_counter() - begun)
+    here.barrier()
+    once = torch.tensor(time.perf_counter() - begun, device=here.device)
     if here.count > 1:
-        torch.distributed.broadcast(where := once.to(here.device), 0)
-        once = where.cpu()
+        torch.distributed.broadcast(once, 0)
     steps = max(1, round(seconds / WINDOWS / once.item()))
-    found: dict[bool, list[float]] = {True: [], False: []}
+    rates: dict[bool, list[float]] = {True: [], False: []}
     for exchanges in [True, False] * WINDOWS if here.count > 1 else [True] * WINDOWS:
-        here.meet()
+        here.barrier()
         begun = time.perf_counter()
         for _ in range(steps):
             step(exchanges)
         synchronise([here.device])
-        found[exchanges].append(batch * steps / (time.perf_counter() - begun))
-    return found[True], found[False]
+        rates[exchanges].append(batch * steps / (time.perf_counter() - begun))
+    return rates[True], rates[False]
 
 
 def rate(here: Measurer) -> dict[str, Any]:
     """Images/s of one of the devices that work at once."""
-    asked = here.asked
-    together, alone = speeds(here, asked["batch"], asked["precision"], asked["compile"])
+    together, alone = speeds(here, here.task["batch"], here.task["precision"], here.task["compile"])
     return {"speeds": together, "alone": alone}
 
 
@@ -98,15 +94,15 @@ def settings(here: Measurer) -> dict[str, Any]:
 
     def attempt(batch: int, kind: str, compiled: bool) -> float:
         try:
-            found = statistics.median(speeds(here, batch, kind, compiled, SECONDS / 2)[0])
+            rate = statistics.median(speeds(here, batch, kind, compiled, SECONDS / 2)[0])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            found = 0.0
-        if here.device.type == "cuda":
+            rate = 0.0
+        if cuda:
             torch.cuda.empty_cache()
-        tried.append({"batch": batch, "precision": kind, "compile": compiled, "images_per_sec": found})
-        return found
+        tried.append({"batch": batch, "precision": kind, "compile": compiled, "images_per_sec": rate})
+        return rate
 
     cuda = here.device.type == "cuda"
     fast = torch.cuda.is_bf16_supported(False) if cuda else precision.cpu_speed("bf16") >= precision.CLEAR
@@ -115,5 +111,5 @@ def settings(here: Measurer) -> dict[str, Any]:
     best = attempt(batch, kind, False)
     while 2 * batch <= most and (more := attempt(2 * batch, kind, False)) >= GAIN * best:
         batch, best = 2 * batch, more
-    compiled = here.asked["may_compile"] and attempt(batch, kind, True) >= GAIN * best
+    compiled = here.task["may_compile"] and attempt(batch, kind, True) >= GAIN * best
     return {"batch": batch, "precision": kind, "compile": compiled, "tried": tried}

@@ -28,26 +28,29 @@ if TYPE_CHECKING:
 
 PAIRS = 3
 PHOTOS, NAMES, SHAPE = 64, 24, (400, 500, 3)  # files, the names that each has, their pixels
-BATCH, SECONDS = 32, 1.5
+BATCH, WARM, SECONDS = 32, 4, 1.5  # images; batches before timing
 
 
 def save(here: Measurer) -> dict[str, Any]:
     """Seconds of our checkpoint, which is hashed and read again, and of torch.save, of as many bytes."""
-    model = build(ModelRecipe(name=here.asked["model"]), 1000, 3, 224)
+    model = build(ModelRecipe(name=here.task["model"]), 1000, 3, 224)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     momentum = {f"{name}//momentum_buffer": torch.rand_like(p) for name, p in model.named_parameters()}
-    found: dict[str, list[float]] = {"ours": [], "bare": []}
+    ours, bare, path = [], [], here.folder / "plain.pt"
     for number in range(PAIRS):
         state = State(Position(number + 1, 0, number + 1), {"model": weights, "optimizer": momentum}, {})
-        found["ours"].append(_seconds(lambda: checkpoint.commit(here.folder, state, 2)))  # noqa: B023
-        found["bare"].append(_seconds(lambda: _plainly(here.folder / "plain.pt", {**weights, **momentum})))
-    size = sum(t.numel() * t.element_size() for t in (*weights.values(), *momentum.values()))
+        begun = time.perf_counter()
+        checkpoint.commit(here.folder, state, 2)
+        ours.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        _torch_save(path, {**weights, **momentum})
+        bare.append(time.perf_counter() - begun)
     shutil.rmtree(here.folder / "checkpoints")
-    (here.folder / "plain.pt").unlink()
-    return {**found, "bytes": size}
+    path.unlink()
+    return {"ours": ours, "bare": bare, "bytes": sum(t.nbytes for t in (*weights.values(), *momentum.values()))}
 
 
-def _plainly(path: Path, tensors: dict[str, Tensor]) -> None:
+def _torch_save(path: Path, tensors: dict[str, Tensor]) -> None:
     """As carefully as it has to be: a file that is on the disk before it has its name."""
     with path.with_suffix(".tmp").open("wb") as file:
         torch.save(tensors, file)
@@ -56,42 +59,30 @@ def _plainly(path: Path, tensors: dict[str, Tensor]) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
-
-
 def readers(here: Measurer) -> dict[str, Any]:
     """Photos/s of our readers and of torchvision's training pipeline with as many processes, in turn."""
-    size = here.asked["size"]
-    root = here.folder / "photos"
+    size, root = here.task["size"], here.folder / "photos"
     _make(root)
-    chosen = {
-        "data": {"name": "imagefolder", "root": str(root), "image_size": size},
-        "batch_size": BATCH,
-        "mode": "single",
-    }
-    recipe = recipes.load({**chosen, "augment": {"crop": "resized", "hflip": 0.5}})
+    words = [f"data.root={root}", f"data.image_size={size}", f"batch_size={BATCH}", "mode=single"]
+    recipe = recipes.load(None, *words, "data.name=imagefolder", "augment.crop=resized", "augment.hflip=0.5")
     data = open_datasets(recipe)
     loader = Loader(data, recipe, task_of(recipe, data), Shard(), here.device)
-    found: dict[str, Any] = {"ours": [], "bare": [], "processes": loader.workers}
-    epoch = iter(range(1000))
-    for _ in range(PAIRS):
-        found["ours"].append(_pace(lambda: loader.training(next(epoch))))
-        found["bare"].append(_pace(lambda: iter(_reference(root, size, loader.workers or 0))))
+    ours, bare = [], []
+    for epoch in range(PAIRS):
+        ours.append(_photos_per_sec(lambda: loader.training(epoch)))  # noqa: B023
+        bare.append(_photos_per_sec(lambda: iter(_torchvision(root, size, loader.workers or 0))))
     loader.close()
     shutil.rmtree(root)
-    return found
+    return {"ours": ours, "bare": bare, "processes": loader.workers}
 
 
 def _make(root: Path) -> None:
-    """Photos, as far as a decoder can tell: rough shapes with fine noise."""
-    drawn = np.random.default_rng(0)
+    """Files that are as hard to decode as photos: rough shapes with fine noise."""
+    generator = np.random.default_rng(0)
     for number in range(PHOTOS):
-        rough = drawn.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        rough = generator.integers(0, 256, (5, 6, 3), dtype=np.uint8)
         shapes = np.asarray(Image.fromarray(rough).resize(SHAPE[1::-1], Image.Resampling.BICUBIC), dtype=np.int16)
-        noisy = np.clip(shapes + drawn.integers(-12, 13, SHAPE), 0, 255).astype(np.uint8)
+        noisy = np.clip(shapes + generator.integers(-12, 13, SHAPE), 0, 255).astype(np.uint8)
         folder = root / "train" / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         first = folder / f"{number}.jpg"
@@ -103,7 +94,7 @@ def _make(root: Path) -> None:
         os.link(root / "train" / f"class{label}" / f"{label}.jpg", root / "val" / f"class{label}" / "0.jpg")
 
 
-def _reference(root: Path, size: int, workers: int) -> Any:
+def _torchvision(root: Path, size: int, workers: int) -> Any:
     from torch.utils.data import DataLoader
     from torchvision import datasets, transforms
 
@@ -114,10 +105,10 @@ def _reference(root: Path, size: int, workers: int) -> Any:
     return DataLoader(photos, BATCH, True, num_workers=workers, drop_last=True, multiprocessing_context=context)
 
 
-def _pace(begin: Callable[[], Iterator[Any]]) -> float:
-    """Photos/s once the readers are at work."""
+def _photos_per_sec(begin: Callable[[], Iterator[Any]]) -> float:
+    """Once the readers are at work."""
     batches = begin()
-    for _ in range(4):
+    for _ in range(WARM):
         next(batches)
     begun, photos = time.perf_counter(), 0
     for _ in batches:

@@ -1,7 +1,7 @@
-"""A data set that tells whether every held-out image is counted once: image n has the number n to tell.
+"""A plugin of `prove`'s runs that shows whether every held-out image is counted once: image n has the target n.
 
-The network answers nought, so that the mean error is the mean of the numbers, and the squares tell which were missed
-and counted twice instead. Runs of `prove` name this module as their plugin.
+The model answers 0, so that the mean error is the mean of the numbers, and the squares show which were missed and
+counted twice instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import register_dataset, register_model
+from trainer.data import register_dataset
+from trainer.models.zoo import register_model
 from trainer.recipe import DataRecipe
 
 NAME, COUNT, TRAINING = "numbered", 83, 4096  # a prime: no number of shards divides it
@@ -27,12 +28,11 @@ def numbered(data: DataRecipe) -> Any:
     return part(TRAINING), part(COUNT), ["number"]
 
 
-@register_model("nought")
-def nought(num_classes: int, channels: int, image_size: int) -> nn.Module:
+@register_model("zeros")
+def zeros(num_classes: int, channels: int, image_size: int) -> nn.Module:
     """Layers enough to be cut in two, the last of which gives zeros."""
     last = nn.Linear(4, num_classes)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(channels * image_size**2, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), last
-    )
+    first = nn.Linear(channels * image_size**2, 4)
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), last)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.resources
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import trainer
-from trainer.commands.prove.outcome import Outcome
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.commands.prove.check_runner import Outcome
 from trainer.devices import cards
 from trainer.errors import FolderInUseError
 from trainer.saving import locks
@@ -22,29 +25,24 @@ from trainer.saving.run_folder import write_atomically
 HOME = Path("runs/proof")
 KEPT = "kept.json"
 DONE = ("right", "measured")  # all else is tried again
+ROW = TypeAdapter(Outcome)
 
 
 def bound_to(machine: Mapping[str, Any], versions: Mapping[str, Any], devices: tuple[str, ...]) -> dict[str, str]:
-    """What a proof is of. The machine is told by digests alone: the file may be given away."""
-    who = [machine, _read("/etc/machine-id"), _cards()]
-    software = [versions, [hashlib.sha256(path.read_bytes()).hexdigest() for path in _sources()]]
-    return {"machine": _digest(who), "versions": _digest(software), "devices": ",".join(devices)}
-
-
-def _sources() -> list[Path]:
-    return sorted(Path(trainer.__file__).parent.rglob("*.py"))
-
-
-def _cards() -> list[str]:
+    """What a proof belongs to. The machine is written as digests alone: the file may be given away."""
     import torch
 
-    return [str(getattr(torch.cuda.get_device_properties(n), "uuid", n)) for n in range(cards.look().count)]
-
-
-def _read(path: str) -> str:
+    identity = b""
     with suppress(OSError):
-        return read(path).decode(errors="replace")
-    return ""
+        identity = read("/etc/machine-id")
+    uuids = [str(getattr(torch.cuda.get_device_properties(n), "uuid", n)) for n in range(cards.look().count)]
+    sources = sorted(Path(str(importlib.resources.files("trainer"))).rglob("*.py"))
+    software = [versions, [hashlib.sha256(path.read_bytes()).hexdigest() for path in sources]]
+    return {
+        "machine": _digest([machine, identity.decode(errors="replace"), uuids]),
+        "versions": _digest(software),
+        "devices": ",".join(devices),
+    }
 
 
 def _digest(value: Any) -> str:
@@ -60,54 +58,47 @@ def claim(output: str | None, bound: Mapping[str, str]) -> Iterator[Kept]:
         SetupError: it cannot be written.
     """
     path, number = Path(output).expanduser() if output else HOME, 1
-    while not output and _others(path, bound):  # of another machine, or before an update
+    while not output and _in_use(path, bound):  # of another machine, or before an update
         number += 1
         path = HOME.with_name(f"{HOME.name}-{number}")
     lock = locks.hold(path, "proof")
     try:
-        if (what := _others(path, bound)) is not None:
+        if (what := _in_use(path, bound)) is not None:
             raise FolderInUseError(f"{path} holds {what}: choose another output=")
-        yield Kept(path, dict(bound))
+        yield Kept(path, bound)
     finally:
         os.close(lock)
 
 
-def _others(path: Path, bound: Mapping[str, str]) -> str | None:
+def _in_use(path: Path, bound: Mapping[str, str]) -> str | None:
     """What else the folder holds; None where it is free, or this very proof."""
     if not (path / KEPT).exists():
         used = path.is_dir() and any(name != ".lock" for name in os.listdir(path))
         return "something else than a proof" if used else None
-    was = usable_json(path / KEPT).get("bound")
-    was = was if isinstance(was, dict) else {}
-    changed = [key for key in bound if was.get(key) != bound[key]]
+    before = usable_json(path / KEPT).get("bound")
+    before = before if isinstance(before, dict) else {}
+    changed = [key for key in bound if before.get(key) != bound[key]]
     return f"the proof of other {' and '.join(changed)}" if changed else None
 
 
 class Kept:
     """Outcomes by the checks' names, written at once."""
 
-    def __init__(self, folder: Path, bound: dict[str, str]) -> None:
+    def __init__(self, folder: Path, bound: Mapping[str, str]) -> None:
         self.folder, self._bound = folder, bound
-        found = usable_json(folder / KEPT).get("checks")
-        self.checks: dict[str, dict[str, Any]] = {
-            name: row for name, row in (found if isinstance(found, dict) else {}).items() if _is_row(row)
-        }
+        self.outcomes: dict[str, Outcome] = {}
+        rows = usable_json(folder / KEPT).get("checks")
+        for name, row in (rows if isinstance(rows, dict) else {}).items():
+            with suppress(ValidationError):
+                self.outcomes[name] = ROW.validate_python(row)
         self._write()
 
-    def outcomes(self, *statuses: str) -> dict[str, Outcome]:
-        """Of the checks that were done, with one of these statuses or any."""
-        return {
-            name: Outcome(row["status"], row["line"], row["todo"], row["figures"])
-            for name, row in self.checks.items()
-            if not statuses or row["status"] in statuses
-        }
+    def done(self) -> dict[str, Outcome]:
+        """Those that are not tried again."""
+        return {name: outcome for name, outcome in self.outcomes.items() if outcome.status in DONE}
 
-    def seconds(self, name: str) -> float:
-        return float(self.checks[name]["seconds"]) if name in self.checks else 0.0
-
-    def keep(self, name: str, outcome: Outcome, seconds: float) -> None:
-        row = {"status": outcome.status, "line": outcome.line, "todo": outcome.todo, "figures": dict(outcome.figures)}
-        self.checks[name] = {**row, "seconds": round(seconds, 1)}
+    def keep(self, name: str, outcome: Outcome) -> None:
+        self.outcomes[name] = outcome
         self._write()
 
     def start_over(self) -> None:
@@ -116,9 +107,5 @@ class Kept:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _write(self) -> None:
-        write_atomically(self.folder / KEPT, json.dumps({"bound": self._bound, "checks": self.checks}, indent=1) + "\n")
-
-
-def _is_row(row: Any) -> bool:
-    kinds = {"status": str, "line": str, "todo": str, "figures": dict, "seconds": int | float}
-    return isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in kinds.items())
+        rows = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
+        write_atomically(self.folder / KEPT, json.dumps({"bound": self._bound, "checks": rows}, indent=1) + "\n")

@@ -1,70 +1,64 @@
-"""`proof.md`, to paste into an issue: no path, no name of a user or a host, no variable of the environment."""
+"""`proof.md` and `proof.png`, to paste into an issue: no path, no name of a user or a host, no environment variable."""
 
 from __future__ import annotations
 
 import getpass
 import re
 import socket
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from trainer.commands.compare.conditions import BUSY
-from trainer.commands.prove.proof import CheckFigures, Proof
+from trainer.commands.prove.proof import Proof
+from trainer.telemetry.plots import COLOURS, INK, canvas, save_picture
 
 PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")
-MARKS = {"right": "right", "wrong": "**WRONG**", "measured": "", "not here": "not here", "left out": "left out"}
+MARKS = {"right": "right", "wrong": "**WRONG**", "measured": "", "not here": "not here"}
+BLUE, ORANGE, GREEN, RED = COLOURS[:4]
+SIGNS = {"right": ("o", GREEN), "wrong": ("X", RED), "not here": ("_", INK), "left out": ("_", INK)}
+ROW = 0.235  # inches of a line on the left
+BARS = ((-0.2, "images_per_sec", BLUE, "trainer"), (0.2, "bare_images_per_sec", ORANGE, "a bare PyTorch loop"))
+
+Row = Mapping[str, Any]
 
 
 def markdown(proof: Proof) -> str:
-    machine, memory = proof["machine"], proof["machine"]["memory_bytes"]
-    checks = proof["checks"]
-    lines = [f"### {proof['sentence']}", ""]
+    machine, memory, checks = proof["machine"], proof["machine"]["memory_bytes"], proof["checks"]
     bad = [row for row in checks if row["status"] == "wrong"]
-    lines += [f"- **{row['title']}**: {row['line']}. Try: {row['todo']}" for row in bad]
-    lines += [""] * bool(bad)
-    done = [row for row in checks if row["status"] not in ("left out",)]
+    done = [row for row in checks if row["status"] != "left out"]
+    lines = [f"### {proof['sentence']}", ""]
+    lines += [f"- **{row['title']}**: {row['line']}. Try: {row['todo']}" for row in bad] + [""] * bool(bad)
     lines += ["| does it train right? | | found |", "| --- | --- | --- |"]
     lines += [
         f"| {row['title']} | {MARKS[row['status']]} | {_cell(row['line'])} |" for row in done if row["part"] == "right"
     ]
-    fast = [row for row in done if row["part"] == "fast"]
-    if fast:
-        lines += ["", "| how fast? | found |", "| --- | --- |", *(f"| {row['title']} | {_fast(row)} |" for row in fast)]
-    lines += _others(checks)
-    left = [row["title"] for row in checks if row["status"] == "left out"]
-    lines += ["", f"Left out in {proof['minutes']:g} minutes: {'; '.join(left)}."] * bool(left)
+    if fast := [row for row in done if row["part"] == "fast"]:
+        lines += ["", "| how fast? | found |", "| --- | --- |"]
+        cells = [f"{MARKS[row['status']]} {_cell(row['line'])}".strip() for row in fast]
+        lines += [f"| {row['title']} | {cell} |" for row, cell in zip(fast, cells, strict=True)]
+    if published := [(row["title"], other) for row in checks for other in row["figures"].get("beside_others", ())]:
+        lines += ["", "| beside others on the same card | theirs | ours, of it | source |", "| --- | --- | --- | --- |"]
+        lines += [
+            f"| {title} | {other['images_per_sec']:,} images/s ({other['what']}) | {other['share']:.0%} | "
+            f"{other['source']} |"
+            for title, other in published
+        ]
+    if left := [row["title"] for row in checks if row["status"] == "left out"]:
+        lines += ["", f"Left out in {proof['minutes']:g} minutes: {'; '.join(left)}."]
     parts = [machine["cpu"], f"{machine['cores']} cores", f"{memory / 2**30:.0f} GiB" if memory else ""]
-    busy = proof["busy_cores"]
     lines += ["", f"Machine: {', '.join(filter(None, [*parts, *machine['gpus'], machine['system']]))}."]
-    lines += [f"Other programs kept {busy:.1f} cores busy meanwhile."] * bool(busy and busy >= BUSY)
+    if (busy := proof["busy_cores"]) and busy >= BUSY:
+        lines.append(f"Other programs kept {busy:.1f} cores busy meanwhile.")
     versions = ", ".join(f"{name} {version}" for name, version in proof["versions"].items() if version)
-    lines += [f"Versions: {versions}.", ""]
-    lines += [
-        "Figures are medians (least to most) of several, each in turn with the bare PyTorch that it is beside.",
-        "",
-    ]
-    return anonymous("\n".join(lines))
-
-
-def _fast(row: CheckFigures) -> str:
-    return f"{MARKS[row['status']]} {_cell(row['line'])}".strip()
+    note = "Figures are medians (least to most) of several, each in turn with the bare PyTorch that it is beside."
+    return anonymous("\n".join([*lines, f"Versions: {versions}.", "", note, ""]))
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _others(checks: Sequence[CheckFigures]) -> list[str]:
-    found = [(row, other) for row in checks for other in row["figures"].get("beside_others", ())]
-    if not found:
-        return []
-    lines = ["", "| beside others on the same card | theirs | ours, of it | source |", "| --- | --- | --- | --- |"]
-    for row, other in found:
-        lines.append(
-            f"| {row['title']} | {other['images_per_sec']:,} images/s ({other['what']}) | {other['share']:.0%} | "
-            f"{other['source']} |"
-        )
-    return lines
 
 
 def anonymous(text: str) -> str:
@@ -77,3 +71,52 @@ def anonymous(text: str) -> str:
         if len(name) > 1 and name not in ("root", "localhost", "cpu", "cuda", "gpu"):
             text = re.sub(rf"(?<![\w.=-]){re.escape(name)}(?![\w=-])", "NAME", text)
     return text
+
+
+def draw(path: Path, proof: Proof) -> None:
+    """The picture: on the left what was checked, on the right images a second beside a bare loop."""
+    rows = [row for row in proof["checks"] if row["part"] == "right"]
+    speeds = [row for row in proof["checks"] if "images_per_sec" in row["figures"]]
+    figure, (left, *others) = canvas(11 if speeds else 7.5, 1.0 + ROW * len(rows), 2 if speeds else 1)
+    _list(left, rows)
+    for axes in others:
+        _bars(axes, speeds)
+    colour = {"right": GREEN, "wrong": RED}.get(proof["status"], INK)
+    title = "\n".join(textwrap.wrap(proof["sentence"], 100 if speeds else 70))
+    figure.suptitle(title, color=colour, fontsize=12, fontweight="bold", x=0.02, ha="left")
+    save_picture(figure, path)
+
+
+def _list(axes: Any, rows: Sequence[Row]) -> None:
+    axes.set_axis_off()
+    axes.set_xlim(0, 1)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    for place, row in enumerate(rows):
+        status, title = row["status"], row["title"].replace("`", "")
+        marker, colour = SIGNS[status]
+        axes.plot(0.02, place, marker, color=colour, markersize=7)
+        text = title if status in ("right", "wrong") else f"{title} ({status})"
+        colour, weight = (RED, "bold") if status == "wrong" else (INK, "normal")
+        axes.text(0.06, place, text, va="center", color=colour, fontsize=9, fontweight=weight)
+
+
+def _bars(axes: Any, rows: Sequence[Row]) -> None:
+    """A pair for each network and number of devices, with the least and the most that was seen."""
+    top = 1.0
+    for place, row in enumerate(rows):
+        for offset, key, colour, name in BARS:
+            middle, low, high = (row["figures"][key][part] for part in ("median", "low", "high"))
+            axes.barh(place + offset, middle, height=0.36, color=colour, label=None if place else name)
+            spread = [[middle - low], [high - middle]]
+            axes.errorbar(middle, place + offset, xerr=spread, color=INK, capsize=3, elinewidth=1.2)
+            axes.text(high, place + offset, f"  {middle:,.0f}", va="center", ha="left", color=INK, fontsize=9)
+            top = max(top, high)
+    axes.set_yticks(range(len(rows)), [row["title"].replace(" on ", "\non ") for row in rows])
+    axes.set_ylim(max(2.5, len(rows) - 0.4), -0.8)  # bars of one network are no thicker than those of two
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.2 * top)
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel("images/s: the median, and the least and the most")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left", bbox_to_anchor=(0, 1.06), ncols=2)

@@ -25,33 +25,30 @@ from trainer.telemetry.flops import peak_flops
 
 SIZES = (1, 1023, 2**20 + 3)  # elements: one, an odd few, and more than a message's buffer
 ROUNDS = 4  # of which the first warms up
+RUNS, SETTLING = 5, 2  # in one program; the first allocate what is allocated once
+MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}  # up to which whole numbers are exact
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
 class Measurer:
-    """This process among those that measure at once."""
+    """This process among those that measure at once; `task` is what it was given to do."""
 
-    asked: dict[str, Any]
+    task: dict[str, Any]
     folder: Path
     rank: int
     count: int
     device: torch.device
 
-    def alone(self, rank: int) -> bool:
-        """Whether it is this process's turn; the others wait until all have met again."""
-        self.meet()
-        return self.rank == rank
-
-    def meet(self) -> None:
+    def barrier(self) -> None:
         synchronise([self.device])
         if self.count > 1:
             dist.all_reduce(torch.zeros(1))  # over gloo, on the CPU
 
     def seconds(self, work: Callable[[], Any]) -> float:
         """What `work` takes; on the CPU without what other programs take meanwhile."""
-        clock = (
-            time.perf_counter if self.device.type == "cuda" else lambda: time.process_time() / torch.get_num_threads()
-        )
+        cuda = self.device.type == "cuda"
+        clock = time.perf_counter if cuda else lambda: time.process_time() / torch.get_num_threads()
         synchronise([self.device])
         begun = clock()
         work()
@@ -62,8 +59,7 @@ class Measurer:
 def main(what: str, folder: Path, rank: int) -> None:
     family.die_with_parent()
     try:
-        asked = json.loads((folder / "asked.json").read_text())
-        answer = _functions()[what](_here(asked, folder, rank))
+        answer = _functions()[what](_here(json.loads((folder / "task.json").read_text()), folder, rank))
     except Exception as error:
         answer = {"error": in_one_line(error)[0]}
     draft = folder / f".{rank}.json"
@@ -76,23 +72,23 @@ def main(what: str, folder: Path, rank: int) -> None:
 def _functions() -> dict[str, Callable[[Measurer], dict[str, Any]]]:
     from trainer.commands.prove import bare_loop, file_speed
 
-    own = {"doctor": doctor, "copies": copies, "sums": sums, "rates": rates, "links": links, "memory": memory}
-    own |= {"settings": bare_loop.settings, "bare": bare_loop.rate}
-    return own | {"save": file_speed.save, "readers": file_speed.readers}
+    here = {"doctor": doctor, "copies": copies, "sums": sums, "rates": rates, "links": links, "memory": memory}
+    here |= {"settings": bare_loop.settings, "bare": bare_loop.rate}
+    return here | {"save": file_speed.save, "readers": file_speed.readers}
 
 
-def _here(asked: dict[str, Any], folder: Path, rank: int) -> Measurer:
-    names = asked["devices"]
+def _here(task: dict[str, Any], folder: Path, rank: int) -> Measurer:
+    names = task["devices"]
     device = torch.device(names[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if asked["threads"]:
-        torch.set_num_threads(asked["threads"])
+    if task["threads"]:
+        torch.set_num_threads(task["threads"])
     set_precision("fp32")
     if len(names) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder.absolute()}/store", rank=rank, world_size=len(names))
-    return Measurer(asked, folder, rank, len(names), device)
+    return Measurer(task, folder, rank, len(names), device)
 
 
 def doctor(here: Measurer) -> dict[str, Any]:
@@ -102,104 +98,94 @@ def doctor(here: Measurer) -> dict[str, Any]:
     return {"problems": examine().problems}
 
 
-# --- by pattern -------------------------------------------------------------------------------------------------------
-
-
-def kinds(device: torch.device) -> list[torch.dtype]:
+def types(device: torch.device) -> list[torch.dtype]:
     exact = [torch.uint8, torch.int32, torch.int64, torch.float32]
     return [*exact, torch.float16, torch.bfloat16] if device.type == "cuda" else exact
 
 
-def pattern(size: int, kind: torch.dtype, rank: int, among: int) -> Tensor:
+def pattern(size: int, dtype: torch.dtype, rank: int, ranks: int) -> Tensor:
     """Whole numbers that tell an element from its neighbours, and a rank from the others.
 
-    Sums of as many as there are ranks are exact in every type, so that a lost, doubled or shifted element shows.
+    Sums over `ranks` of them are exact in every type, so that a lost, doubled or shifted element shows.
     """
-    most = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}.get(kind, 2**22)
-    modulus = max(2, most // among - 1)
-    return ((torch.arange(size) * (rank + 1) + 17 * rank + 1) % modulus).to(kind)
+    modulus = max(2, MOST.get(dtype, 2**22) // ranks - 1)
+    return ((torch.arange(size) * (rank + 1) + 17 * rank + 1) % modulus).to(dtype)
 
 
-def compared(found: Tensor, expected: Tensor, what: str, bad: list[str]) -> int:
+def compare(actual: Tensor, expected: Tensor, what: str, bad: list[str]) -> int:
     """1, for one more that was compared; a sentence in `bad` where it is wrong."""
-    found = found.cpu()
-    if not torch.equal(found, expected):
-        where = int((found != expected).nonzero()[0])
-        kind = str(expected.dtype).removeprefix("torch.")
-        bad.append(
-            f"{what}, {len(expected):,} of {kind}: element {where:,} is {found[where].item():g}, "
-            f"not {expected[where].item():g}"
-        )
+    actual = actual.cpu()
+    if not torch.equal(actual, expected):
+        n, dtype = int((actual != expected).nonzero()[0]), str(expected.dtype).removeprefix("torch.")
+        values = f"element {n:,} is {actual[n].item():g}, not {expected[n].item():g}"
+        bad.append(f"{what}, {len(expected):,} of {dtype}: {values}")
     return 1
 
 
 def copies(here: Measurer) -> dict[str, Any]:
     """Every pair, both ways, from process to process; cards also directly, within the first process."""
-    names, done, bad = here.asked["devices"], 0, list[str]()
+    names, done, bad = here.task["devices"], 0, list[str]()
     for number, (source, target) in enumerate(permutations(range(here.count), 2)):
-        for kind in kinds(here.device):
+        for dtype in types(here.device):
             for size in SIZES:
-                sent = pattern(size, kind, number, 1)
-                here.meet()
+                sent = pattern(size, dtype, number, 1)
+                here.barrier()
                 if here.rank == source:
                     dist.send(sent.to(here.device), target)
                 elif here.rank == target:
-                    found = (sent + 1).to(here.device)
-                    dist.recv(found, source)
-                    done += compared(found, sent, f"{names[source]} to {names[target]}, by message", bad)
+                    received = (sent + 1).to(here.device)
+                    dist.recv(received, source)
+                    done += compare(received, sent, f"{names[source]} to {names[target]}, by message", bad)
                 if here.device.type == "cuda" and here.rank == 0:
-                    found = (sent + 1).to(names[target])
-                    found.copy_(sent.to(names[source]), non_blocking=True)
-                    done += compared(found, sent, f"{names[source]} to {names[target]}", bad)
+                    received = (sent + 1).to(names[target])
+                    received.copy_(sent.to(names[source]), non_blocking=True)
+                    done += compare(received, sent, f"{names[source]} to {names[target]}", bad)
     return {"done": done, "wrong": bad}
 
 
 def sums(here: Measurer) -> dict[str, Any]:
     done, bad = 0, list[str]()
-    for kind in kinds(here.device):
+    for dtype in types(here.device):
         for size in SIZES:
-            mine = [pattern(size, kind, rank, here.count) for rank in range(here.count)]
-            total = mine[here.rank].clone().to(here.device)
+            parts = [pattern(size, dtype, rank, here.count) for rank in range(here.count)]
+            total = parts[here.rank].clone().to(here.device)
             dist.all_reduce(total)
-            expected = sum(part.double() for part in mine)
-            assert isinstance(expected, Tensor)
-            done += compared(total, expected.to(kind), f"on {here.asked['devices'][here.rank]}", bad)
+            expected = torch.stack([part.double() for part in parts]).sum(0).to(dtype)
+            done += compare(total, expected, f"on {here.task['devices'][here.rank]}", bad)
     return {"done": done, "wrong": bad}
-
-
-# --- rates ------------------------------------------------------------------------------------------------------------
 
 
 def rates(here: Measurer) -> dict[str, Any]:
     """FLOP/s of matrix products and bytes/s of copies within the device, each device alone, in turn, several times."""
     cuda = here.device.type == "cuda"
     bf16 = cuda and torch.cuda.is_bf16_supported(False)
-    kind = torch.bfloat16 if bf16 else torch.float16 if cuda else torch.float32
+    dtype = torch.bfloat16 if bf16 else torch.float16 if cuda else torch.float32
     side, block, seconds = (8192, 2**29, 0.6) if cuda else (512, 2**26, 0.15)
-    one = torch.randn(side, side, device=here.device).to(kind)
-    out = torch.empty_like(one)
+    matrix = torch.randn(side, side, device=here.device).to(dtype)
+    out = torch.empty_like(matrix)
     source = torch.zeros(block, dtype=torch.uint8, device=here.device)
     target = torch.empty_like(source)
-    works = {
-        "product": (lambda: torch.mm(one, one, out=out), 2.0 * side**3),
-        "memory": (lambda: target.copy_(source), 2.0 * block),
-    }
-    found: dict[str, Any] = {name: [] for name in works}
+
+    def product(times: int) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=out)
+
+    def copy(times: int) -> None:
+        for _ in range(times):
+            target.copy_(source)
+
+    measured: dict[str, list[float]] = {"product": [], "memory": []}
     for turn in range(ROUNDS):
         for rank in range(here.count):
-            if here.alone(rank):
-                for name, (work, amount) in works.items():
-                    times = max(1, round(seconds / here.seconds(work)))
-                    took = here.seconds(lambda: _again(work, times))  # noqa: B023
-                    found[name] += [amount * times / took] * (turn > 0)
-    here.meet()
-    precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(kind, "fp32")
-    return {**found, "precision": precision, "product_limit": peak_flops(here.device, precision)}
-
-
-def _again(work: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        work()
+            here.barrier()
+            if here.rank != rank:
+                continue
+            for name, work, amount in (("product", product, 2.0 * side**3), ("memory", copy, 2.0 * block)):
+                times = max(1, round(seconds / here.seconds(lambda: work(1))))  # noqa: B023
+                measured[name] += [amount * times / here.seconds(lambda: work(times))] * (turn > 0)  # noqa: B023
+    here.barrier()
+    precision = PRECISIONS[dtype]
+    return {**measured, "precision": precision, "product_limit": peak_flops(here.device, precision)}
 
 
 def links(here: Measurer) -> dict[str, Any]:
@@ -210,16 +196,16 @@ def links(here: Measurer) -> dict[str, Any]:
     together: list[float] = []
     for turn in range(2 * ROUNDS):
         for source, target in permutations(range(here.count), 2):
-            here.meet()
+            here.barrier()
             begun = time.perf_counter()
             if here.rank == source:
                 dist.send(block, target)
             elif here.rank == target:
                 dist.recv(block, source)
                 synchronise([here.device])
-                took = time.perf_counter() - begun
-                ways.setdefault(f"{source} to {target}", []).extend([size / took] * (turn > 0))
-        here.meet()
+                rate = size / (time.perf_counter() - begun)
+                ways.setdefault(f"{source} to {target}", []).extend([rate] * (turn > 0))
+        here.barrier()
         begun = time.perf_counter()
         dist.all_reduce(block)
         synchronise([here.device])
@@ -228,23 +214,17 @@ def links(here: Measurer) -> dict[str, Any]:
     return {"ways": ways, "all_reduce": together}
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-RUNS, SETTLING = 5, 2  # in one program; the first make what is made once
-
-
 def memory(here: Measurer) -> dict[str, Any]:
-    """Bytes of this process and of its device after each run in it, once it has settled."""
-    import trainer
+    """Bytes of this process and of its device after each run in it, but for the first."""
+    from trainer.training.api import train
 
-    found: dict[str, list[int]] = {"host": [], "device": []}
+    cuda, sizes = here.device.type == "cuda", list[dict[str, int]]()
     for number in range(RUNS):
-        trainer.train(here.asked["recipe"], *here.asked["words"], output=str(here.folder / f"run-{number}"))
+        train(here.task["recipe"], *here.task["words"], output=str(here.folder / f"run-{number}"))
         gc.collect()
-        found["host"].append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        found["device"].append(torch.cuda.memory_allocated(here.device) if here.device.type == "cuda" else 0)
-    kinds = ("host", "device") if here.device.type == "cuda" else ("host",)
-    return {kind: found[kind][SETTLING:] for kind in kinds}
+        host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        sizes.append({"host": host, **({"device": torch.cuda.memory_allocated(here.device)} if cuda else {})})
+    return {kind: [row[kind] for row in sizes[SETTLING:]] for kind in sizes[0]}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.commands.compare.running import Failed, steps_of
-from trainer.commands.prove.outcome import Outcome, right, wrong
+from trainer.commands.prove.check_runner import Outcome, right, wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,66 +31,66 @@ def traces(path: Path) -> Traces:
     from trainer.saving import checkpoint
     from trainer.telemetry.curves import curves_of
 
-    found = checkpoint.newest(path, lambda line: None)
-    if found is None:
+    newest = checkpoint.newest(path, lambda line: None)
+    if newest is None:
         raise Failed("the run left no checkpoint", 1)
-    kept = {stem: dict(found.state.tensors.get(stem, {}).items()) for stem in ("model", "optimizer")}
+    weights, optimizer = (dict(newest.state.tensors.get(stem, {}).items()) for stem in ("model", "optimizer"))
     norms = curves_of(path).get("train/grad_norm", ([], [], []))[2]
-    return Traces([float(row["train_loss"]) for row in steps_of(path)], norms, kept["model"], kept["optimizer"])
+    return Traces([float(row["train_loss"]) for row in steps_of(path)], norms, weights, optimizer)
 
 
-def deviations(found: Traces, expected: Traces) -> dict[str, float]:
+def differences(actual: Traces, expected: Traces) -> dict[str, float]:
     """The largest relative differences; infinite where one has what the other lacks."""
     return {
-        "losses": _of_numbers(found.losses, expected.losses),
-        "norms": _of_numbers(found.norms, expected.norms),
-        "optimizer": _of_tensors(found.optimizer, expected.optimizer),
-        "weights": _of_tensors(found.weights, expected.weights),
+        "losses": _of_numbers(actual.losses, expected.losses),
+        "norms": _of_numbers(actual.norms, expected.norms),
+        "optimizer": _of_tensors(actual.optimizer, expected.optimizer),
+        "weights": _of_tensors(actual.weights, expected.weights),
     }
 
 
-def _of_numbers(found: Sequence[float], expected: Sequence[float]) -> float:
-    if len(found) != len(expected) or len(expected) < STEPS:
+def _largest(values: Sequence[float]) -> float:
+    return max(values) if all(map(math.isfinite, values)) else math.inf
+
+
+def _of_numbers(actual: Sequence[float], expected: Sequence[float]) -> float:
+    if len(actual) != len(expected) or len(expected) < STEPS:
         return math.inf
-    apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)]
-    return max(apart) if all(map(math.isfinite, apart)) else math.inf
+    return _largest([abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual, expected, strict=True)])
 
 
-def _of_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest distance of a tensor as a share of its own length, or of a thousandth of all of them together."""
-    if found.keys() != expected.keys() or not expected:
+def _of_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest distance of a tensor relative to its own norm, or to a thousandth of that of all together."""
+    if not expected or {name: t.shape for name, t in actual.items()} != {name: t.shape for name, t in expected.items()}:
         return math.inf
-    if any(found[name].shape != tensor.shape for name, tensor in expected.items()):
-        return math.inf
-    least = 1e-3 * math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values())) or 1e-12
-    apart = [
-        float((found[name].double() - tensor.double()).norm()) / (float(tensor.double().norm()) + least)
-        for name, tensor in expected.items()
-    ]
-    return max(apart) if all(map(math.isfinite, apart)) else math.inf
+    norms = {name: float(tensor.double().norm()) for name, tensor in expected.items()}
+    least = 1e-3 * math.hypot(*norms.values()) or 1e-12
+    return _largest([float((actual[n].double() - t.double()).norm()) / (norms[n] + least) for n, t in expected.items()])
 
 
-def held(found: Traces, expected: Traces, bounds: Mapping[str, float], todo: str) -> Outcome:
-    """Two runs' traces against bounds."""
-    apart = deviations(found, expected)
-    told = {name: value if math.isfinite(value) else None for name, value in apart.items()}
-    beyond = [name for name, value in apart.items() if not value <= bounds[name]]
-    if beyond:
-        listed = ", ".join(f"{name} by {apart[name]:.2g} (at most {bounds[name]:g})" for name in beyond)
-        return wrong(f"differs: {listed}", todo, deviations=told, bounds=dict(bounds))
+def compared(actual: Traces, expected: Traces, bounds: Mapping[str, float], todo: str) -> Outcome:
+    """Whether two runs' traces are within bounds of each other."""
+    apart = differences(actual, expected)
+    figures = {
+        "deviations": {name: value if math.isfinite(value) else None for name, value in apart.items()},
+        "bounds": dict(bounds),
+    }
+    if beyond := [name for name, value in apart.items() if not value <= bounds[name]]:
+        parts = ", ".join(f"{name} by {apart[name]:.2g} (at most {bounds[name]:g})" for name in beyond)
+        return wrong(f"differs: {parts}", todo, **figures)
     if not any(apart.values()):
-        return right("the same to the last bit", deviations=told, bounds=dict(bounds))
+        return right("the same to the last bit", **figures)
     line = ", ".join(f"{name} {value:.0e}" if value else f"{name} 0" for name, value in apart.items())
-    return right(f"relative differences: {line}", deviations=told, bounds=dict(bounds))
+    return right(f"relative differences: {line}", **figures)
 
 
-def same_bits(found: Traces, expected: Traces) -> list[str]:
+def different_bits(actual: Traces, expected: Traces) -> list[str]:
     """Which of the traces are not the same to the last bit."""
     import torch
 
-    different = [name for name in ("losses", "norms") if getattr(found, name) != getattr(expected, name)]
+    different = [name for name in ("losses", "norms") if getattr(actual, name) != getattr(expected, name)]
     for name in ("weights", "optimizer"):
-        one, two = getattr(found, name), getattr(expected, name)
-        if one.keys() != two.keys() or not all(torch.equal(one[key], two[key]) for key in two):
+        a, b = getattr(actual, name), getattr(expected, name)
+        if a.keys() != b.keys() or not all(torch.equal(a[key], b[key]) for key in b):
             different.append(name)
     return different + ["steps"] * (len(expected.losses) != STEPS)

@@ -6,15 +6,15 @@ import pytest
 
 from tests.commands.prove.proofs import DEVICES
 from trainer.commands.compare.running import Failed
-from trainer.commands.prove import find_devices, trip
-from trainer.commands.prove.trip import Devices, Trip
+from trainer.commands.prove import check_runner, find_devices
+from trainer.commands.prove.check_runner import CheckRunner, Devices
 from trainer.errors import PeerError
 
 SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.warmup_steps=0"]
 
 
 def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
-    one = Trip(tmp_path, DEVICES)
+    one = CheckRunner(tmp_path, DEVICES)
     first = one.train("x", SHORT)
     assert (first["steps"], first["status"]) == (2, "completed")
     assert (one.path("x") / "last.safetensors").exists()
@@ -26,25 +26,25 @@ def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
 
 def test_a_run_that_fails_tells_its_own_line(tmp_path):
     with pytest.raises(Failed, match="did you mean recipe=digits"):
-        Trip(tmp_path, DEVICES).train("x", ["recipe=digts"])
+        CheckRunner(tmp_path, DEVICES).train("x", ["recipe=digts"])
 
 
 def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(trip, "PATIENCE", 2.0)
-    with pytest.raises(Failed, match="it did not end within 2 s") as told:
-        Trip(tmp_path, DEVICES).train("x", SHORT, {"TRAINER_FAULT": "hang@0:1"})
-    assert told.value.code == 7
+    monkeypatch.setattr(check_runner, "TIMEOUT", 2.0)
+    with pytest.raises(PeerError, match="it did not end within 2 s") as error:
+        CheckRunner(tmp_path, DEVICES).train("x", SHORT, {"TRAINER_FAULT": "hang@0:1"})
+    assert error.value.code == 7
 
 
 def test_a_measuring_process_that_fails_tells_why(tmp_path):
     with pytest.raises(PeerError, match="nonsense"):
-        Trip(tmp_path, DEVICES).measure("nonsense")
+        CheckRunner(tmp_path, DEVICES).measure("nonsense")
 
 
 def test_words_of_devices():
     assert DEVICES.in_ranks(2) == ["devices=[cpu]", "nproc=2", f"threads={DEVICES.threads}"]
     cards = Devices(("cuda:1", "cuda:3"), "cuda", ("A", "A"))
-    assert cards.in_ranks(2) == ["devices=[cuda:1,cuda:3]", "nproc=2"] and cards.one() == ["devices=[cuda:1]"]
+    assert cards.in_ranks(2) == ["devices=[cuda:1,cuda:3]", "nproc=2"] and cards.first() == ["devices=[cuda:1]"]
     assert cards.in_one_process(2) == ["devices=[cuda:1,cuda:3]"]
     assert Devices(("cuda:0",), "cuda", ("A",)).in_one_process(2) == ["devices=[cuda:0,cuda:0]"]
     assert (DEVICES.called(1), DEVICES.called(2), cards.called(2)) == ("1 CPU process", "2 CPU processes", "2 GPUs")

@@ -1,0 +1,217 @@
+"""What checks are, what they answer, and how they run: training and measuring in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.commands.compare.running import Failed, failure_line, finished
+from trainer.errors import PeerError
+from trainer.processes import children
+from trainer.saving.files import read_json, writing
+from trainer.saving.run_folder import write_atomically
+
+TIMEOUT = 300.0  # seconds after which a run or a measurement is killed: it hangs
+GRACE = 60.0  # seconds before that at which a run stops by itself, to say why
+QUIET = ["logging.progress=false", f"timeout={TIMEOUT - GRACE:g}"]
+AGAIN = "type the same again"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one check answers.
+
+    Attributes:
+        status: "right" and "wrong" of what was checked, "measured" of a figure without a bound, "not here" of what
+            this machine or this torch cannot do, "left out" for want of time.
+        line: for people.
+        todo: what to type where something is wrong.
+        figures: for scripts, as `proof.json` has them.
+        seconds: that the check took.
+    """
+
+    status: Literal["right", "wrong", "measured", "not here", "left out"]
+    line: str
+    todo: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+
+
+def right(line: str, **figures: Any) -> Outcome:
+    return Outcome("right", line, figures=figures)
+
+
+def wrong(line: str, todo: str, **figures: Any) -> Outcome:
+    return Outcome("wrong", line, todo, figures)
+
+
+def measured(line: str, **figures: Any) -> Outcome:
+    return Outcome("measured", line, figures=figures)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        name: by which its outcome is kept.
+        title: for people.
+        seconds: that it takes, about, on a machine that nothing else uses.
+        run: does it.
+        rank: what is kept when time is short: 0 before 1 before 2.
+    """
+
+    name: str
+    part: Literal["right", "fast"]
+    title: str
+    seconds: float
+    run: Callable[[CheckRunner], Outcome]
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What is checked: GPUs, or processes on the CPU in their place.
+
+    Attributes:
+        names: as recipes write them, one each.
+        kind: "cuda" or "cpu".
+        models: what the GPUs are called; of the CPU its name.
+        threads: of each CPU process; None on GPUs.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    models: tuple[str, ...]
+    threads: int | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def called(self, count: int) -> str:
+        what = "GPU" if self.kind == "cuda" else "CPU process"
+        return f"{count} {what}{'' if count == 1 else 's' if what == 'GPU' else 'es'}"
+
+    def first(self) -> list[str]:
+        """Words of a run on the first device."""
+        return [f"devices=[{self.names[0]}]", *self._threads()]
+
+    def in_ranks(self, count: int) -> list[str]:
+        """Words of a run with a process on each of the first `count`."""
+        names = ",".join(self.names[:count]) if self.kind == "cuda" else "cpu"
+        return [f"devices=[{names}]", f"nproc={count}", *self._threads()]
+
+    def in_one_process(self, count: int) -> list[str]:
+        """Words of a run in one process that drives `count`; a single device stands for several."""
+        names = [self.names[n % self.count] for n in range(count)]
+        return [f"devices=[{','.join(names)}]", *self._threads()]
+
+    def _threads(self) -> list[str]:
+        return [f"threads={self.threads}"] if self.threads else []
+
+
+@dataclass
+class CheckRunner:
+    """What checks run on: the proof's folder, its devices, and the outcomes so far by the checks' names."""
+
+    folder: Path
+    devices: Devices
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def figures(self, name: str) -> Mapping[str, Any]:
+        """Of an earlier check; empty where it was not done."""
+        return self.outcomes[name].figures if name in self.outcomes else {}
+
+    def train(
+        self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None, timed: bool = False
+    ) -> dict[str, Any]:
+        """result.json of a run with these words, which is started unless it was completed before, or is `timed`: what
+        is measured in turn with something else is measured anew. Its weights are not kept.
+
+        Raises:
+            Failed: it ended otherwise; `code` is its exit code.
+        """
+        path, command = self.path(name), [*QUIET, *words]
+        if not timed and (result := finished(path, command)) is not None:
+            return result
+        self._empty(path, "words.json", command)
+        code = self.trainer(name, [*command, f"output={path}"], environment)
+        result = finished(path, command)
+        if code or result is None:
+            raise Failed(failure_line(self.log(name), code), code)
+        if timed:
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)
+            for weights in path.glob("*.safetensors"):
+                weights.unlink()
+        return result
+
+    def trainer(self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+        """The exit code of `python -m trainer words...`, whose output goes into the log of `name`."""
+        variables = {**os.environ, "NNODES": "1", **(environment or {})}  # whatever cluster this is a part of
+        code = self._execute(name, [[sys.executable, "-m", "trainer", *words]], variables)[0]
+        return code if code >= 0 else 128 - code
+
+    def measure(self, what: str, count: int = 1, **task: Any) -> list[dict[str, Any]]:
+        """What `count` processes answer that measure at once, one on each device: a function of `prove_probe`, by name.
+
+        Raises:
+            PeerError: one failed; the line is what it said.
+        """
+        home = self.folder / "measured" / what
+        task |= {"devices": self.devices.names[:count], "threads": self.devices.threads}
+        self._empty(home, "task.json", task)
+        variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        command = [sys.executable, "-m", "trainer.commands.prove.prove_probe", what, str(home)]
+        self._execute(f"measured-{what}", [[*command, str(rank)] for rank in range(count)], variables)
+        written = [home / f"{rank}.json" for rank in range(count)]
+        answers = [read_json(path) for path in written if path.exists()]
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors or len(answers) < count:
+            raise PeerError(errors[0] if errors else failure_line(self.log(f"measured-{what}"), 1))
+        return answers
+
+    def _empty(self, folder: Path, name: str, content: Any) -> None:
+        """Make a folder with nothing but one file in JSON."""
+        with writing(self.folder, AGAIN):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_atomically(folder / name, json.dumps(content) + "\n")
+
+    def _execute(self, name: str, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[int]:
+        """Exit codes of commands that run at once; when one fails, the others are killed.
+
+        Raises:
+            PeerError: they do not end.
+        """
+        with writing(self.folder, AGAIN):
+            self.log(name).parent.mkdir(parents=True, exist_ok=True)
+            log = self.log(name).open("w", encoding="utf-8")
+        end = time.monotonic() + TIMEOUT
+        with log, ExitStack() as stack:
+            running = [
+                stack.enter_context(
+                    children.started(command, None, environment, subprocess.DEVNULL, log, subprocess.STDOUT)
+                )
+                for command in commands
+            ]
+            while any(child.poll() is None for child in running) and not any(child.returncode for child in running):
+                if time.monotonic() > end:
+                    raise PeerError(f"it did not end within {TIMEOUT:.0f} s")
+                time.sleep(0.02)
+        return [child.returncode for child in running]
+
+    def path(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name.replace('/', '-')}.log"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer.commands.compare import entries
 from trainer.commands.compare.comparing import Comparison
 from trainer.commands.compare.comparison_folder import claim
-from trainer.commands.compare.comparison_report import Asked, ComparisonReport
+from trainer.commands.compare.comparison_report import ComparisonRequest
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.rank import place
@@ -62,7 +63,7 @@ def compare(
     resume: str | None = None,
     steps: int | None = None,
     predicted: Mapping[str, float] | None = None,
-) -> ComparisonReport:
+) -> dict[str, Any]:
     """Run every entry several times in fresh processes and return what compare.json holds.
 
     Args:
@@ -100,20 +101,20 @@ def compare(
     base = load_recipe(source, *words)
     name = recipe.name if isinstance(recipe, Recipe) else base.name
     launching.load_plugin(plugin)
-    asked: Asked = {
-        "recipe": recipe if isinstance(recipe, str) else base.to_dict(),
-        "modes": list(modes) if modes is not None else None,
-        "words": sorted(words),
-        "sweep": sweep,
-        "nproc": nproc,
-        "plugin": plugin,
-        "steps": steps,
-        "repeats": repeats,
-        "settings": base.replace(output=None, resume=None).model_dump(mode="json"),
-    }
-    with claim(output, name, resume is not None, asked) as folder:
+    asked = ComparisonRequest(
+        recipe=recipe if isinstance(recipe, str) else base.to_dict(),
+        modes=list(modes) if modes is not None else None,
+        words=sorted(words),
+        sweep=sweep,
+        nproc=nproc,
+        plugin=plugin,
+        steps=steps,
+        repeats=repeats,
+        settings=base.replace(output=None, resume=None).model_dump(mode="json"),
+    )
+    with claim(output, name, resume is not None, asdict(asked)) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
-        return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run()
+        return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run().to_dict()
 
 
 def _check_kinds(words: object, sweep: object, output: object) -> None:

@@ -8,13 +8,12 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer.commands.compare import comparison_plots, comparison_table, ranking, running, significance
 from trainer.commands.compare.comparison_folder import previous
-from trainer.commands.compare.comparison_report import Asked, ComparisonReport
+from trainer.commands.compare.comparison_report import ComparisonReport, ComparisonRequest, SweepFigures
 from trainer.commands.compare.conditions import Others, this_machine
 from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.exactness import batch_dependent
@@ -38,16 +37,16 @@ class Comparison:
         base: Recipe,
         entries: list[Entry],
         sweep: Sweep | None,
-        asked: Asked,
+        asked: ComparisonRequest,
         word: str,
         predicted: Mapping[str, float],
     ) -> None:
         self.folder, self.name, self.base, self.entries, self.sweep = folder, name, base, entries, sweep
         self.asked, self.predicted = asked, predicted
-        self.runner = Runner(folder, word, asked["plugin"])
+        self.runner = Runner(folder, word, asked.plugin)
         self.rows = [Repeats(error=entry.problem) for entry in entries]
         self.parts = _parts(entries)
-        self.repeats: int = asked["repeats"] or significance.LOOKS[0]  # so far
+        self.repeats: int = asked.repeats or significance.LOOKS[0]  # so far
         kept: Any = previous(folder).get("length")
         whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
         whole = whole and all(isinstance(number, int) and number > 0 for number in kept.values())
@@ -66,13 +65,13 @@ class Comparison:
             where = f"output={self.folder} resume=auto"
             raise Interrupted(f"stopped by Ctrl-C; what was done is in {self.folder}: continue with {where}") from None
         finally:
-            found = self._write(status)
+            report = self._write(status)
             colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-            print("\n" + comparison_table.as_text(found, colour), flush=True)
-            files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(found))]
+            print("\n" + comparison_table.as_text(report, colour), flush=True)
+            files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(report))]
             _say(f"  tables   {', '.join(files)}")
             _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
-        return found
+        return report
 
     def _measure(self) -> None:
         _say(f"comparing {self.name}: {len(self.entries)} entries x {self.repeats} repeats, in {self.folder}")
@@ -83,8 +82,8 @@ class Comparison:
         checked = [row.results[0] for row in self.rows if 0 in row.results]
         if not checked:
             return
-        fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
-        self.length = self.length or running.choose_length(self.base, checked, self.asked["steps"], fixed)
+        fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked.words)
+        self.length = self.length or running.choose_length(self.base, checked, self.asked.steps, fixed)
         self._write("running")
         _say(f"{self.length.steps} steps a run; about {self._left() / 60:.0f} min to go")
         for repeat in self._rounds():
@@ -92,12 +91,12 @@ class Comparison:
             self._write("running")
         timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
         _say("held against what plan predicts, for which it measures a few seconds")
-        self.predicted = {**predictions(self.entries, timed, self.asked["plugin"]), **self.predicted}
+        self.predicted = {**predictions(self.entries, timed, self.asked.plugin), **self.predicted}
 
     def _rounds(self) -> Iterator[int]:
         """As many as were asked for; else some, and more as long as a difference that matters could hide."""
         yield from range(1, self.repeats + 1)
-        for enough in () if self.asked["repeats"] else significance.LOOKS[1:]:
+        for enough in () if self.asked.repeats else significance.LOOKS[1:]:
             hiding = significance.unclear(
                 ranking.sound(*ranking.tabulate(self.entries, self.rows, self.parts, {}, self._error()))
             )
@@ -110,7 +109,7 @@ class Comparison:
 
     def _error(self) -> float:
         """Every look may err."""
-        return significance.ERROR / (1 if self.asked["repeats"] else len(significance.LOOKS))
+        return significance.ERROR / (1 if self.asked.repeats else len(significance.LOOKS))
 
     def _both(self) -> Iterator[tuple[Entry, Repeats]]:
         return zip(self.entries, self.rows, strict=True)
@@ -151,34 +150,34 @@ class Comparison:
         """The tables, with what there is so far."""
         rows, pairs = ranking.tabulate(self.entries, self.rows, self.parts, self.predicted, self._error())
         runs = [result for row in self.rows for result in row.results.values()]
-        found: ComparisonReport = {
-            "recipe": self.name,
-            "status": status,
-            "command": self._command(),
-            "asked": self.asked,
-            "length": asdict(self.length) if self.length else None,
-            "repeats": max((row["repeats"] for row in rows), default=0),
-            "steps": self.length.steps if self.length else None,
-            "warmup_steps": self.base.logging.warmup_steps,
-            "batch_size": self.base.batch_size,
-            "model": self.base.model.name,
-            "sweep": {"key": self.sweep.key, "values": list(self.sweep.values)} if self.sweep else None,
-            "entries": rows,
-            "pairs": pairs,
-            "conclusion": [*ranking.conclusion(rows, pairs), *self.others.words()],
-            "other_programs_cores": self.others.cores(),
-            "machine": this_machine(),
-            "versions": runs[0]["versions"] if runs else {},
-            "seconds": time.perf_counter() - self.begun,
-        }
-        comparison_table.write_tables(self.folder, found)
-        return found
+        report = ComparisonReport(
+            recipe=self.name,
+            status=status,
+            command=self._command(),
+            asked=self.asked,
+            length=self.length,
+            repeats=max((row.repeats for row in rows), default=0),
+            steps=self.length.steps if self.length else None,
+            warmup_steps=self.base.logging.warmup_steps,
+            batch_size=self.base.batch_size,
+            model=self.base.model.name,
+            sweep=SweepFigures(self.sweep.key, list(self.sweep.values)) if self.sweep else None,
+            entries=rows,
+            pairs=pairs,
+            conclusion=[*ranking.conclusion(rows, pairs), *self.others.words()],
+            other_programs_cores=self.others.cores(),
+            machine=this_machine(),
+            versions=runs[0]["versions"] if runs else {},
+            seconds=time.perf_counter() - self.begun,
+        )
+        comparison_table.write_tables(self.folder, report)
+        return report
 
-    def _draw(self, found: ComparisonReport) -> list[Path]:
+    def _draw(self, report: ComparisonReport) -> list[Path]:
         """Pictures must not hide what came before them."""
         try:
-            made = comparison_plots.draw(self.folder, found, self.entries, self.sweep)
-            comparison_plots.to_tensorboard(self.folder, found, self.entries, made)
+            made = comparison_plots.draw(self.folder, report, self.entries, self.sweep)
+            comparison_plots.to_tensorboard(self.folder, report, self.entries, made)
         except Exception as error:
             _say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
             return []
@@ -187,11 +186,11 @@ class Comparison:
     def _command(self) -> str:
         asked = self.asked
         words = [self.runner.first[0]]
-        if asked["modes"] is not None:
-            words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
-        own = {"sweep": asked["sweep"], "nproc": asked["nproc"], "plugin": asked["plugin"], "steps": asked["steps"]}
-        words += [f"{key}={value}" for key, value in {**own, "repeats": asked["repeats"]}.items() if value]
-        return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
+        if asked.modes is not None:
+            words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked.modes)}]")
+        keys = ("sweep", "nproc", "plugin", "steps", "repeats")
+        words += [f"{key}={value}" for key in keys if (value := getattr(asked, key))]
+        return shlex.join(["python", "-m", "trainer", "compare", *words, *asked.words])
 
 
 def _parts(entries: Sequence[Entry]) -> dict[str, list[str]]:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare.comparison_report import Asked
 from trainer.errors import FolderInUseError, RecipeError
 from trainer.saving import locks
 from trainer.saving.files import usable_json
@@ -21,7 +20,7 @@ FREE = ("repeats",)  # of what was asked, a continued comparison may change
 
 
 @contextmanager
-def claim(output: str | None, name: str, resume: bool, asked: Asked) -> Iterator[Path]:
+def claim(output: str | None, name: str, resume: bool, asked: dict[str, Any]) -> Iterator[Path]:
     """The comparison's folder, held under a lock.
 
     Raises:
@@ -44,7 +43,7 @@ def claim(output: str | None, name: str, resume: bool, asked: Asked) -> Iterator
             raise FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
         if used and before is None:
             raise FolderInUseError(f"{path} holds something else than a comparison; choose another output=")
-        now = dict(asked)
+        now = asked
         changed = [key for key in now if before and key not in FREE and before.get(key) != now[key]]
         if before and changed:
             key = changed[0]

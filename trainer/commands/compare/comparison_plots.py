@@ -18,8 +18,8 @@ SPEED = "images per second"
 
 def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry], sweep: Sweep | None) -> list[Path]:
     """Every picture that there is something to show in; returns their paths."""
-    rows = report["entries"]
-    title = f"{report['recipe']}, global batch {report['batch_size']}"
+    rows = report.entries
+    title = f"{report.recipe}, global batch {report.batch_size}"
     made = [_bars(folder / "compare.png", rows, title), _memory(folder / "memory.png", rows, title)]
     if sweep:
         made.append(_sweep(folder / "sweep.png", rows, entries, sweep, title))
@@ -31,28 +31,26 @@ def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry], sweep
 def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
     bars = []
     for row, cells in zip(rows, columns(rows)[1:], strict=True):
-        speed, ratio = row["samples_per_sec"], row["ratio"]
-        words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row['exit_code']}"
-        words += f",  {ratio['median']:.2f}x" if ratio else ""
-        words += f"  ({row['label'].partition(':')[0]})" if row["label"] and speed else ""
-        bars.append(
-            plots.Bar(row["entry"], speed["mean"] if speed else None, (speed["std"] or 0.0) if speed else 0.0, words)
-        )
+        speed, ratio = row.samples_per_sec, row.ratio
+        words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row.exit_code}"
+        words += f",  {ratio.median:.2f}x" if ratio else ""
+        words += f"  ({row.label.partition(':')[0]})" if row.label and speed else ""
+        bars.append(plots.Bar(row.entry, speed.mean if speed else None, (speed.std or 0.0) if speed else 0.0, words))
     plots.bars(path, bars, SPEED, f"{title}: mean and standard deviation of {_repeats(rows)}")
     return path
 
 
 def _repeats(rows: Sequence[EntryFigures]) -> str:
-    most = max((row["repeats"] for row in rows), default=0)
+    most = max((row.repeats for row in rows), default=0)
     return f"{most} repeat{'s' * (most != 1)}"
 
 
 def _memory(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
     bars = []
     for row in rows:
-        sizes = [size / 2**30 for size in row["peak_memory_bytes"].values()]
+        sizes = [size / 2**30 for size in row.peak_memory_bytes.values()]
         words = f"{max(sizes):.2f}" + (f" on each of {len(sizes)}" if len(sizes) > 1 else "") if sizes else ""
-        bars.append(plots.Bar(row["entry"], max(sizes, default=None), 0.0, words or f"exit {row['exit_code']}"))
+        bars.append(plots.Bar(row.entry, max(sizes, default=None), 0.0, words or f"exit {row.exit_code}"))
     plots.bars(path, bars, "peak memory of the fullest device, GiB", title)
     return path
 
@@ -60,13 +58,13 @@ def _memory(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
 def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], sweep: Sweep, title: str) -> Path:
     series: dict[str, list[plots.Point]] = {}
     for row, entry in zip(rows, entries, strict=True):
-        if row["samples_per_sec"]:
-            speed, value = row["samples_per_sec"], row["value"]
+        if row.samples_per_sec:
+            speed, value = row.samples_per_sec, row.value
             if entry.name == entry.series:
                 x = None
             else:
                 x = value if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
-            series.setdefault(entry.series, []).append(plots.Point(x, speed["mean"], speed["std"] or 0.0))
+            series.setdefault(entry.series, []).append(plots.Point(x, speed.mean, speed.std or 0.0))
     if not series:
         return path
     if sweep.key == "nproc":
@@ -115,7 +113,7 @@ def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Ent
     home = folder / "tensorboard"
     for old in home.glob("*/*.compared"):
         old.unlink()
-    ran = [(entry, row) for entry, row in zip(entries, report["entries"], strict=True) if row["samples_per_sec"]]
+    ran = [(entry, row) for entry, row in zip(entries, report.entries, strict=True) if row.samples_per_sec]
     writer = Events(home / (ran[0][0] if ran else entries[0]).slug, ".compared")
     writer.text("compare", as_markdown(report), 0)
     for n, path in enumerate(pictures, 1):
@@ -123,8 +121,8 @@ def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Ent
         writer.add(Summary(value=[Summary.Value(tag=f"compare/{n}_{path.stem}", image=picture)]), 0)
     writer.close()
     for entry, row in ran:
-        assert row["samples_per_sec"] is not None
+        assert row.samples_per_sec is not None
         writer = Events(home / entry.slug, ".compared")
-        for repeat, speed in row["samples_per_sec"]["runs"].items():
+        for repeat, speed in row.samples_per_sec.runs.items():
             writer.scalars({"compare/samples_per_sec": speed}, int(repeat))
         writer.close()

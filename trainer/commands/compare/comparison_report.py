@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
+from trainer.commands.compare.exactness import Exactness
+from trainer.commands.compare.running import Length
+from trainer.commands.compare.significance import Difference
 
-class Asked(TypedDict):
+
+@dataclass(frozen=True)
+class ComparisonRequest:
     """What a comparison was asked for; `settings` are those of its recipe, resolved."""
 
     recipe: str | dict[str, Any]
@@ -19,12 +25,14 @@ class Asked(TypedDict):
     settings: dict[str, Any]
 
 
-class SweepFigures(TypedDict):
+@dataclass(frozen=True)
+class SweepFigures:
     key: str
     values: list[Any]
 
 
-class SpeedFigures(TypedDict):
+@dataclass(frozen=True)
+class SpeedFigures:
     """Images/s: of the repeats that ended well, by their numbers."""
 
     mean: float
@@ -32,7 +40,8 @@ class SpeedFigures(TypedDict):
     runs: dict[int, float]
 
 
-class RatioFigures(TypedDict):
+@dataclass(frozen=True)
+class RatioFigures:
     """How many times as fast as the reference, repeat by repeat."""
 
     median: float
@@ -41,7 +50,8 @@ class RatioFigures(TypedDict):
     runs: list[float]
 
 
-class ComparedFigures(TypedDict):
+@dataclass(frozen=True)
+class ComparedFigures:
     """What is shown of a row and its reference, and the confidence interval of their ratio."""
 
     verdict: str
@@ -49,9 +59,16 @@ class ComparedFigures(TypedDict):
     high: float | None
 
 
-class RunFigures(TypedDict):
-    """Of the timed repeats: means, and of memory the most; of the learning what the last one came to."""
+@dataclass(frozen=True)
+class EntryFigures:
+    """A row of the table. Of the timed repeats: means, and of memory the most; losses and accuracy of the last one."""
 
+    entry: str
+    mode: str
+    words: list[str]
+    value: Any
+    ranks: int
+    threads: int
     devices: list[str] | None
     repeats: int
     step_time_s: float | None
@@ -60,26 +77,19 @@ class RunFigures(TypedDict):
     val_loss: float | None
     val_top1: float | None
     data_wait_fraction: float | None
-
-
-class EntryFigures(RunFigures):
-    """A row of the table."""
-
-    entry: str
-    mode: str
-    words: list[str]
-    value: Any
-    ranks: int
-    threads: int
     samples_per_sec: SpeedFigures | None
     ratio: RatioFigures | None
     reference: str
     compared: ComparedFigures | None
-    exactness: dict[str, Any]  # the fields of `exactness.Exactness`
+    exactness: Exactness
     label: str
     error: str | None
     exit_code: int
     predicted_samples_per_sec: float | None
+
+    @property
+    def disagrees(self) -> bool:
+        return self.exactness.verdict == "disagrees"
 
 
 class MachineFigures(TypedDict):
@@ -90,14 +100,15 @@ class MachineFigures(TypedDict):
     system: str
 
 
-class ComparisonReport(TypedDict):
+@dataclass(frozen=True)
+class ComparisonReport:
     """All of it."""
 
     recipe: str
     status: str
     command: str
-    asked: Asked
-    length: dict[str, int] | None  # those of `running.Length`
+    asked: ComparisonRequest
+    length: Length | None
     repeats: int
     steps: int | None
     warmup_steps: int
@@ -105,9 +116,13 @@ class ComparisonReport(TypedDict):
     model: str
     sweep: SweepFigures | None
     entries: list[EntryFigures]
-    pairs: list[dict[str, Any]]  # those of `significance.Difference`
+    pairs: list[Difference]
     conclusion: list[str]
     other_programs_cores: float | None
     machine: MachineFigures
     versions: dict[str, str | None]
     seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As compare.json has it."""
+        return asdict(self)

@@ -1,16 +1,17 @@
-"""What the runs amount to: one row an entry, and what can be said of which is faster. Plain values, ready for JSON."""
+"""What the runs amount to: one row an entry, and what can be said of which is faster."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from trainer.commands.compare import significance
-from trainer.commands.compare.comparison_report import EntryFigures, RatioFigures, RunFigures, SpeedFigures
+from trainer.commands.compare.comparison_report import ComparedFigures, EntryFigures, RatioFigures, SpeedFigures
 from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.exactness import Exactness, exactness_of
 from trainer.commands.compare.running import Repeats
+from trainer.commands.compare.significance import Difference
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
 STAND_IN = "CPU stand-in"
@@ -30,7 +31,7 @@ def tabulate(
     parts: Mapping[str, Sequence[str]],
     predicted: Mapping[str, float],
     error: float = significance.ERROR,
-) -> tuple[list[EntryFigures], list[dict[str, Any]]]:
+) -> tuple[list[EntryFigures], list[Difference]]:
     """The rows of the table, and the pairs that were compared.
 
     Args:
@@ -38,105 +39,92 @@ def tabulate(
         predicted: images/s by entry, where a plan was made.
         error: probability that any pair is said to differ that does not.
     """
-    found = {entry.name: (entry, row) for entry, row in zip(entries, runs, strict=True)}
-    speeds = {name: row.speeds for name, (_, row) in found.items()}
-    fair = {name: speed for name, speed in speeds.items() if speed and not _passes_through(found[name][1])}
+    by_name = {entry.name: (entry, row) for entry, row in zip(entries, runs, strict=True)}
+    speeds = {name: row.speeds for name, (_, row) in by_name.items()}
+    fair = {name: speed for name, speed in speeds.items() if speed and not _passes_through(by_name[name][1])}
     pairs = significance.differences(fair, error)
     against = {(pair.first, pair.second): pair for pair in pairs}
     table: list[EntryFigures] = []
-    for name, (entry, row) in found.items():
+    for name, (entry, row) in by_name.items():
         reference = reference_of(entry, entries)
         other = reference.name if reference else ""
-        exactness = _exactness(entry, row, reference, found, parts[name])
         pair = against.get((name, other)) or _turned(against.get((other, name)))
+        timed = [result for repeat, result in row.results.items() if repeat > 0]
+        last: Mapping[str, Any] = timed[-1] if timed else {}
+        times = [row.results[repeat]["batch_size"] / speed for repeat, speed in row.speeds.items()]
+        peaks: dict[str, int] = {}
+        for device, size in (pair for result in timed for pair in result["peak_memory_bytes"].items()):
+            peaks[device] = max(size, peaks.get(device, 0))
         table.append(
-            {
-                "entry": name,
-                "mode": entry.mode,
-                "words": list(entry.words),
-                "value": entry.value,
-                "ranks": entry.ranks,
-                "threads": entry.threads,
-                **_figures(row),
-                "samples_per_sec": _spread(speeds[name]),
-                "ratio": _ratio(speeds[name], speeds.get(other, {})) if name in fair and other != name else None,
-                "reference": other,
-                "compared": {"verdict": pair.verdict or NO_DIFFERENCE, "low": pair.low, "high": pair.high}
-                if pair
-                else None,
-                "exactness": asdict(exactness),
-                "label": _label(entry, row),
-                "error": row.error[0] if row.error else None,
-                "exit_code": row.error[1] if row.error else 0,
-                "predicted_samples_per_sec": predicted.get(name),
-            }
+            EntryFigures(
+                entry=name,
+                mode=entry.mode,
+                words=list(entry.words),
+                value=entry.value,
+                ranks=entry.ranks,
+                threads=entry.threads,
+                devices=last.get("devices"),
+                repeats=len(timed),
+                step_time_s=significance.mean_and_std(times)[0] if times else None,
+                peak_memory_bytes=dict(sorted(peaks.items())),
+                train_loss=last.get("train_loss"),
+                val_loss=last.get("val_loss"),
+                val_top1=last.get("val_top1"),
+                data_wait_fraction=last.get("data_wait_fraction"),
+                samples_per_sec=_spread(speeds[name]),
+                ratio=_ratio(speeds[name], speeds.get(other, {})) if name in fair and other != name else None,
+                reference=other,
+                compared=ComparedFigures(pair.verdict or NO_DIFFERENCE, pair.low, pair.high) if pair else None,
+                exactness=_exactness(entry, row, reference, by_name, parts[name]),
+                label=_label(entry, row),
+                error=row.error[0] if row.error else None,
+                exit_code=row.error[1] if row.error else 0,
+                predicted_samples_per_sec=predicted.get(name),
+            )
         )
-    return table, [asdict(pair) for pair in pairs]
+    return table, pairs
 
 
-def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[str]:
     """What may be said, in sentences: who is shown to be the fastest, or between whom no difference is shown."""
-    names = list(dict.fromkeys(name for pair in pairs for name in (pair["first"], pair["second"])))
-    said = [
-        f"{row['entry']} DISAGREES with {row['reference']}: it computes something else, and its speed says nothing"
+    sentences = [
+        f"{row.entry} DISAGREES with {row.reference}: it computes something else, and its speed says nothing"
         for row in table
-        if row["exactness"]["verdict"] == "disagrees"
+        if row.disagrees
     ]
-    found = sound(table, pairs)
-    whole = {name for pair in found for name in (pair.first, pair.second)}
-    names = [name for name in names if name in whole]
-    if not found:
-        return [*said, "nothing to compare: fewer than two rows with a speed"]
-    if all(difference.low is None for difference in found):
-        return [*said, f"{NO_DIFFERENCE}: that takes repeats=2 or more, better 5"]
-    best = significance.fastest(names, found)
+    compared = sound(table, pairs)
+    if not compared:
+        return [*sentences, "nothing to compare: fewer than two rows with a speed"]
+    if all(pair.low is None for pair in compared):
+        return [*sentences, f"{NO_DIFFERENCE}: that takes repeats=2 or more, better 5"]
+    names = list(dict.fromkeys(name for pair in compared for name in (pair.first, pair.second)))
+    best = significance.fastest(names, compared)
     if len(best) == len(names):
-        few = min(difference.pairs for difference in found)
+        few = min(pair.pairs for pair in compared)
         hint = f"; {few} repeats show only the grossest, try repeats=5" if few < 4 else ""
-        return [*said, f"{NO_DIFFERENCE} between {_listed(best)}{hint}"]
-    said.append(f"fastest: {best[0]}" if len(best) == 1 else f"fastest: {_listed(best)}, {NO_DIFFERENCE} between them")
-    return said
+        return [*sentences, f"{NO_DIFFERENCE} between {_listed(best)}{hint}"]
+    several = f", {NO_DIFFERENCE} between them" if len(best) > 1 else ""
+    return [*sentences, f"fastest: {_listed(best)}{several}"]
 
 
-def sound(table: Sequence[EntryFigures], pairs: Sequence[Mapping[str, Any]]) -> list[significance.Difference]:
+def sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Difference]:
     """The pairs of rows that did not fail and compute what they should."""
-    good = {row["entry"] for row in table if not row["error"] and row["exactness"]["verdict"] != "disagrees"}
-    return [significance.Difference(**pair) for pair in pairs if {pair["first"], pair["second"]} <= good]
+    good = {row.entry for row in table if not row.error and not row.disagrees}
+    return [pair for pair in pairs if {pair.first, pair.second} <= good]
 
 
 def _spread(speeds: Mapping[int, float]) -> SpeedFigures | None:
     if not speeds:
         return None
     mean, std = significance.mean_and_std(list(speeds.values()))
-    return {"mean": mean, "std": std if len(speeds) > 1 else None, "runs": dict(speeds)}
+    return SpeedFigures(mean, std if len(speeds) > 1 else None, dict(speeds))
 
 
 def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> RatioFigures | None:
     paired = significance.ratios(speeds, reference)
     if not paired:
         return None
-    median, low, high = significance.middle(paired)
-    return {"median": median, "low": low, "high": high, "runs": paired}
-
-
-def _figures(row: Repeats) -> RunFigures:
-    """Of the timed repeats: means, and of memory the most; of the learning what the last one came to."""
-    timed = [result for repeat, result in row.results.items() if repeat > 0]
-    last: Mapping[str, Any] = timed[-1] if timed else {}
-    times = [row.results[repeat]["batch_size"] / speed for repeat, speed in row.speeds.items()]
-    devices = {name for result in timed for name in result["peak_memory_bytes"]}
-    return {
-        "devices": last.get("devices"),
-        "repeats": len(timed),
-        "step_time_s": significance.mean_and_std(times)[0] if times else None,
-        "peak_memory_bytes": {
-            name: max(result["peak_memory_bytes"].get(name, 0) for result in timed) for name in sorted(devices)
-        },
-        "train_loss": last.get("train_loss"),
-        "val_loss": last.get("val_loss"),
-        "val_top1": last.get("val_top1"),
-        "data_wait_fraction": last.get("data_wait_fraction"),
-    }
+    return RatioFigures(median(paired), min(paired), max(paired), paired)
 
 
 def _passes_through(row: Repeats) -> bool:
@@ -154,21 +142,21 @@ def _exactness(
     entry: Entry,
     row: Repeats,
     reference: Entry | None,
-    found: Mapping[str, tuple[Entry, Repeats]],
+    by_name: Mapping[str, tuple[Entry, Repeats]],
     parts: Sequence[str],
 ) -> Exactness:
     single = reference if reference and reference.traits.reference else None
-    expected = found[single.name][1] if single else Repeats()
+    expected = by_name[single.name][1] if single else Repeats()
     return exactness_of(entry, row.losses, single, expected.losses, parts, expected.rounded)
 
 
-def _turned(pair: significance.Difference | None) -> significance.Difference | None:
+def _turned(pair: Difference | None) -> Difference | None:
     """The same difference, seen from the other side."""
     if pair is None:
         return None
     low, high = (1 / pair.high, 1 / pair.low) if pair.low and pair.high else (None, None)
     other = {"faster": "slower", "slower": "faster"}.get(pair.verdict or "")
-    return significance.Difference(pair.second, pair.first, pair.pairs, 1 / pair.ratio, low, high, pair.p, other)
+    return Difference(pair.second, pair.first, pair.pairs, 1 / pair.ratio, low, high, pair.p, other)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
 
 from scipy.special import stdtr, stdtrit  # Student's t: its distribution and quantiles
 
@@ -95,11 +94,6 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return mean, 0.0
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
-def middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, least and greatest."""
-    return median(values), min(values), max(values)
 
 
 def _paired(first: Runs, second: Runs) -> list[float]:

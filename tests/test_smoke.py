@@ -13,34 +13,29 @@ from importlib.metadata import version
 import pytest
 
 from tests.command_line import PROJECT, QUIET, losses, ok, result
+from tests.modes.ways import EXACT, PIPELINE, WORKERS
 from tests.training.test_resume_modes import ends_like, kill
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
 
 BASE = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none"]
 BASE += ["schedule.warmup_epochs=0", "epochs=1", "save.every_steps=5", "timeout=60", *QUIET]
 NET = ["model.name=cnn_gn"]
-SPLIT = ["mode=pipeline", "pipeline.microbatches=4"]
 WAYS = {
-    "dp": ["mode=dp", "devices=[cpu,cpu]"],
-    "ddp": ["mode=ddp", "nproc=2"],
-    "split": ["mode=split", "devices=[cpu,cpu]"],
-    "streams": [*SPLIT, "devices=[cpu,cpu]"],
-    **{name: [*SPLIT, "nproc=2", f"pipeline.schedule={name}"] for name in SCHEDULES},
-    "1f1b 2x2": [*SPLIT, "nproc=4", "pipeline.stages=2"],
-    "zbv 2x2": [*SPLIT, "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv"],  # skipped where torch is older
+    **EXACT,
+    "zbv 2x2": [*PIPELINE, "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv"],  # skipped where torch is older
 }
 VIRTUAL = [*SCHEDULES][2:]  # several stages a rank; the V-shaped last, where this torch has them
 # What a torch may have changed under us: compilers, casts, parametrised optimizers, other families of models.
 OPTIONS = {
     "compile": ["mode=ddp", "nproc=2", "compile=true"],
-    "compiled stages": [*SPLIT, "nproc=2", "compile=true"],
+    "compiled stages": [*PIPELINE, "nproc=2", "compile=true"],
     "fp16": ["mode=ddp", "nproc=2", "precision=fp16"],
-    "bf16 stages": [*SPLIT, "nproc=2", "precision=bf16", "pipeline.schedule=interleaved1f1b"],
+    "bf16 stages": [*PIPELINE, "nproc=2", "precision=bf16", "pipeline.schedule=interleaved1f1b"],
     "sync_bn": ["mode=ddp", "nproc=2", "model.name=cnn", "sync_bn=true"],
-    "deferred BatchNorm": [*SPLIT, "nproc=2", "model.name=cnn", f"pipeline.schedule={VIRTUAL[-2]}"],
-    "a ViT in stages": [*SPLIT, "nproc=2", "model.name=vit_tiny", f"pipeline.schedule={VIRTUAL[-1]}"],
+    "deferred BatchNorm": [*PIPELINE, "nproc=2", "model.name=cnn", f"pipeline.schedule={VIRTUAL[-2]}"],
+    "a ViT in stages": [*PIPELINE, "nproc=2", "model.name=vit_tiny", f"pipeline.schedule={VIRTUAL[-1]}"],
     "swin_t in stages": [
-        *SPLIT,
+        *PIPELINE,
         "nproc=2",
         "model.name=swin_t",
         "data.channels=3",
@@ -48,10 +43,9 @@ OPTIONS = {
         "max_steps=2",
     ],
     "everything": ["mode=ddp", "nproc=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1", "accumulate=2"],
-    "everything in stages": [*SPLIT, "nproc=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1", "accumulate=2"],
+    "everything in stages": [*PIPELINE, "nproc=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1", "accumulate=2"],
     "deterministic": ["mode=single", "model.name=cnn", "deterministic=true"],
-    "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "hogwild": ["mode=hogwild", "nproc=2"],
+    **WORKERS,
 }
 
 
@@ -78,7 +72,7 @@ def test_this_torch_is_in_the_declared_range():
         assert numbers(version(name)) >= numbers(least), f"{name} {version(name)} is below {least}"
 
 
-@pytest.mark.full("test_modes.py has the same ways, with more models")
+@pytest.mark.full("two runs each; test_parity.py trains the same table in one run each")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_to_train_has_the_losses_of_single(way, whole, tmp_path):
     """Killed on its way and continued: the run that was not stopped."""
@@ -88,7 +82,7 @@ def test_a_way_to_train_has_the_losses_of_single(way, whole, tmp_path):
     ends_like(tmp_path / "run", whole)
 
 
-@pytest.mark.full("test_modes.py has the same options")
+@pytest.mark.full("long, and for other versions of torch")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_trains(option, tmp_path):
     words = OPTIONS[option]

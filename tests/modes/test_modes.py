@@ -74,11 +74,7 @@ WAYS = {
     "1f1b recomputed": processes("1f1b", 2, 1, "pipeline.recompute=true"),
     "three stages a rank": processes("interleaved1f1b", 2, 1, "pipeline.virtual_stages=3", virtual=3),
 }
-# What the fast tests run; ddp is in test_training.py, replicas in test_resume_modes.py, the rest in the tests below.
-DIAGONAL = {
-    ("streams uneven", "cnn_gn"),
-    ("dualpipev 2", "cnn_gn"),
-}
+FAST = {("streams uneven", "cnn_gn")}  # beside test_parity.py, which has every mode and schedule once
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +104,7 @@ def test_every_mode_has_the_losses_of_single(way, model, single, tmp_path, full)
     stages = says.get("pipeline", {}).get("stages", 1)
     if stages > BLOCKS[model]:
         pytest.skip(f"{model} has {BLOCKS[model]} blocks")
-    if (way, model) not in DIAGONAL and not full:
+    if (way, model) not in FAST and not full:
         pytest.skip("the whole table takes half an hour: --all")
     ok(*SAME, *MODELS[model], *words, f"output={tmp_path / 'run'}", timeout=300)
     ours, reference = result(tmp_path / "run"), result(single(model))

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line import QUIET, losses, ok, result, steps, trainer
+from tests.modes.ways import EXACT, PIPELINE, WORKERS
 from tests.training.test_training import PLUGIN, same_run
 
 # ------------------------------------------------------------------------------------- from mode to mode
@@ -21,16 +22,11 @@ EPOCH = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "optimizer.lr=0.
 EPOCH += ["augment.crop=none", "ema=0.9", "epochs=1", "timeout=60", *QUIET]  # 22 steps, with momentum
 MODES = {
     "single": ["mode=single"],
-    "dp": ["mode=dp", "devices=[cpu,cpu]"],
-    "ddp": ["mode=ddp", "nproc=2"],
-    "split": ["mode=split", "devices=[cpu,cpu]"],
-    "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4"],
-    "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4"],
-    "zbv 2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.microbatches=4"],
-    "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "hogwild": ["mode=hogwild", "nproc=2"],
+    **{name: EXACT[name] for name in ("dp", "ddp", "split", "streams", "1f1b")},
+    "zbv 2x2": [*PIPELINE, "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv"],
+    **WORKERS,
 }
-APART = ("local_sgd", "hogwild")  # other maths, and 23 steps an epoch
+APART = (*WORKERS,)  # other maths, and 23 steps an epoch
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,79 @@
+"""Every mode and schedule against `single`: gradients' norms, weights, optimizer state and moving average of a run."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import get_args
+
+import pytest
+
+from tests.command_line import QUIET, losses, ok, result
+from tests.modes.ways import EXACT, WORKERS
+from trainer.recipe.checks import refused_schedules
+from trainer.recipe.schema import Schedule
+from trainer.recipe.traits import TRAITS
+from trainer.saving import checkpoint
+from trainer.telemetry.curves import curves_of
+
+FP32 = 1e-5  # relative; sums in another order differ by 1e-7 at first
+SMALL = ["recipe=digits", "data.name=synthetic", "data.val_samples=90", "data.image_size=8", "data.channels=1"]
+SMALL += ["model.name=cnn_gn", "batch_size=64", "ema=0.9", "augment.crop=none", "optimizer.lr=0.01"]
+SMALL += ["schedule.warmup_epochs=0", "save.every_epochs=1", "logging.verdict=false", *QUIET]
+USUAL = ("data.samples=512", "epochs=2")  # 8 steps, an evaluation and a checkpoint, and the same again
+ALL_IN_A_STEP = ("data.samples=64", "epochs=10")  # so that workers together have the images that `single` has
+ALONE = {f"{mode} alone": [f"mode={mode}", "nproc=1"] for mode in WORKERS}
+AVERAGED = "local_sgd averaging every step"
+PAIRS = EXACT | ALONE | {AVERAGED: [*WORKERS["local_sgd"], "local_sgd.every=1"]}
+
+
+def test_every_mode_and_schedule_is_in_the_table():
+    words = {word for way in PAIRS.values() for word in way}
+    assert {f"mode={mode}" for mode in TRAITS} - words == {"mode=single"}
+    assert {*get_args(Schedule)} - {*EXACT, *refused_schedules()} == set()
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """mode=single's folder, by the words that are not of all runs."""
+
+    @cache
+    def folder(words):
+        path = tmp_path_factory.mktemp("single") / "run"
+        ok(*SMALL, *words, "mode=single", f"output={path}")
+        return path
+
+    return folder
+
+
+def norms(folder):
+    return curves_of(folder)["train/grad_norm"][2]
+
+
+def tensors(folder):
+    """The newest checkpoint's, by kind."""
+    kept = checkpoint.newest(folder, print).state.tensors
+    return {kind: dict(kept[kind].items()) for kind in ("model", "optimizer", "ema")}
+
+
+def distances(trained, reference):
+    """The largest distance of a tensor from that of the same name, as a share of its length, by kind."""
+    assert {kind: {*named} for kind, named in trained.items()} == {kind: {*named} for kind, named in reference.items()}
+    return {
+        kind: max(float((trained[kind][name] - tensor).norm() / tensor.norm()) for name, tensor in named.items())
+        for kind, named in reference.items()
+    }
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_mode_trains_as_single_does(pair, single, tmp_path):
+    words = ALL_IN_A_STEP if pair == AVERAGED else USUAL
+    reference, run = single(words), tmp_path / "run"
+    ok(*SMALL, *words, *PAIRS[pair], f"output={run}")
+    assert len(losses(reference)) == len(norms(reference)) >= 10
+    assert losses(run) == pytest.approx(losses(reference), rel=FP32)
+    if pair != AVERAGED:  # whose ranks have gradients of their own
+        assert norms(run) == pytest.approx(norms(reference), rel=FP32)
+    apart = distances(tensors(run), tensors(reference))
+    assert all(distance < FP32 for distance in apart.values()), apart
+    for figure in ("val_loss", "val_top1"):
+        assert result(run)[figure] == pytest.approx(result(reference)[figure], rel=FP32)

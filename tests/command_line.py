@@ -50,6 +50,12 @@ def ok(*words, **options):
     return done
 
 
+def suggested(text):
+    """The settings that a message tells to write, as in "try batch_size=64"."""
+    value = r"\[[^]]*\]|[^\s.,;:?)][^\s,;:?)]*"
+    return re.findall(rf"(?:did you mean|as in|or|set|try|type|use|write) ([a-z_]+(?:\.[a-z_]+)?=(?:{value}))", text)
+
+
 def steps(folder):
     with (Path(folder) / "steps.csv").open(newline="") as file:
         return list(csv.DictReader(file))

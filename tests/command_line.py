@@ -56,6 +56,12 @@ def suggested(text):
     return re.findall(rf"(?:did you mean|as in|or|set|try|type|use|write) ([a-z_]+(?:\.[a-z_]+)?=(?:{value}))", text)
 
 
+def told_to_type(text):
+    """The commands that a message tells to type, whole."""
+    told = re.findall(r"type ((?:python -m trainer|\./launch\.sh|torchrun) .*?)(?:$|[,;:] | without | \()", text, re.M)
+    return [command.replace(" ... ", " recipe=digits ") for command in told]
+
+
 def steps(folder):
     with (Path(folder) / "steps.csv").open(newline="") as file:
         return list(csv.DictReader(file))

@@ -46,7 +46,7 @@ def test_shards_share_out_each_global_batch_in_order(count, pieces):
     [(10_003, [2500, 2500, 2500, 2503]), (8, [4, 4]), (7, [7]), (5, [1, 1, 3]), (2, [0, 0, 2])],
 )
 def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
-    spans = [sampling.own_span(samples, index, len(sizes)) for index in range(len(sizes))]
+    spans = [sampling.contiguous_span(samples, index, len(sizes)) for index in range(len(sizes))]
     assert [stop - start for start, stop in spans] == sizes
     assert [index for span in spans for index in range(*span)] == list(range(samples))
 
@@ -55,12 +55,12 @@ def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
     ("samples", "rows", "count", "steps"),
     [(10_003, 16, 4, 157), (10_000, 16, 4, 157), (64, 16, 4, 1), (65, 16, 4, 2), (48, 16, 1, 3), (49, 16, 1, 4)],
 )
-def test_own_steps_are_those_of_the_largest_part(samples, rows, count, steps):
-    assert sampling.own_steps(samples, rows, count) == steps
+def test_contiguous_steps_are_those_of_the_largest_part(samples, rows, count, steps):
+    assert sampling.contiguous_steps(samples, rows, count) == steps
 
 
-def test_own_rows_are_split_as_evenly_as_possible():
-    rows = [sampling.own_rows(np.arange(11), 8, index, 2, 2) for index in (0, 1)]
+def test_contiguous_rows_are_split_as_evenly_as_possible():
+    rows = [sampling.contiguous_rows(np.arange(11), 8, index, 2, 2) for index in (0, 1)]
     assert [[piece.tolist() for piece in step] for step in rows[0]] == [[[0, 1], [2]], [[3], [4]]]
     assert [[piece.tolist() for piece in step] for step in rows[1]] == [[[5, 6], [7]], [[8, 9], [10]]]
 
@@ -68,12 +68,12 @@ def test_own_rows_are_split_as_evenly_as_possible():
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_own_rows_use_each_sample_once_in_batches_of_nearly_one_size(count, pieces, rows):
+def test_contiguous_rows_use_each_sample_once_in_batches_of_nearly_one_size(count, pieces, rows):
     batch_size = count * pieces * rows
     for samples in (batch_size, batch_size + 1, 2 * batch_size - 1, 97, 1000, 1009):
         permuted = sampling.permutation(1, 2, samples)
-        shards = [sampling.own_rows(permuted, batch_size, index, count, pieces) for index in range(count)]
-        assert {len(shard) for shard in shards} == {sampling.own_steps(samples, batch_size // count, count)}
+        shards = [sampling.contiguous_rows(permuted, batch_size, index, count, pieces) for index in range(count)]
+        assert {len(shard) for shard in shards} == {sampling.contiguous_steps(samples, batch_size // count, count)}
         for shard in shards:
             sizes = [len(piece) for step in shard for piece in step]
             assert len(sizes) == len(shard) * pieces

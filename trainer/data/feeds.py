@@ -1,4 +1,4 @@
-"""Where a loader's batches come from, apart from photos: memory, labels alone, or nothing at all."""
+"""Where a loader's batches come from: memory, or readers of photos and of other samples in files."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ import torch
 from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
-from trainer.data.photos.copies import on_device, set_on_device
-from trainer.data.photos.photo_reader import Unreadable
+from trainer.data.folders.photo_folders import unreadable
+from trainer.data.photos.copies import Copies, Copy, on_device, set_on_device
+from trainer.data.photos.photo_reader import DenseReader, Key, PlainReader, Reader, Report, Unreadable
 from trainer.data.sampling import Array
-from trainer.data.sets import ImageSet, LabelledSource, PhotoSource, TensorSet
-from trainer.recipe import AugmentRecipe
+from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
+from trainer.data.workers.worker_counts import Search
+from trainer.data.workers.worker_pool import InProcess, Workers
+from trainer.data.workers.worker_process import Buffers, Filled
+from trainer.recipe import AugmentRecipe, Recipe
 
 BLOCK = 16_384  # rows whose random draws are made at once
 
 
 class Feed(Protocol):
-    """uint8 images (n, H, W, C), or inputs (n, ...) that are none, and labels (n, ...) on the device, in batches."""
+    """uint8 images (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device, in batches."""
 
     failures: list[Unreadable]
 
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        """A batch for each array of at most `rows` sample indices."""
 
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]: ...
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Batches of samples start to stop, padded to `rows`, with the number of rows that count."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what reads."""
 
 
 class MemoryFeed:
-    """Batches of a set that lies in memory: taken and augmented in this process, where they are needed."""
+    """Batches of images in memory, indexed and augmented in this process when they are needed."""
 
     def __init__(
         self,
@@ -71,80 +78,139 @@ class MemoryFeed:
             yield self._gallery.take(at, Draws(None, None, None)), self._labels[at], stop - start
 
     def close(self) -> None:
-        """Nothing to end."""
+        pass
 
 
 class TensorFeed:
-    """Batches of inputs that lie in memory and are no images."""
+    """Batches of inputs in memory that are not images, of labels alone, or of neither, where a rank needs no more."""
 
-    def __init__(self, samples: TensorSet, rows: int, device: torch.device) -> None:
+    def __init__(
+        self, inputs: Tensor | None, labels: Tensor | None, length: int, rows: int, device: torch.device
+    ) -> None:
+        """Sample i of `length` is row i % rows of the tensors, as in an `ImageSet`; of None batches are empty."""
         self.failures: list[Unreadable] = []
-        self._inputs, self._labels = (set_on_device(part, device) for part in (samples.inputs, samples.labels))
-        self._rows, self._device = rows, device
-
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in _blocks(batches, self._rows):
-            at = on_device(torch.from_numpy(np.concatenate(block) % len(self._labels)), self._device)
-            for index in torch.split(at, [len(batch) for batch in block]):
-                yield self._inputs[index], self._labels[index]
-
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for start, stop in spans:
-            at = on_device(torch.from_numpy(_padded(start, self._rows, len(self._labels))), self._device)
-            yield self._inputs[at], self._labels[at], stop - start
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class LabelFeed:
-    """Labels without images."""
-
-    def __init__(self, labels: Tensor, length: int, rows: int, device: torch.device) -> None:
-        """Sample i of `length` has the label i % len(labels), as in an `ImageSet`."""
-        self.failures: list[Unreadable] = []
-        self._labels, self._nothing = set_on_device(labels, device), torch.empty(0, device=device)
+        self._tensors = [None if part is None else set_on_device(part, device) for part in (inputs, labels)]
+        self._pool = min((len(part) for part in self._tensors if part is not None), default=length)
         self._length, self._rows, self._device = length, rows, device
-
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in _blocks(batches, self._rows):
-            for labels in torch.split(self._of(np.concatenate(block)), [len(batch) for batch in block]):
-                yield self._nothing, labels
-
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for start, stop in spans:
-            yield self._nothing, self._of(_padded(start, self._rows, self._length)), stop - start
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def _of(self, index: Array) -> Tensor:
-        return self._labels[on_device(torch.from_numpy(index % len(self._labels)), self._device)]
-
-
-class NoFeed:
-    """Batches that hold neither images nor labels: there are as many, and that is all."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.failures: list[Unreadable] = []
         self._nothing = torch.empty(0, device=device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in batches:
-            yield self._nothing, self._nothing
+        for block in _blocks(batches, self._rows):
+            at = on_device(torch.from_numpy(np.concatenate(block) % self._pool), self._device)
+            for index in torch.split(at, [len(batch) for batch in block]):
+                yield self._take(index)
 
     def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
         for start, stop in spans:
-            yield self._nothing, self._nothing, stop - start
+            index = _padded(start, self._rows, self._length) % self._pool
+            yield *self._take(on_device(torch.from_numpy(index), self._device)), stop - start
 
     def close(self) -> None:
-        """Nothing to end."""
+        pass
+
+    def _take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, labels = (self._nothing if part is None else part[index] for part in self._tensors)
+        return inputs, labels
 
 
-def labels_at_hand(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor | None:
-    """A set's labels where they are known without reading a photo.
+def readers_of(
+    datasets: Datasets, sources: Sequence[PhotoSource], rows: int, recipe: Recipe, search: Search
+) -> Workers | InProcess:
+    """What reads batches of `rows` samples of all the sources, in as many workers as `search` says; 0: this process."""
+    prepare = PlainReader if datasets.plain else DenseReader if len(datasets.targets.shape) > 1 else Reader
+    skip = recipe.data.on_error == "skip"
 
-    They are not where unreadable photos are skipped: another sample's label takes the place of theirs.
+    def readers(buffers: Buffers) -> list[Reader]:
+        return [
+            prepare(source, buffers.inputs, buffers.labels, recipe.augment, recipe.seed, skip) for source in sources
+        ]
+
+    def allocate(count: int) -> Buffers:
+        return Buffers.allocate(datasets, rows, count, shared=search.count > 0)
+
+    if not search.count:
+        return InProcess(allocate(1), readers)
+    return Workers(sources, allocate, readers, search, recipe.timeout)
+
+
+class PhotoFeed:
+    """Batches of one of the sources of `readers`.
+
+    Attributes:
+        uncached: photos that had to be prepared anew, for the cache lacked them.
+    """
+
+    def __init__(self, readers: Workers | InProcess, part: int, rows: int, device: torch.device) -> None:
+        self.failures: list[Unreadable] = []
+        self.uncached = 0
+        self._readers, self._part, self._rows, self._device = readers, part, rows, device
+        self._copies = Copies(device)
+
+    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((images, labels) for images, labels, _ in self._read(self._training(epoch, batches)))
+
+    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        return self._read(self._evaluation(spans))
+
+    def prefetch_training(self, epoch: int, batches: Sequence[Array]) -> None:
+        """Read these as soon as workers have no other work."""
+        self._readers.prefetch(self._training(epoch, batches))
+
+    def prefetch_evaluation(self, spans: list[tuple[int, int]]) -> None:
+        self._readers.prefetch(self._evaluation(spans))
+
+    def close(self) -> None:
+        self._readers.close()
+
+    def _training(self, epoch: int, batches: Sequence[Array]) -> list[Key]:
+        return [(self._part, epoch, index) for index in batches]
+
+    def _evaluation(self, spans: list[tuple[int, int]]) -> list[Key]:
+        return [(self._part, None, np.arange(*span)) for span in spans]
+
+    def _read(self, keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        filled = self._readers.read(keys)
+        return self._overlapped(filled, keys) if self._device.type == "cuda" else self._in_order(filled, keys)
+
+    def _in_order(self, filled: Iterator[Filled], keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for (inputs, labels, report), key in zip(filled, keys, strict=True):
+            rows = self._counted(report, key)
+            yield inputs[:rows], labels[:rows].clone(), report.rows  # the slot is filled again after the next batch
+
+    def _overlapped(self, filled: Iterator[Filled], keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """On a GPU: the next batch is copied, once it has been read, while this one is used."""
+
+        def begin() -> tuple[Copy, Copy, Report] | None:
+            batch = next(filled, None)
+            return batch and (self._copies.begin(batch.inputs), self._copies.begin(batch.labels), batch.report)
+
+        following: tuple[Copy, Copy, Report] | None = None
+        for n, key in enumerate(keys):
+            now, following = following or begin(), None
+            assert now is not None
+            if n + 1 < len(keys) and self._readers.ready():
+                following = begin()
+            inputs, labels, report = now
+            rows = self._counted(report, key)
+            batch = inputs.arrived()[:rows], labels.arrived()[:rows], report.rows
+            del now, inputs, labels
+            yield batch
+            del batch
+
+    def _counted(self, report: Report, key: Key) -> int:
+        """Note what could not be read; returns the rows of the batch: evaluation pads to full shape."""
+        self.failures += report.failures
+        self.uncached += report.uncached
+        if report.end:
+            self.close()
+            raise unreadable(*report.failures[0])
+        return self._rows if key[1] is None else len(key[2])
+
+
+def known_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor | None:
+    """A set's labels, where they are known without reading a photo.
+
+    With `skip` (unreadable photos are skipped) they are not: another sample's label replaces that of a skipped one.
     """
     if isinstance(part, ImageSet | TensorSet):
         return part.labels

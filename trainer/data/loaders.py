@@ -12,30 +12,28 @@ from torch import Tensor
 
 from trainer.data import sampling
 from trainer.data.augment import Finish
-from trainer.data.feeds import Feed, LabelFeed, MemoryFeed, NoFeed, TensorFeed, labels_at_hand
-from trainer.data.photo_feeds import PhotoFeed, readers_of
+from trainer.data.feeds import Feed, MemoryFeed, PhotoFeed, TensorFeed, known_labels, readers_of
 from trainer.data.photos.photo_reader import Unreadable
 from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
-from trainer.data.workers.buffers import buffered
-from trainer.data.workers.worker_counts import Search, allowed, check_shared_memory, here, slots
+from trainer.data.workers.worker_counts import Search, allowed, check_shared_memory, conditions, slots
+from trainer.data.workers.worker_process import buffered
 from trainer.errors import RecipeError
 from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.tasks import Task
 
-MORE = 2  # times as many workers as cores, at most: more than that never found use for them
+MORE = 2  # times as many workers as cores, at most: more never helped
 
 
 def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
     """Optimizer steps in an epoch of `samples` training images, the same on every shard.
 
-    For shares of global batches as many as there are full ones; for shards with every sample as many as the largest
-    needs with batch_size / count images a step.
+    As many as there are full global batches; where every sample is used, as many as the largest shard needs with
+    batch_size / count images a step.
 
     Raises:
-        RecipeError: fewer images than one global batch, or shards so small that a micro-batch would be empty; it says
-            what works.
+        RecipeError: fewer images than one global batch, or shards so small that a micro-batch would be empty.
     """
     if samples < recipe.batch_size:
         rows = shard.count * recipe.accumulate * recipe.augment.together
@@ -51,16 +49,16 @@ def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
             f"{samples} training images over {shard.count} processes leave micro-batches empty at "
             f"batch_size={recipe.batch_size} accumulate={recipe.accumulate}; {_filling(samples, recipe, shard.count)}"
         )
-    return sampling.own_steps(samples, recipe.batch_size // shard.count, shard.count)
+    return sampling.contiguous_steps(samples, recipe.batch_size // shard.count, shard.count)
 
 
 def _fills(samples: int, batch_size: int, count: int, pieces: int) -> bool:
-    """Whether the smallest of `count` own parts has a sample for each piece of each step."""
-    return samples // count >= sampling.own_steps(samples, batch_size // count, count) * pieces
+    """Whether the smallest of `count` shards has a sample for each micro-batch of each step."""
+    return samples // count >= sampling.contiguous_steps(samples, batch_size // count, count) * pieces
 
 
 def _filling(samples: int, recipe: Recipe, count: int) -> str:
-    """The words that fill every micro-batch: the next larger batch that does, else one without accumulation."""
+    """What to type so that every micro-batch has samples: a larger batch, else no accumulation, else fewer ranks."""
     for pieces in (recipe.accumulate, 1):
         unit = count * pieces * recipe.augment.together
         for batch_size in range(recipe.batch_size, samples + 1, unit):  # a smaller one takes more steps
@@ -70,25 +68,26 @@ def _filling(samples: int, recipe: Recipe, count: int) -> str:
 
 
 def worker_search(
-    recipe: Recipe, readers: int, batch_bytes: int, device: torch.device, found: Mapping[str, Any]
+    recipe: Recipe, readers: int, batch_bytes: int, device: torch.device, measured: Mapping[str, Any]
 ) -> Search:
-    """Loader workers of one rank, where images are read as they are needed and `readers` ranks share the machine.
+    """Loader workers of one rank, where `readers` ranks of this machine read images.
 
-    As many as the recipe says. With data.workers=auto what was `found` before in such a place, else it is searched
-    for: at first, as where the recipe says nothing, there are as many as cores and memory allow.
+    As many as the recipe says, or as cores and memory allow. With data.workers=auto the number that was `measured`
+    before under the same conditions; else they start with as many as are allowed, and are measured in training.
 
     Raises:
         SetupError: too little shared memory for them.
     """
-    wish = recipe.data.workers
+    workers = recipe.data.workers
     most = allowed(readers, batch_bytes)
-    if isinstance(wish, int):
-        search = Search(wish)
-    elif wish is None:
+    if isinstance(workers, int):
+        search = Search(workers)
+    elif workers is None:
         search = Search(most)
     else:
-        before = found.get("count") if here(readers, device, recipe).items() <= found.items() else None
-        search = Search(before) if isinstance(before, int) and 1 <= before <= MORE * most else Search(most, MORE * most)
+        same = conditions(readers, device, recipe).items() <= measured.items()
+        count = measured.get("count") if same else None
+        search = Search(count) if isinstance(count, int) and 1 <= count <= MORE * most else Search(most, MORE * most)
     check_shared_memory(readers * slots(search.count) * batch_bytes if search.count else 0)
     return search
 
@@ -98,12 +97,12 @@ def in_memory(part: ImageSet | TensorSet | PhotoSource) -> bool:
 
 
 class Loader:
-    """Reads what a shard asks for.
+    """Reads the batches of a shard.
 
     The epoch's order is `sampling.permutation`, or `sampling.balanced` with data.balance=true.
     Global batch b of an epoch is order[b * batch_size : (b + 1) * batch_size]; shard r of W reads its r-th
     contiguous part, in `accumulate` contiguous micro-batches. A shard with every sample reads its r-th part of the
-    whole order instead (see `sampling.own_rows`), in micro-batches whose sizes differ by one.
+    whole order instead (`sampling.contiguous_rows`), in micro-batches whose sizes differ by one.
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.
@@ -119,10 +118,10 @@ class Loader:
         shard: Shard,
         device: torch.device,
         readers: int = 1,
-        found: Mapping[str, Any] | None = None,
+        measured: Mapping[str, Any] | None = None,
     ) -> None:
-        """`readers` is the number of ranks on this machine that read, and share its cores and memory; `found` is what
-        an earlier part of the run found.
+        """`readers` is the number of ranks on this machine that read, and share its cores and memory; `measured` is
+        `measured_workers` of an earlier part of the run.
 
         Raises:
             SetupError: too little shared memory for the loader workers.
@@ -133,35 +132,34 @@ class Loader:
         self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
         self._mixes = recipe.augment.together > 1
         self._task = task
-        self._known: tuple[int, list[Array]] | None = None
+        self._epoch: tuple[int, list[Array]] | None = None  # the indices of the epoch that was last asked for
         self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device)
         self.readers = readers
         skip = recipe.data.on_error == "skip"
 
         def reads(part: ImageSet | TensorSet | PhotoSource) -> bool:
-            """Whether photos are read: for themselves, or for labels that nothing else tells."""
-            wanted = shard.inputs or (shard.targets and labels_at_hand(part, skip) is None)
+            """Whether photos are read: for themselves, or for labels that are known in no other way."""
+            wanted = shard.inputs or (shard.targets and known_labels(part, skip) is None)
             return wanted and not in_memory(part)
 
         sources = [part for part in (datasets.train, datasets.val) if reads(part)]
         self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8) if sources else 0
-        known = found if isinstance(found, Mapping) else {}
+        known = measured if isinstance(measured, Mapping) else {}
         self._search = worker_search(recipe, readers, self._slot, device, known) if sources else Search(0)
         photos = cast(list[PhotoSource], sources)
         pool = readers_of(datasets, photos, self._rows, recipe, self._search) if photos else None
 
         def feed(part: ImageSet | TensorSet | PhotoSource, augment: AugmentRecipe) -> Feed:
-            if not shard.inputs and not shard.targets:
-                return NoFeed(device)
-            if not shard.inputs and (labels := labels_at_hand(part, skip)) is not None:
-                return LabelFeed(labels, len(part), self._rows, device)
+            labels = known_labels(part, skip) if shard.targets else None
+            if not shard.inputs and (labels is not None or not shard.targets):
+                return TensorFeed(None, labels, len(part), self._rows, device)
             if isinstance(part, ImageSet):
-                once = list(part.failures) if shard.index == 0 else []  # every rank has decoded every image
-                return MemoryFeed(part, self._rows, augment, recipe.seed, device, once)
+                failures = list(part.failures) if shard.index == 0 else []  # every rank has decoded every image
+                return MemoryFeed(part, self._rows, augment, recipe.seed, device, failures)
             if isinstance(part, TensorSet):
-                return TensorFeed(part, self._rows, device)
+                return TensorFeed(part.inputs, part.labels, len(part), self._rows, device)
             assert pool is not None
-            return PhotoFeed(pool, next(n for n, one in enumerate(sources) if one is part), self._rows, device)
+            return PhotoFeed(pool, next(n for n, source in enumerate(sources) if source is part), self._rows, device)
 
         self._train = feed(datasets.train, recipe.augment)
         self._val = feed(datasets.val, AugmentRecipe())
@@ -181,7 +179,7 @@ class Loader:
 
     @property
     def uncached(self) -> int:
-        """Photos that a cache did not give, each time: they were prepared anew. Counted as `skipped` ones are."""
+        """Photos that the cache lacked, each time: they were prepared anew. Counted as `skipped` ones are."""
         feeds = (self._train, self._val) if self._shard.inputs else ()
         return sum(feed.uncached for feed in feeds if isinstance(feed, PhotoFeed))
 
@@ -197,20 +195,20 @@ class Loader:
         return None if in_memory(self._datasets.train) else self._search.count
 
     @property
-    def found(self) -> dict[str, Any]:
-        """What data.workers=auto has found, once it has, and where."""
+    def measured_workers(self) -> dict[str, Any]:
+        """The number of workers that data.workers=auto has settled on, and the conditions; empty before."""
         if self._recipe.data.workers != "auto" or not self._search.settled or not self._search.count:
             return {}
-        return {"count": self._search.count, **here(self.readers, self._device, self._recipe)}
+        return {"count": self._search.count, **conditions(self.readers, self._device, self._recipe)}
 
-    def told(self) -> str | None:
-        """For people: how many processes read, and the memory that they take; None where none do."""
+    def workers_in_words(self) -> str | None:
+        """How many processes read, and the memory that they take; None where none do."""
         count = self._search.count
         if not count:
             return None
         size = slots(count) * self._slot / 2**20
         text = f"{count} process{'es' * (count > 1)} a rank, {slots(count)} batches in {size:,.0f} MiB of shared memory"
-        return text if self._search.settled else f"{text}; data.workers=auto looks for the number that is needed"
+        return text if self._search.settled else f"{text}; data.workers=auto measures how many are needed"
 
     def training(self, epoch: int, start_step: int = 0, stop_step: int | None = None) -> Iterator[Batch]:
         """`accumulate` micro-batches a step, from `start_step` on to the epoch's end or `stop_step`.
@@ -226,7 +224,7 @@ class Loader:
         steps, wanted = len(indices) // pieces, slice(start_step * pieces, stop_step and stop_step * pieces)
         batches = self._train.training(epoch, indices[wanted])
         if isinstance(self._val, PhotoFeed):
-            self._val.expect_evaluation(self.evaluation_spans)
+            self._val.prefetch_evaluation(self.evaluation_spans)
         for n, ((images, labels), index) in enumerate(zip(batches, indices[wanted], strict=True)):
             step, piece = divmod(n, pieces)
             batch = self._batch(images, labels, index, epoch, start_step + step, piece)
@@ -235,18 +233,18 @@ class Loader:
             yield batch
 
     def _indices(self, epoch: int) -> list[Array]:
-        """The samples of each micro-batch of an epoch; of the last that was asked for they are known."""
-        if self._known is None or self._known[0] != epoch:
+        """The samples of each micro-batch of an epoch."""
+        if self._epoch is None or self._epoch[0] != epoch:
             recipe, shard = self._recipe, self._shard
-            rows = sampling.own_rows if shard.every_sample else sampling.shard_rows
+            rows = sampling.contiguous_rows if shard.every_sample else sampling.shard_rows
             steps = rows(self._order(epoch), recipe.batch_size, shard.index, shard.count, recipe.accumulate)
-            self._known = epoch, [piece for step in steps for piece in step]
-        return self._known[1]
+            self._epoch = epoch, [piece for step in steps for piece in step]
+        return self._epoch[1]
 
     def _order(self, epoch: int) -> Array:
         """The samples of an epoch, in order."""
         recipe, part = self._recipe, self._datasets.train
-        labels = labels_at_hand(part, skip=False) if recipe.data.balance else None
+        labels = known_labels(part, skip=False) if recipe.data.balance else None
         if labels is None:
             return sampling.permutation(recipe.seed, epoch, len(part))
         rows = len(labels)  # of a small pool, sample i has the label of row i % rows
@@ -266,12 +264,12 @@ class Loader:
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
         """The held-out set: over all shards each sample once, in as many full-shape batches on every shard.
 
-        With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing. Of the
-        epoch `then` the first batches are read while the last ones are used.
+        With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing. The first
+        batches of the epoch `then` are prefetched.
         """
         batches = self._val.evaluation(self.evaluation_spans)
         if then is not None and isinstance(self._train, PhotoFeed):
-            self._train.expect_training(then, self._indices(then))
+            self._train.prefetch_training(then, self._indices(then))
         for images, labels, count in batches:
             yield Batch(self._inputs(images), self._targets(labels), count)
 
@@ -300,7 +298,7 @@ class Loader:
         return Batch(inputs, targets, len(index))
 
     def _mix(self, epoch: int, step: int, piece: int, rows: int) -> Mix:
-        """How the pairs of a micro-batch mix: the draws of its place in the global batch, fewer where it is shorter."""
+        """The part of the global batch's draws for a micro-batch, which may be shorter than others."""
         recipe, augment, shard = self._recipe, self._recipe.augment, self._shard
         pairs, pieces = self._rows // 2, shard.count * recipe.accumulate
         whole = sampling.mixing(

@@ -72,47 +72,47 @@ def balanced(seed: int, epoch: int, labels: Array, stride: int) -> Array:
     drawn = []
     for members in np.split(np.argsort(of, kind="stable"), np.cumsum(counts)[:-1]):
         passes, places = turns // len(members), turns % len(members)
-        found = np.empty(each, np.int64)
-        for one in np.unique(passes):
-            shuffled = members[np.argsort(hashed(seed, one, members, BALANCE), kind="stable")]
-            found[passes == one] = shuffled[places[passes == one]] + (one - passes[0]) * stride
-        drawn.append(found)
-    surplus = len(counts) * each - len(labels)  # of so many classes, others in every epoch, one image less
+        samples = np.empty(each, np.int64)
+        for number in np.unique(passes):
+            shuffled = members[np.argsort(hashed(seed, number, members, BALANCE), kind="stable")]
+            samples[passes == number] = shuffled[places[passes == number]] + (number - passes[0]) * stride
+        drawn.append(samples)
+    surplus = len(counts) * each - len(labels)  # so many classes, others in every epoch, have one image less
     short = np.roll(np.arange(len(counts)), epoch * surplus)[:surplus]
-    kept = np.concatenate([found[: each - (row in short)] for row, found in enumerate(drawn)])
+    kept = np.concatenate([samples[: each - (row in short)] for row, samples in enumerate(drawn)])
     return kept[permutation(seed, epoch, len(labels))]
 
 
 def shard_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> Array:
     """What one shard reads of an epoch: (steps, pieces, rows) sample indices.
 
-    Global batch b is order[b * batch_size : (b + 1) * batch_size]; shard `index` of `count` reads its contiguous share,
+    Global batch b is order[b * batch_size : (b + 1) * batch_size]; shard `index` of `count` reads its contiguous part,
     cut into `pieces` contiguous micro-batches. The last partial global batch is dropped.
     """
     steps = len(order) // batch_size
     return order[: steps * batch_size].reshape(steps, count, pieces, -1)[:, index]
 
 
-def own_span(samples: int, index: int, count: int) -> tuple[int, int]:
-    """The part of an epoch's order that a shard has for itself, as (start, stop); the last takes the remainder too."""
+def contiguous_span(samples: int, index: int, count: int) -> tuple[int, int]:
+    """The contiguous part of an epoch's order for one shard, as (start, stop); the last has the remainder too."""
     size = samples // count
     return index * size, samples if index == count - 1 else (index + 1) * size
 
 
-def own_steps(samples: int, rows: int, count: int) -> int:
-    """Steps in which each of `count` shards gets through its own part, with at most `rows` samples a step."""
-    start, stop = own_span(samples, count - 1, count)
+def contiguous_steps(samples: int, rows: int, count: int) -> int:
+    """Steps of an epoch in which each of `count` shards reads its contiguous part, at most `rows` samples a step."""
+    start, stop = contiguous_span(samples, count - 1, count)
     return -(-(stop - start) // rows)
 
 
-def own_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> list[list[Array]]:
-    """What a shard reads of an epoch when each has its own part: sample indices, [step][piece] of (rows,).
+def contiguous_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> list[list[Array]]:
+    """What a shard reads of an epoch where each has a contiguous part: sample indices, [step][piece] of (rows,).
 
     All shards take as many steps. A part is divided over them, and a step into `pieces` micro-batches, as evenly as
     possible: sizes differ by one, and none is above the nominal batch_size / count / pieces.
     """
-    start, stop = own_span(len(order), index, count)
-    steps = np.array_split(order[start:stop], own_steps(len(order), batch_size // count, count))
+    start, stop = contiguous_span(len(order), index, count)
+    steps = np.array_split(order[start:stop], contiguous_steps(len(order), batch_size // count, count))
     return [np.array_split(step, pieces) for step in steps]
 
 
@@ -143,13 +143,13 @@ def box_draws(seed: int, epoch: int, index: Array, purpose: int) -> Array:
 
 
 def crop_boxes(draws: Array, height: int, width: int, scale: tuple[float, float]) -> Array:
-    """Random resized crops, by torchvision's law: (n, 4) int64 of top, left, height, width.
+    """Random resized crops as torchvision draws them: (n, 4) int64 of top, left, height, width.
 
-    The area is a uniform share of the image's, the logarithm of the aspect ratio uniform between 3/4 and 4/3; after ten
-    tries that do not fit, the largest central box with such a ratio.
+    The area relative to the image's is uniform in `scale`, the logarithm of the aspect ratio uniform between 3/4 and
+    4/3; after ten tries that do not fit, the largest central box with such a ratio.
     """
-    boxes, found = _boxes(draws, height, width, scale, RATIO, margin=0)
-    boxes[~found] = _central(height, width)
+    boxes, fits = _boxes(draws, height, width, scale, RATIO, margin=0)
+    boxes[~fits] = _central(height, width)
     return boxes
 
 
@@ -165,8 +165,8 @@ class CropBoxes:
 
     def box(self, row: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Top, left, height and width of a crop of image `row`, which is `height` x `width` pixels."""
-        for share, aspect, (y, x) in zip(self._areas[row], self._aspects[row], self._places[row], strict=True):
-            area = height * width * share
+        for scale, aspect, (y, x) in zip(self._areas[row], self._aspects[row], self._places[row], strict=True):
+            area = height * width * scale
             h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
             if 0 < h <= height and 0 < w <= width:
                 return int(y * (height - h + 1)), int(x * (width - w + 1)), h, w
@@ -174,13 +174,13 @@ class CropBoxes:
 
 
 def erase_boxes(seed: int, epoch: int, index: Array, probability: float, size: int) -> Array:
-    """Random erasing (Zhong et al. 2017), by torchvision's law.
+    """Random erasing (Zhong et al. 2017) as torchvision draws it.
 
     Returns (n, 4) int64 of top, left, height, width; 0 high where nothing is erased.
     """
     draws = box_draws(seed, epoch, index, ERASE)
-    boxes, found = _boxes(draws, size, size, (0.02, 0.33), (0.3, 3.3), margin=1)
-    boxes[~(found & (uniform(seed, epoch, index, ERASE_OR_NOT) < probability))] = 0
+    boxes, fits = _boxes(draws, size, size, (0.02, 0.33), (0.3, 3.3), margin=1)
+    boxes[~(fits & (uniform(seed, epoch, index, ERASE_OR_NOT) < probability))] = 0
     return boxes
 
 
@@ -200,7 +200,7 @@ def _boxes(
 
 
 def _areas(draws: Array, scale: tuple[float, float]) -> Array:
-    """Each try's share of an image's area: (n, BOX_TRIES)."""
+    """Each try's area relative to the image's: (n, BOX_TRIES)."""
     return np.asarray(scale[0] + (scale[1] - scale[0]) * draws[..., 0])
 
 
@@ -235,8 +235,8 @@ def mixing(seed: int, epoch: int, step: int, pairs: int, mixup: float, cutmix: f
     """Draw mixup (Zhang et al. 2017) and cutmix (Yun et al. 2019) for the pairs of one global batch.
 
     `mixup` and `cutmix` are the alphas of Beta(alpha, alpha), 0 is off; with both on, a pair takes either with
-    probability one half. Cut boxes keep the share 1 - lambda of the area, are clipped at the border, and the labels
-    follow the clipped area.
+    probability one half. A cut box has 1 - lambda of the area and is clipped at the border; labels follow the clipped
+    area.
     """
     stream = np.random.Generator(np.random.Philox(key=int(hashed(seed, epoch, step, MIX)[0])))
     cut = stream.random(pairs) < (0.5 if mixup else 1.0) if cutmix else np.zeros(pairs, bool)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data import Batch, Shard
-from trainer.data.sampling import own_span
+from trainer.data.sampling import contiguous_span
 from trainer.models.blocks import frozen_norms
 from trainer.modes.base import Communication, Context, Strategy
 from trainer.processes.world import World
@@ -80,7 +80,7 @@ class LocalSGD(Strategy):
         With `exact`, sums are in float64, and the average of what is equal on all ranks is that, to the last bit.
         """
         samples = self.context.samples
-        start, stop = own_span(samples, self.world.rank, self.world.size)
+        start, stop = contiguous_span(samples, self.world.rank, self.world.size)
         share = (stop - start) / samples
         with torch.no_grad():
             for bucket in buckets(sources):

@@ -43,7 +43,7 @@ def facts(run: Run) -> dict[str, str]:
         **run.notes,
         **data.notes,
         "batch": batch,
-        **({"readers": told} if (told := run.loader.told()) else {}),
+        **({"readers": workers} if (workers := run.loader.workers_in_words()) else {}),
         "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
         + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
         "folder": str(run.tracker.path),

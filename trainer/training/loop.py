@@ -151,8 +151,8 @@ def end_epoch(run: Run, epoch: int) -> None:
         history.validation = measure(run, found, None if last else epoch + 1)
     speed = history.validation["val_samples"] / (time.perf_counter() - begun)
     note_skipped(run)
-    if run.loader.found:
-        tracker.remember({**run.strategy.known, WORKERS: run.loader.found})
+    if run.loader.measured_workers:
+        tracker.remember({**run.strategy.known, WORKERS: run.loader.measured_workers})
     improved = run.task.improves(history.validation[f"val_{run.task.metric}"], history.best)
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch

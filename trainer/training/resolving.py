@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer import modes, tasks
 from trainer.data import Datasets, Shard, open_datasets, steps_per_epoch
 from trainer.data.cache import cached
-from trainer.data.feeds import labels_at_hand
+from trainer.data.feeds import known_labels
 from trainer.data.folders.splits import NOTHING_BEFORE, Before, continued
 from trainer.devices.precision import set_precision
 from trainer.errors import TrainerError
@@ -149,4 +149,4 @@ def start_process(recipe: Recipe) -> None:
 
 def task_of(recipe: Recipe, data: Datasets) -> Task:
     """The recipe's task for a data set."""
-    return tasks.create(recipe, data.classes, labels_at_hand(data.train, skip=False))
+    return tasks.create(recipe, data.classes, known_labels(data.train, skip=False))

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from tests.simulated.simcuda import simulated
-from trainer.data.feeds import LabelFeed, MemoryFeed
-from trainer.data.photo_feeds import PhotoFeed, readers_of
+from trainer.data.feeds import MemoryFeed, PhotoFeed, TensorFeed, readers_of
 from trainer.data.photos import copies
 from trainer.data.photos.copies import Copies
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.workers.worker_counts import Search
-from trainer.data.workers.worker_pool import Here
+from trainer.data.workers.worker_pool import InProcess
 from trainer.recipe import load
 
 GPU = torch.device("cuda", 0)
@@ -32,7 +31,7 @@ def feed(kind, *words):
     recipe = load(None, "data.image_size=16", *words)
     pictures, labels = torch.arange(24, dtype=torch.uint8)[:, None, None, None], torch.arange(24)
     if kind == "labels":
-        return LabelFeed(labels, 24, 4, GPU)
+        return TensorFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
         sets = Datasets("mine", Pictures(), Pictures(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
         return PhotoFeed(readers_of(sets, [sets.train], 4, recipe, Search(0)), 0, 4, GPU)
@@ -101,7 +100,7 @@ def test_a_large_set_travels_in_parts(monkeypatch):
     assert copies.set_on_device(values, torch.device("cpu")) is values
 
 
-class Ahead(Here):
+class Ahead(InProcess):
     """Readers that have the next batch as soon as they are asked; they tell what was asked of them."""
 
     def __init__(self, *args):

@@ -7,7 +7,7 @@ import torch
 
 from trainer.data.loaders import MORE, worker_search
 from trainer.data.workers import worker_counts
-from trainer.data.workers.worker_counts import Search, allowed, here, slots
+from trainer.data.workers.worker_counts import Search, allowed, conditions, slots
 from trainer.errors import SetupError
 from trainer.recipe import load
 
@@ -66,7 +66,7 @@ def test_what_the_recipe_says_is_what_there_is(machine):
 def test_what_was_found_holds_for_such_a_machine(machine):
     machine(16, 1 << 40)
     auto = ["data.workers=auto"]
-    kept = {"count": 5, **here(1, CPU, load(None, *auto))}
+    kept = {"count": 5, **conditions(1, CPU, load(None, *auto))}
     assert searched(auto, kept).count == 5 and searched(auto, kept).settled
     assert searched([], kept).count == 16 and searched(["data.workers=2"], kept).count == 2
     others = {"cores": 4, "readers": 2, "count": "5", "device": "cuda", "mode": "dp", "root": "/x", "cache": "ram"}

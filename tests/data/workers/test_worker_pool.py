@@ -114,7 +114,7 @@ def test_what_was_expected_in_vain_is_given_up(loading, tmp_path):
     kept = loader.training(3)
     next(kept)
     assert alike(evaluated(loader), evaluated(inline)) and len(children()) == 2
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="dropped"):
         next(kept)
 
 
@@ -218,14 +218,17 @@ def test_a_long_order_never_blocks_who_asks(loading):
     loader = loading(sets, "batch_size=20000", "data.workers=1", shard=Shard(targets=False))
     keys = [(0, 0, np.arange(20_000))] * 3
     loader._train._readers.read(keys)
-    loader._train._readers.expect(keys)
+    loader._train._readers.prefetch(keys)
     loader.close()
 
 
 def test_memory_and_processes_are_told(loading):
-    assert loading(photo_sets()).told() is None
-    assert loading(photo_sets(), "data.workers=2").told() == "2 processes a rank, 5 batches in 0 MiB of shared memory"
-    assert "data.workers=auto looks for" in loading(photo_sets(), "data.workers=auto").told()
+    assert loading(photo_sets()).workers_in_words() is None
+    assert (
+        loading(photo_sets(), "data.workers=2").workers_in_words()
+        == "2 processes a rank, 5 batches in 0 MiB of shared memory"
+    )
+    assert "data.workers=auto measures" in loading(photo_sets(), "data.workers=auto").workers_in_words()
 
 
 @pytest.mark.parametrize("workers", ["auto", "2", "null"])
@@ -275,7 +278,7 @@ def test_what_was_found_is_kept_in_the_run_folder(tmp_path):
     photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
     words = ["model.name=mlp", *photos, "batch_size=6", "data.workers=auto", "threads=1", "mode=single"]
     words += [*QUIET, "epochs=20", f"output={tmp_path / 'run'}"]
-    assert "data.workers=auto looks for the number" in ok(*words).stdout
+    assert "data.workers=auto measures" in ok(*words).stdout
     kept = json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"]
     assert kept["count"] in range(1, 2 * cores() + 1) and kept["cores"] == cores() and kept["readers"] == 1
     again = ok(*words, "resume=auto").stdout

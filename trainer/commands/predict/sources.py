@@ -20,7 +20,7 @@ from trainer.data.folders.photo_folders import LOOKED_AT
 from trainer.data.folders.scanning import NEEDS, LeftOut, images_below, is_image
 from trainer.data.photos.decoding import formats, without_warnings
 from trainer.data.photos.pixel_range import Looked, Range
-from trainer.data.sampling import own_span
+from trainer.data.sampling import contiguous_span
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.recipe.text import shown
 from trainer.saving import files
@@ -106,7 +106,7 @@ def image_files(
         raise SetupError(
             f"data.root={root} holds no images{ignored}; give a folder (of JPEG, PNG, WebP, ...), a file of paths, or -"
         )
-    start, stop = own_span(len(paths), rank, size)
+    start, stop = contiguous_span(len(paths), rank, size)
     items = _labelled(paths[start:stop], classes)
     doubt = "" if rank else doubt_of(paths, pixel_range)
     return Inputs(root, stop - start, items, total=len(paths), ignored=left.told(), doubt=doubt)
@@ -115,7 +115,7 @@ def image_files(
 def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
     """The images of a data set's `train` or `val` part, in its own order, with their labels."""
     part = data.train if name == "train" else data.val
-    start, stop = own_span(len(part), rank, size)
+    start, stop = contiguous_span(len(part), rank, size)
     title = f"{data.name}/{name}"
     if data.plain or isinstance(part, TensorSet):
         raise RecipeError(f"data.name={data.name} holds no images, and predict labels images")

@@ -1,4 +1,1 @@
-"""Processes that read photos: how many, what one does, and where it puts what it read.
-
-`worker_pool` is what a loader uses.
-"""
+"""Loader workers: processes that read photos into shared memory. `worker_pool` is what a loader uses."""

@@ -18,23 +18,23 @@ from trainer.recipe import Recipe
 
 PREFETCH = 2  # batches that a worker has been asked for
 SHARED_MEMORY = "/dev/shm"
-FILES = 16  # that a process may open for each worker: it opens half as many
-SHARE = 0.5  # of the shared memory that is free: what nobody asked for by number takes no more
+FILES = 16  # file descriptors for each worker; it opens half as many
+FRACTION = 0.5  # of the free shared memory that workers take, unless the user says how many there are
 
-SECONDS = 1.0  # that a measurement takes at least
-KEEPS_UP = 0.03  # of the time: readers for which nobody waits longer are enough
+SECONDS = 1.0  # of a measurement, at least
+KEEPS_UP = 0.03  # of the time may be spent waiting for batches
 SPARE = 1.25  # times as many workers as were busy, for batches that take longer than others
 GROWTH = 1.5
 PAYS = 1.05  # how much faster more workers must make it
 
 
 def slots(workers: int) -> int:
-    """Batches that are being filled or used at once: those asked for, and the one in use."""
+    """Slots for batches: those asked for, and the one in use."""
     return workers * PREFETCH + 1 if workers else 1
 
 
 def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
-    """Bytes; None where there is no such folder to run out of."""
+    """Bytes; None where there is no such folder."""
     if not os.path.isdir(folder):
         return None
     state = os.statvfs(folder)
@@ -42,7 +42,7 @@ def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
 
 
 def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
-    """Refuse to start what would die of a bus error later.
+    """Refuse to start what would end in SIGBUS later.
 
     Raises:
         SetupError: less than `needed` bytes of shared memory are free.
@@ -59,19 +59,19 @@ def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
 def allowed(readers: int, batch_bytes: int) -> int:
     """Workers of one rank where `readers` ranks of this machine read: a core each, and files and memory for them.
 
-    Shared memory is memory: a container that is left less than it has of shared memory would be killed.
+    Shared memory counts as memory: it is limited by a container's free memory, too.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # of this process
-    each = max(1, min(cores() // readers, files // FILES if files > 0 else cores()))  # no limit is told as -1
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    each = max(1, min(cores() // readers, files // FILES if files > 0 else cores()))  # -1 is no limit
     free = free_shared_memory()
     if free is None or not batch_bytes:
         return each
-    room = int(min(free, host.free_memory()) * SHARE / (readers * batch_bytes))
+    room = int(min(free, host.free_memory()) * FRACTION / (readers * batch_bytes))
     return max(1, min(each, (room - 1) // PREFETCH))
 
 
-def here(readers: int, device: torch.device, recipe: Recipe) -> dict[str, Any]:
-    """Where a number of workers was found: it is that of such a machine, and of such a pace."""
+def conditions(readers: int, device: torch.device, recipe: Recipe) -> dict[str, Any]:
+    """Under which a number of workers was measured: where they are the same, it need not be measured again."""
     return {
         "cores": cores(),
         "readers": readers,
@@ -84,41 +84,41 @@ def here(readers: int, device: torch.device, recipe: Recipe) -> dict[str, Any]:
 
 
 class Search:
-    """Finds, while a rank trains, how few workers keep up with it.
+    """Measures, while a rank trains, how few workers keep up with it.
 
-    It looks at stretches of about a second. Where nobody waited, as many stay as were busy, and some to spare. Where
-    somebody did, more are tried, and kept if that made it faster: what waits for a disk has use for more than cores.
-    Two stretches in a row have to say that fewer are enough: within one a checkpoint may be saved, or nobody be awake.
+    Each measurement takes about a second. Where training did not wait for batches, as many workers stay as were busy,
+    and some to spare. Where it did, more are tried, and kept if that made it faster: what waits for a disk can use more
+    workers than cores. Two measurements in a row have to say that fewer are enough: a checkpoint may be saved in one.
 
     Attributes:
         count: workers that there are to be.
-        searches: whether that is searched for at all.
-        settled: whether that is what was found, or asked for; nothing changes any more.
-        waited, read: seconds of this stretch in which batches were waited for, and of all workers' reading.
+        searches: whether that is measured at all.
+        settled: whether `count` is final.
+        waited, read: seconds of this measurement in which batches were waited for, and of all workers' reading.
     """
 
     def __init__(self, count: int, most: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Without `most` it stays at `count`."""
+        """Without `most` the number is `count`."""
         self.count, self.most, self._clock = count, most or count, clock
         self.searches = most is not None
         self.settled = not self.searches
-        self._enough: int | None = None  # what the stretch before found
+        self._enough: int | None = None  # by the measurement before
         self._before: tuple[int, float] | None = None  # a smaller number, and batches a second with that
         self._begin()
 
     def _begin(self) -> None:
-        """A stretch begins once the batches are used that had been read before."""
+        """A measurement begins once the batches that had been read before are used."""
         self._skip, self._batches, self._seconds = slots(self.count), 0, 0.0
         self.waited = self.read = 0.0
         self._last: float | None = None
         self._counted = 0.0, 0.0
 
     def pause(self) -> None:
-        """What happens until the next batch, as an evaluation does, is no part of the stretch."""
+        """Leave out what happens until the next batch, such as an evaluation."""
         self._last = None
 
     def batch(self) -> int:
-        """One more batch was used; returns how many workers there are to be."""
+        """Count a batch that was used; returns how many workers there are to be."""
         if self.settled:
             return self.count
         now = self._clock()
@@ -151,5 +151,4 @@ class Search:
         self._enough = enough
 
     def settle(self, count: int) -> None:
-        """So many it is."""
         self.count, self.settled = count, True

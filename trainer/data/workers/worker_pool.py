@@ -1,4 +1,4 @@
-"""Processes that read photos into memory which this one shares: what comes next is asked of them in good time."""
+"""A pool of loader workers, which are asked for batches ahead of their use and fill them into shared memory."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ import torch
 from trainer.data.photos.decoding import reason
 from trainer.data.photos.photo_reader import Key, Report
 from trainer.data.sets import PhotoSource
-from trainer.data.workers.buffers import Buffers, Filled, Makes
 from trainer.data.workers.worker_counts import PREFETCH, Search, slots
-from trainer.data.workers.worker_process import MESSAGE, serve
+from trainer.data.workers.worker_process import MESSAGE, Buffers, Filled, Readers, serve
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
 
-POLL = 1.0  # seconds between two looks at whether the workers live
+POLL = 1.0  # seconds between two checks that the workers live
 
 
-class Here:
+class InProcess:
     """In place of workers: this process reads, when it is asked."""
 
-    def __init__(self, buffers: Buffers, make: Makes) -> None:
-        self._buffers, self._readers = buffers, make(buffers)
+    def __init__(self, buffers: Buffers, readers: Readers) -> None:
+        self._buffers, self._readers = buffers, readers(buffers)
 
     def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
         for part, epoch, index in keys:
             report = self._readers[part].fill(0, epoch, index)
             yield Filled(self._buffers.inputs[0], self._buffers.labels[0], report)
 
-    def expect(self, keys: Sequence[Key]) -> None:
-        """Nothing is read ahead."""
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        pass
 
     def ready(self) -> bool:
         return False
 
     def close(self) -> None:
-        """Nothing to end."""
+        pass
 
 
 class Request:
@@ -70,40 +69,40 @@ class Worker:
         part, epoch, index = key
         self.buffers.order[request.slot, : len(index)] = torch.from_numpy(np.ascontiguousarray(index))
         self.requests.append(request)
-        with suppress(OSError):  # it died: its answer will not come
+        with suppress(OSError):  # it died, which `_listen` finds
             self.connection.send_bytes(MESSAGE.pack(part, request.slot, -1 if epoch is None else epoch, len(index)))
         return request
 
 
 class Workers:
-    """Keeps processes busy with the batches that are read now, and those that will be.
+    """Keeps processes busy with batches to be read.
 
-    A worker fills slots of its own in shared memory, and only their numbers travel: nothing is allocated in a step, and
-    a stopped worker cannot block this process half-way through handing over a tensor. Batches come in order, whoever
-    read them.
+    A worker fills slots of its own in shared memory, and only their numbers are sent: nothing is allocated in a step,
+    and a stopped worker cannot block this process in the middle of a tensor. Batches come in order, whoever reads them.
     """
 
     def __init__(
         self,
         sources: Sequence[PhotoSource],
-        buffers: Callable[[int], Buffers],
-        make: Makes,
+        allocate: Callable[[int], Buffers],
+        readers: Readers,
         search: Search,
-        patience: float,
+        timeout: float,
     ) -> None:
-        """`buffers` allocates so many slots; `search` says how many processes there are."""
-        self._sources, self._new, self._make, self.search, self._patience = sources, buffers, make, search, patience
+        """`allocate` makes buffers of so many slots; `search` says how many processes there are."""
+        self._sources, self._allocate, self._readers = sources, allocate, readers
+        self.search, self._timeout = search, timeout
         self._workers: list[Worker] = []
-        self._leaving: list[Worker] = []  # they do what they were asked for, and no more
+        self._leaving: list[Worker] = []  # they finish their requests and get no more
         self._processes: list[BaseProcess] = []
         self._asked: deque[Request] = deque()  # in the order in which they are wanted
         self._todo: deque[Key] = deque()  # not asked for yet
-        self._turn = 0
-        # Also when this process ends without close(), before multiprocessing waits for them: they ignore its signal.
+        self._turn = 0  # calls of `read`
+        # For a process that ends without close(): before multiprocessing joins the workers, which ignore SIGTERM.
         util.Finalize(self, _kill, (self._processes,), exitpriority=10)
 
     def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
-        """Each key's batch; begins to read at once. What an earlier call has left is given up.
+        """Each key's batch; starts to read at once. What is left of an earlier call is dropped.
 
         Raises:
             PeerError: a worker died or hangs.
@@ -120,18 +119,18 @@ class Workers:
         self._fill()
         return self._batches(keys, self._turn)
 
-    def expect(self, keys: Sequence[Key]) -> None:
-        """What will be read after that: workers without other work begin."""
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Read these after that, as soon as workers have no other work."""
         self._todo.extend(keys)
         self._fill()
 
     def ready(self) -> bool:
-        """Whether the next batch is there."""
+        """Whether the next batch has been read."""
         self._listen(0)
         return bool(self._asked) and self._asked[0].report is not None
 
     def close(self) -> None:
-        """End the workers: they get a moment to finish, a hung one is killed."""
+        """End the workers; one that does not end in time is killed."""
         self._turn += 1
         self._drop()
         self._todo.clear()
@@ -150,7 +149,7 @@ class Workers:
             for key in keys:
                 left -= 1
                 if turn != self._turn:
-                    raise RuntimeError("these batches were given up when others were asked for")
+                    raise RuntimeError("these batches were dropped when others were asked for")
                 request = self._await(key)
                 worker, slot = request.worker, request.slot
                 assert request.report is not None
@@ -158,10 +157,10 @@ class Workers:
                     yield Filled(worker.buffers.inputs[slot], worker.buffers.labels[slot], request.report)
                 finally:
                     worker.free.append(slot)
-                if key[1] is not None and turn == self._turn:  # evaluation has another pace
+                if key[1] is not None and turn == self._turn:  # evaluation is faster than training
                     self._resize(self.search.batch())
         except GeneratorExit:
-            if turn == self._turn and left:  # else all have been used, and what is asked for is expected
+            if turn == self._turn and left:  # else all have been used, and what is asked for was prefetched
                 self._drop()
                 self._todo.clear()
             raise
@@ -174,13 +173,13 @@ class Workers:
         waited = 0.0
         while True:
             self._fill()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             if self._asked and self._asked[0].report is not None:
                 return self._asked.popleft()
-            if waited >= self._patience:
+            if waited >= self._timeout:
                 raise PeerError(self._late(key))
-            self._listen(min(POLL, self._patience - waited))
-            seconds = time.perf_counter() - begun
+            self._listen(min(POLL, self._timeout - waited))
+            seconds = time.perf_counter() - start
             self.search.waited += seconds
             waited += min(seconds, 2 * POLL)
 
@@ -189,14 +188,14 @@ class Workers:
             self._asked.append(worker.ask(self._todo.popleft()))
 
     def _idlest(self) -> Worker | None:
-        """Who is to have the next request: a new one before any has two. None: all have enough."""
+        """The worker for the next request: a new one before any has two requests. None: all have enough."""
         if len(self._workers) < self.search.count and all(worker.requests for worker in self._workers):
             self._grow()
         able = (worker for worker in self._workers if worker.free and len(worker.requests) < PREFETCH)
         return min(able, key=lambda worker: len(worker.requests), default=None)
 
     def _listen(self, seconds: float) -> None:
-        """Take what workers have answered, or wait so long for it.
+        """Receive what workers have answered, or wait so long for it.
 
         Raises:
             PeerError: one has died.
@@ -220,7 +219,7 @@ class Workers:
             self._leaving.remove(worker)
 
     def _drop(self) -> None:
-        """Forget what was asked for: its slots are free once it is there."""
+        """Drop the requests: their slots are free once they have been read."""
         for request in self._asked:
             request.wanted = False
             if request.report is not None:
@@ -232,7 +231,7 @@ class Workers:
         del self._workers[count:]
 
     def _grow(self) -> None:
-        """One more; where that fails, and there are some, these do it."""
+        """Start one more; where that fails in a search, the number that there is stays."""
         try:
             self._workers.append(self._start())
         except SetupError:
@@ -244,24 +243,24 @@ class Workers:
         number = len(self._workers)
         try:
             context = fork_server.context("torchvision", "trainer.data.photos.photo_reader")
-            buffers = self._new(slots(number + 1) - slots(number) if number else slots(1))
+            buffers = self._allocate(slots(number + 1) - slots(number) if number else slots(1))
             ours, theirs = context.Pipe()
             info = {"id": number, "num_workers": self.search.count}
             process = context.Process(
-                target=serve, args=(theirs, self._make(buffers), buffers.order, info), daemon=True
+                target=serve, args=(theirs, self._readers(buffers), buffers.order, info), daemon=True
             )
             process.start()
         except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
-            fixed = [source for source in self._sources if not getattr(source, "by_value", True)]
-            if not fixed:
+            by_name = [source for source in self._sources if not getattr(source, "by_value", True)]
+            if not by_name:
                 raise RecipeError(
                     f"the data set cannot be sent to loader workers ({error}); "
                     "define its class in a module, or set data.workers=0"
                 ) from None
-            for source in fixed:  # a lambda, or a class within a function
+            for source in by_name:  # a lambda, or a class within a function: pickle by value
                 source.by_value = True  # type: ignore[attr-defined]
             return self._start()
-        except (OSError, RuntimeError) as error:  # torch's, where memory cannot be shared
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch cannot share memory
             raise SetupError(
                 f"loader worker {number + 1} of {self.search.count} cannot be started ({reason(error)}); "
                 "use fewer data.workers (data.workers=0 needs none)"
@@ -274,35 +273,29 @@ class Workers:
         worker.process.join(POLL)
         time.sleep(0.1)  # what killed it may have killed others
         codes = {process.pid: process.exitcode for process in self._processes}
-        # Killed ones have a negative code, and those whose fork server was killed, and took them along, its own.
+        # A killed one has a negative code; one that ended because its fork server was killed has GONE.
         if any((code or 0) > 0 and code != fork_server.GONE for code in codes.values()):
             return (
                 "loader workers failed to start, their error is above; they import the script that trains: "
                 'it needs if __name__ == "__main__": around train(...), or data.workers=0'
             )
         pids = [str(pid) for pid, code in codes.items() if code] or [str(worker.process.pid)]
-        return self._told(worker.requests[0].key, f"loader worker {', '.join(pids)} died (killed, or out of memory)")
+        return self._failure(worker.requests[0].key, f"{', '.join(pids)} died (killed, or out of memory)")
 
     def _late(self, key: Key) -> str:
         busy = [worker for worker in [*self._leaving, *self._workers] if worker.requests]
         worker = self._asked[0].worker if self._asked else busy[0]
-        return self._told(
-            key, f"loader worker {worker.process.pid} did not answer for timeout={self._patience:g} seconds"
-        )
+        return self._failure(key, f"{worker.process.pid} did not answer for timeout={self._timeout:g} seconds")
 
-    def _told(self, key: Key, what: str) -> str:
+    def _failure(self, key: Key, what: str) -> str:
         part, _, index = key
         source = self._sources[part]
-        awaited = (
-            f"{len(index)} samples from {source.where(int(index[0]) % len(source))} on were awaited"
-            if len(index)
-            else "nothing was awaited"
-        )
-        return f"{what}; {awaited}; data.workers=0 reads in this process"
+        first = f" from {source.where(int(index[0]) % len(source))} on" if len(index) else ""
+        return f"loader worker {what} while reading {len(index)} samples{first}; data.workers=0 reads in this process"
 
 
-def _same(one: Key, other: Key) -> bool:
-    return one[:2] == other[:2] and np.array_equal(one[2], other[2])
+def _same(key: Key, other: Key) -> bool:
+    return key[:2] == other[:2] and np.array_equal(key[2], other[2])
 
 
 def _kill(processes: list[BaseProcess]) -> None:

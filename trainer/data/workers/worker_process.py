@@ -1,22 +1,60 @@
-"""What a loader worker does: it reads the batches that it is asked for, into buffers which others see."""
+"""A loader worker: it reads the batches that it is asked for, into buffers in shared memory."""
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data._utils import worker as torchs
+from torch.utils.data._utils import worker as torch_worker
 
-from trainer.data.photos.photo_reader import Reader
+from trainer.data.photos.photo_reader import Reader, Report
+from trainer.data.sets import Datasets, TensorSpec
 from trainer.processes import fork_server
 from trainer.processes.allocation import PHOTOS, keep_freed_memory
 
 MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
+
+
+class Buffers(NamedTuple):
+    """Slots for batches: inputs (slots, rows, ...), labels (slots, rows, ...), and indices (slots, rows) to read."""
+
+    inputs: Tensor
+    labels: Tensor
+    order: Tensor
+
+    @classmethod
+    def allocate(cls, datasets: Datasets, rows: int, count: int, shared: bool) -> Buffers:
+        inputs, targets = buffered(datasets), datasets.targets
+        buffers = cls(
+            torch.empty(count, rows, *inputs.shape, dtype=inputs.dtype),
+            torch.zeros(count, rows, *targets.shape, dtype=targets.dtype),
+            torch.zeros(count, rows, dtype=torch.int64),
+        )
+        for tensor in buffers if shared else ():
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        return buffers
+
+
+def buffered(datasets: Datasets) -> TensorSpec:
+    """A sample's inputs in a buffer."""
+    size = datasets.image_size
+    return datasets.plain or TensorSpec((size, size, datasets.channels), torch.uint8)
+
+
+Readers = Callable[[Buffers], Sequence[Reader]]  # makes a reader of each source, which fills these buffers
+
+
+class Filled(NamedTuple):
+    """A batch in a slot, which is the caller's until it asks for the next batch."""
+
+    inputs: Tensor
+    labels: Tensor
+    report: Report
 
 
 def serve(connection: Connection, readers: Sequence[Reader], order: Tensor, info: dict[str, Any]) -> None:
@@ -25,14 +63,14 @@ def serve(connection: Connection, readers: Sequence[Reader], order: Tensor, info
     keep_freed_memory(PHOTOS)
     torch.set_num_threads(1)
     sets: list[Any] = [getattr(reader.source, "items", reader.source) for reader in readers]
-    told = [torchs.WorkerInfo(**info, seed=info["id"], dataset=one) for one in sets]
+    infos = [torch_worker.WorkerInfo(**info, seed=info["id"], dataset=dataset) for dataset in sets]
     while True:
         try:
             part, slot, epoch, count = MESSAGE.unpack(connection.recv_bytes())
-            torchs._worker_info = told[part]  # for a user's data set that asks get_worker_info()
+            torch_worker._worker_info = infos[part]  # for a user's data set that asks get_worker_info()
             index = order[slot, :count].numpy().copy()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             report = readers[part].fill(slot, None if epoch < 0 else epoch, index)
-            connection.send(report._replace(seconds=time.perf_counter() - begun))
+            connection.send(report._replace(seconds=time.perf_counter() - start))
         except (EOFError, OSError):
             return

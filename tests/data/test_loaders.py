@@ -575,9 +575,7 @@ def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
         next(batches)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
     impatient(loader)
-    with pytest.raises(
-        PeerError, match=r"loader worker \d+ did not answer for timeout=2 seconds .*8 samples from mine"
-    ):
+    with pytest.raises(PeerError, match=r"loader worker \d+ did not answer for timeout=2 seconds .*8 samples from"):
         list(batches)
     assert time.monotonic() - start < 40
 

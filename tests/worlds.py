@@ -21,13 +21,13 @@ class ThreadWorld(World):
         self.gate.wait()
         return values
 
-    def sum_(self, values):
+    def sum_(self, values, along=None):
         return values.copy_(sum(self.meet(values.clone())))
 
     def max_(self, values):
         return values.copy_(torch.stack(self.meet(values.clone())).amax(0))
 
-    def broadcast_(self, values):
+    def broadcast_(self, values, along=None):
         self.sent += 1
         return values.copy_(self.meet(values.clone())[0])
 
@@ -35,7 +35,10 @@ class ThreadWorld(World):
         values = self.meet(value)
         return values if self.is_main else []
 
-    def share(self, value):
+    def gather_tensors(self, named):
+        return self.gather({name: tensor.detach().clone() for name, tensor in named.items()})
+
+    def broadcast_object(self, value):
         return self.meet(value)[0]
 
     def barrier(self):

@@ -81,7 +81,7 @@ class Bench:
                 times.append(statistics.median(rounds[1:]))
                 inputs = out.detach().requires_grad_()
         self.world.barrier()
-        return self.world.share(times)
+        return self.world.broadcast_object(times)
 
     def single(self, microbatches: int) -> float:
         """Seconds of a step of one process and one thread, in as many pieces."""
@@ -100,7 +100,7 @@ class Bench:
             seconds = min(times[1:])
             self.model.zero_grad()
         self.world.barrier()
-        return self.world.share(seconds)
+        return self.world.broadcast_object(seconds)
 
     def sweep(self) -> dict[Plan, float]:
         """The five best of all, each measured again."""
@@ -112,7 +112,7 @@ class Bench:
             before += cost.forward + cost.backward
             if 0.35 <= before / total <= 0.65:
                 cuts.append(cut)
-        cuts = self.world.share(cuts)
+        cuts = self.world.broadcast_object(cuts)
         every = [Plan((cut,), m, schedule) for cut in cuts for m in counts for schedule in ("gpipe", "1f1b")]
         self.say(f"sweep: {len(every)} ways, cuts after {', '.join(cuts)}")
         usual, staging.TRIAL_STEPS = staging.TRIAL_STEPS, (2, 2)  # a first look; the best are measured as usual

@@ -104,7 +104,7 @@ def test_an_older_checkpoint_says_which_random_numbers_start_anew(dropping, tmp_
     state = checkpoint.newest(tmp_path / "run", print).state
     for folder in kept:
         shutil.rmtree(folder)
-    state.tensors["ranks"].pop("0/cuda:1")
+    state.tensors["rank-00000"].pop("cuda:1")
     position = state.position._replace(step=2, epoch=0, step_in_epoch=2)
     checkpoint.commit(tmp_path / "run", checkpoint.State(position, state.tensors, state.facts), 2)
     said = []

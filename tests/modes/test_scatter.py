@@ -10,8 +10,10 @@ from tests.contexts import context
 from tests.saving.states import refuse
 from tests.worlds import on_ranks
 from trainer.modes import Strategy
+from trainer.modes.base import Piece
 from trainer.optim.optimization import MovingAverage
 from trainer.optim.optimizers import build_optimizer, optimizer_state
+from trainer.processes.grid import Grid
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit, newest
 from trainer.saving.spreading import on_every_rank
@@ -21,31 +23,29 @@ class Sharded(Strategy):
     """Each rank owns as many rows of every matrix as the others, and the first rank all the rest."""
 
     def setup(self, model):
-        self.own = {}
+        self.world.grid = Grid(self.world.rank, {"replicas": 1, "shards": self.world.size})
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.local = {}
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                self.own[name] = nn.Parameter(self.part(parameter.detach()).clone())
+                self.local[name] = nn.Parameter(self.part(parameter.detach()).clone())
             elif self.world.is_main:
-                self.own[name] = parameter
+                self.local[name] = parameter
 
     def part(self, tensor):
         return tensor.tensor_split(self.world.size)[self.world.rank]
 
     def named_parameters(self):
-        return self.own
+        return self.local
 
-    def gather(self, named):
-        found = self.world.gather({name: tensor.detach().clone() for name, tensor in named.items()})
-        names = dict.fromkeys(name for mine in found for name in mine)
-        return {
-            name: torch.cat(parts) if parts[0].dim() > 1 else parts[0]
-            for name in names
-            for parts in [[mine[name] for mine in found if name in mine]]
-        }
+    def layout(self, named):
+        return {name: self.piece(name.partition("//")[0], tensor) for name, tensor in named.items()}
 
-    def scatter(self, whole, own):
-        for name, tensor in own.items():
-            tensor.copy_(self.part(whole[name]) if tensor.dim() > 1 else whole[name])
+    def piece(self, parameter, tensor):
+        if tensor.dim() < 2:
+            return Piece(tensor, tensor.shape)
+        rows = self.part(torch.arange(self.shapes[parameter][0]))
+        return Piece(tensor, self.shapes[parameter], int(rows[0]) if len(rows) else 0)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -159,7 +159,7 @@ def test_fp16_skips_one_overflow_and_goes_on(name):
 
 def test_a_stage_in_which_nothing_trains_hears_of_the_others_overflow_in_fp16():
     class Elsewhere(Alone):
-        def share_overflow(self, flag):
+        def reduce_overflow(self, flag):
             flag.fill_(1)
 
     recipe = load(None, "precision=fp16")

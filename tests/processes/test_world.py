@@ -50,7 +50,7 @@ def test_alone_every_exchange_is_the_identity():
 
     alone = world.World(Place(), torch.device("cpu"), 1, ("cpu",))
     alone.connect(1.0)
-    assert alone.share({"a": 1}) == {"a": 1} and alone.gather(3) == [3] and alone.name == "cpu"
+    assert alone.broadcast_object({"a": 1}) == {"a": 1} and alone.gather(3) == [3] and alone.name == "cpu"
     assert alone.sum_(torch.tensor([2.0])).item() == 2
     alone.barrier()
     alone.close()
@@ -102,7 +102,7 @@ def test_gloo_tells_of_a_lost_peer_before_nccl_aborts(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: Group(timeout))
     monkeypatch.setattr(world.silence, "watch", lambda seconds: timedelta(seconds=seconds))
     cards = world.World(Place(0, 2, 0, 2, 0, True), torch.device("cuda", 0), 1, (), nccl=True)
-    cards.new_group([0, 1], 600)
+    cards.arrange({"replicas": 1, "stages": 2}, groups={"stages": 1})
     assert patience == {"gloo": timedelta(seconds=600), "cuda": timedelta(seconds=720)}
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **given: Group(given["timeout"]))
     monkeypatch.setattr(dist, "all_gather_object", lambda names, name: None)

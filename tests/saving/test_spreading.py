@@ -101,7 +101,7 @@ def test_no_room_for_what_is_sent(home, monkeypatch):
 
     found = newest(home, refuse)
     world = ThreadWorld(Place(1, 2, 1, 2, 0, True), torch.device("cpu"), 1, ())
-    monkeypatch.setattr(world, "share", lambda value: (found.path, manifest_bytes(found.path)))
+    monkeypatch.setattr(world, "broadcast_object", lambda value: (found.path, manifest_bytes(found.path)))
     monkeypatch.setattr(world, "max_", lambda values: torch.ones(()))
     monkeypatch.setattr(spreading, "found_here", lambda path, raw: None)
     monkeypatch.setattr(tempfile, "TemporaryFile", full)

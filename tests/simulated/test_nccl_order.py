@@ -21,7 +21,7 @@ from tests.simulated.call_recorder import read
 from tests.simulated.nccl_order import Call, on_ranks, stuck
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.modes import share
+from trainer.modes import data_shard
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.torch_schedules import holders
 from trainer.recipe import load
@@ -61,7 +61,7 @@ def images(rows):
 
 def a_run(wanted, world, whole, rows):
     """What the ranks of a pipeline exchange in a run: tune, train, look at figures, evaluate, save, all of it again."""
-    shard = share(wanted, world)
+    shard = data_shard(wanted, world)
     own = slice(shard.index * rows // shard.count, (shard.index + 1) * rows // shard.count)
     batch = Batch(images(rows)[own], (torch.arange(rows) % 3)[own], rows // shard.count)
     strategy = mode_of(wanted, world, batch.inputs.shape, classes=3)
@@ -70,7 +70,7 @@ def a_run(wanted, world, whole, rows):
         strategy.train()
         strategy.forward_backward(batch, 1 / rows)
         strategy.reduce_gradients()
-        strategy.share_overflow(torch.zeros(1))
+        strategy.reduce_overflow(torch.zeros(1))
         strategy.grad_norm()
         strategy.figures()
         strategy.timeline()
@@ -163,8 +163,8 @@ def evaluation(schedule, ranks, virtual, m, waves=True):
     def run(world):
         strategy = mode_of(wanted, world, (m, 4))
         strategy.plan, strategy.pipe_group = SimpleNamespace(microbatches=m), None
-        strategy.stages = {stage: nn.Identity() for stage in strategy.own}
-        strategy._arriving = {stage: torch.zeros(1, 4) for stage in strategy.own}
+        strategy.stages = {stage: nn.Identity() for stage in strategy.mine}
+        strategy._arriving = {stage: torch.zeros(1, 4) for stage in strategy.mine}
         strategy.ranks = ranks if waves else m + 1  # one wave of all micro-batches
         return strategy.forward(images(m).flatten(1))
 

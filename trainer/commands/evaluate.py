@@ -15,10 +15,10 @@ from trainer.data import Datasets, Loader, open_datasets
 from trainer.data.cache import as_stored
 from trainer.data.folders.splits import Before, held_out_of
 from trainer.errors import CheckpointError, RecipeError
-from trainer.models.zoo import initialise
+from trainer.models.zoo import fitted
 from trainer.modes import Context
 from trainer.processes.started import as_typed
-from trainer.processes.world import locate
+from trainer.processes.world import PATIENCE, locate
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import stored
@@ -60,14 +60,15 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment=augment
     )
     check_processes(recipe, world.size)
-    data = opened_again(path, recipe, metadata)
+    world.connect(recipe.timeout)
+    data = world.all_or_none(lambda: opened_again(path, recipe, metadata), PATIENCE)
+    check_same_images(world, data)
     task = task_of(recipe, data)
     model = model_of(recipe, task, data, starting=False)
-    initialise(model, weights, str(path), whole=True)
-    world.connect(recipe.timeout)
-    check_same_images(world, data)
+    weights = fitted(model, weights, str(path), whole=True)
     strategy = modes.create(Context(recipe, world, task, data.example(rows)))
     strategy.setup(model)
+    strategy.scatter(weights, {**strategy.named_parameters(), **strategy.named_buffers()})
     loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
     found = evaluate(strategy, loader.evaluation(), world)
     loader.close()

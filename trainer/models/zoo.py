@@ -220,6 +220,19 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
         CheckpointError: naming what does not fit.
     """
     state = model.state_dict(keep_vars=True)
+    fitting = type(state)(fitted(model, weights, source, whole))
+    # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
+    fitting._metadata = state._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(fitting, strict=False)
+
+
+def fitted(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> dict[str, Tensor]:
+    """Those of the weights that `initialise` loads, under the names that the model has for them.
+
+    Raises:
+        CheckpointError: naming what does not fit.
+    """
+    state = model.state_dict(keep_vars=True)
     own = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     # A tensor that a model has under several names is saved under one.
     saved = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
@@ -238,10 +251,7 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
             f"it knows {there[0]} classes and the data has {here[0]}" if unlike == heads else "weights of another model"
         )
         raise CheckpointError(f"{source}: {name} is {there} there and {here} here: {why}")
-    fitting = type(state)((name, weights[name]) for name in own if name not in unlike)
-    # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
-    fitting._metadata = state._metadata  # type: ignore[attr-defined]
-    model.load_state_dict(fitting, strict=False)
+    return {name: weights[name] for name in own if name not in unlike}
 
 
 def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | None = None) -> Any:

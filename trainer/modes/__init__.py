@@ -35,9 +35,9 @@ def kind(recipe: Recipe, world: World) -> type[Strategy]:
     return {**STRATEGIES, **(OVER_PROCESSES if world.size > 1 else {})}[recipe.mode]
 
 
-def share(recipe: Recipe, world: World) -> Shard:
+def data_shard(recipe: Recipe, world: World) -> Shard:
     """Which part of every global batch this rank reads."""
-    return kind(recipe, world).share(recipe, world)
+    return kind(recipe, world).data_shard(recipe, world)
 
 
 def create(context: Context) -> Strategy:
@@ -45,4 +45,4 @@ def create(context: Context) -> Strategy:
     return kind(context.recipe, context.world)(context)
 
 
-__all__ = ["STRATEGIES", "Context", "Strategy", "create", "share"]
+__all__ = ["STRATEGIES", "Context", "Strategy", "create", "data_shard"]

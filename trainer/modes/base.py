@@ -31,8 +31,26 @@ class Communication(NamedTuple):
     at_most: bool = False
 
 
-def _silent(text: str) -> None:
-    """A voice that nobody hears."""
+def _discard(message: str) -> None:
+    """Discards a message."""
+
+
+class Piece(NamedTuple):
+    """A part of one of the whole model's tensors, or all of it.
+
+    Attributes:
+        local: this rank's rows of it.
+        shape: of the whole.
+        start: the first of the rows.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    start: int = 0
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor of that shape, as a view."""
+        return whole if self.local.shape == self.shape else whole.narrow(0, self.start, len(self.local))
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,7 @@ class Context:
         samples: of an epoch, over all ranks.
         scale: fp16's, of a loss before its backward pass.
         known: what was measured before to choose how to run, as `Strategy.known` tells it.
-        say: rank 0's voice.
+        say: prints a message, on rank 0.
     """
 
     recipe: Recipe
@@ -56,7 +74,7 @@ class Context:
     samples: int = 0
     scale: Callable[[Tensor], Tensor] | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
-    say: Callable[[str], None] = _silent
+    say: Callable[[str], None] = _discard
 
 
 def compile_in_place(module: nn.Module) -> None:
@@ -79,24 +97,36 @@ class Strategy:
         self.context = context
         self.recipe, self.world, self.task = context.recipe, context.world, context.task
         self.device = self.world.device
-        self.shard = self.share(self.recipe, self.world)
+        self.shard = self.data_shard(self.recipe, self.world)
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
         self.known = dict(context.known)
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
 
     @classmethod
-    def share(cls, recipe: Recipe, world: World) -> Shard:
+    def data_shard(cls, recipe: Recipe, world: World) -> Shard:
         """Which part of every global batch this rank reads."""
-        return Shard()
+        return Shard(world.rank, world.size, every_sample=recipe.traits.every_sample)
 
     def setup(self, model: nn.Module) -> None:
-        """Take the model, on the CPU and with its starting weights loaded, to where it trains."""
+        """Take the model, on the CPU, to where it trains."""
+        self.place(model)
+        self.wrap()
+        self.finish()
+
+    def place(self, model: nn.Module) -> None:
+        """To its device, in its memory order."""
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
+
+    def wrap(self) -> None:
+        """Compile, cut or shard it: whatever changes how it computes or which part of it this rank has."""
         if self.recipe.compile:
             compile_in_place(self.module)
-        self._parameters = list(self.module.parameters())
+
+    def finish(self) -> None:
+        """Keep what later calls need of the model as it trains."""
+        self._parameters = list(self.named_parameters().values())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained parameters under the plain model's names."""
@@ -162,7 +192,7 @@ class Strategy:
         """The 2-norm of the whole model's gradient, 0-dim, on the device."""
         return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
-    def share_overflow(self, flag: Tensor) -> None:
+    def reduce_overflow(self, flag: Tensor) -> None:
         """Make an fp16 overflow seen by one part of the model known to all: the maximum of `flag`, in place."""
 
     def forward(self, inputs: Tensor) -> Tensor | None:
@@ -198,24 +228,46 @@ class Strategy:
         finally:
             swap()
 
-    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole model's tensors on rank 0, from each rank's part under plain names."""
-        return {name: tensor.detach() for name, tensor in named.items()}
+    def layout(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """Which part of the whole model's tensors each of these is, which are this rank's under plain names."""
+        return {name: Piece(tensor, tensor.shape) for name, tensor in named.items()}
 
-    def scatter(self, whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the whole model's tensors into its own, under plain names: the inverse of `gather`.
+    def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """What this rank adds to the whole model: its pieces, where no other rank has the same. Collective."""
+        return self.layout(named) if self.world.grid.coordinate("replicas") == 0 else {}
+
+    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole model's tensors on rank 0, from each rank's part under plain names. Collective."""
+        pieces = self.pieces(named)
+        if self.world.grid.size("replicas") == self.world.size:
+            return {name: piece.local.detach() for name, piece in pieces.items()}
+        places = self.world.gather({name: (piece.shape, piece.start) for name, piece in pieces.items()})
+        parts = self.world.gather_tensors({name: piece.local for name, piece in pieces.items()})
+        whole: dict[str, Tensor] = {}
+        for place, part in zip(places, parts, strict=True):
+            for name, local in part.items():
+                piece = Piece(local, *place[name])
+                if local.shape == piece.shape:
+                    whole[name] = local
+                else:
+                    piece.rows_of(whole.setdefault(name, local.new_empty(piece.shape))).copy_(local)
+        return whole
+
+    def scatter(self, whole: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of the whole model's tensors into `named`, under plain names: the inverse of `gather`.
 
         `whole` are views of files: what a rank does not take, which may be part of a tensor, is never read.
 
         Raises:
             ValueError: `whole` lacks a tensor, or has it in another shape; nothing is copied.
         """
-        for name, tensor in own.items():
-            if name not in whole or whole[name].shape != tensor.shape:
-                raise ValueError(f"no {name} of shape {tuple(tensor.shape)}")
+        layout = self.layout(named)
+        for name, piece in layout.items():
+            if name not in whole or whole[name].shape != piece.shape:
+                raise ValueError(f"no {name} of shape {tuple(piece.shape)}")
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(whole[name])
+            for name, piece in layout.items():
+                piece.local.copy_(piece.rows_of(whole[name]))
 
     def notes(self) -> dict[str, str]:
         """Lines of the banner that this mode adds, by their title."""

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Batch, Shard
+from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models.balance import undisturbed
 from trainer.models.norms import unlike, writes_statistics_only
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
-from trainer.processes.world import World, lost_peers
-from trainer.recipe import Recipe
+from trainer.processes.world import lost_peers
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.clocks import synchronise
 
@@ -40,24 +39,23 @@ def read_in_training(model: nn.Module) -> bool:
 class DistributedDataParallel(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, with bucket views and `no_sync` while accumulating."""
 
-    @classmethod
-    def share(cls, recipe: Recipe, world: World) -> Shard:
-        return Shard(world.rank, world.size)
+    wrapped: nn.parallel.DistributedDataParallel | None = None
 
-    def setup(self, model: nn.Module) -> None:
-        self.wrapped: nn.parallel.DistributedDataParallel | None = None
-        if self.world.size == 1:
-            super().setup(model)
-            return
-        broadcast = read_in_training(model)
-        if self.recipe.sync_bn:
+    def place(self, model: nn.Module) -> None:
+        self._broadcasts = read_in_training(model)
+        if self.recipe.sync_bn and self.world.size > 1:
             synchronise_batch_norm(model)
-        super().setup(model)
+        super().place(model)
+
+    def finish(self) -> None:
+        super().finish()
+        if self.world.size == 1:
+            return
         in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
-        synced: dict[str, Any] = {in_forward: broadcast}
+        synced: dict[str, Any] = {in_forward: self._broadcasts}
         with lost_peers():
             # Under accumulation a static graph fails inside the reducer.
-            static_graph = self.recipe.accumulate == 1 and self.world.share(self._leaves_parameters_unused())
+            static_graph = self.recipe.accumulate == 1 and self.world.broadcast_object(self._leaves_parameters_unused())
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.module,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -146,7 +144,7 @@ class DistributedDataParallel(Strategy):
         if self.wrapped is None:
             return Communication(0.0)
         each = 2 * step_seconds / self.recipe.accumulate
-        pairs, budget = self.world.share((min(PAIRS, int(budget / each) - 1), budget))
+        pairs, budget = self.world.broadcast_object((min(PAIRS, int(budget / each) - 1), budget))
         with undisturbed([self.module], self.device):
             found = self._exposed(pairs) if pairs > 0 else self._exchange(budget)
         self.module.zero_grad()

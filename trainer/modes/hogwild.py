@@ -10,14 +10,12 @@ import mmap
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.data import Batch, Shard
+from trainer.data import Batch
 from trainer.errors import SetupError
-from trainer.modes.base import Strategy
+from trainer.modes.base import Piece, Strategy
 from trainer.processes.memory_file import Address, Elsewhere, MemoryFile, aligned
-from trainer.processes.world import World
-from trainer.recipe import Recipe
 
 INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 
@@ -25,20 +23,16 @@ INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 class Hogwild(Strategy):
     """One set of weights and buffers for all ranks; gradients, optimizer and moving average are each rank's own."""
 
-    @classmethod
-    def share(cls, recipe: Recipe, world: World) -> Shard:
-        return Shard(world.rank, world.size, every_sample=True)
-
-    def setup(self, model: nn.Module) -> None:
+    def finish(self) -> None:
         """Put the weights where all ranks see them.
 
         Raises:
             SetupError: this system has no anonymous memory files, or does not let one rank open another's.
         """
-        super().setup(model)
+        super().finish()
         tensors = [*self.module.parameters(), *self.module.buffers()]
         file = zeros(byte_offsets(tensors)[-1]) if self.world.is_main else None
-        move(tensors, mapped(self.world.share(file and file.address())), fill=self.world.is_main)
+        move(tensors, mapped(self.world.broadcast_object(file and file.address())), fill=self.world.is_main)
         self.world.barrier()
         if file:
             file.close()
@@ -54,11 +48,15 @@ class Hogwild(Strategy):
         for average in averages.values():
             self.world.broadcast_(average)
 
-    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
         """Rank 0's as copies; the others wait meanwhile, for they would change them."""
         copies = {name: tensor.detach().clone() for name, tensor in named.items()} if self.world.is_main else {}
         self.world.barrier()
-        return copies
+        return super().pieces(copies)
+
+    def scatter(self, whole: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> None:
+        super().scatter(whole, named)
+        self.world.barrier()  # nobody trains weights that others still write
 
     def notes(self) -> dict[str, str]:
         return {

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer.data import Batch, Shard
+from trainer.data import Batch
 from trainer.data.sampling import contiguous_span
 from trainer.models.blocks import frozen_norms
-from trainer.modes.base import Communication, Context, Strategy
-from trainer.processes.world import World
-from trainer.recipe import Recipe
+from trainer.modes.base import Communication, Context, Piece, Strategy
 from trainer.telemetry.clocks import Stopwatch
 
 BUCKET = 2**24  # elements, about: what travels in one all-reduce, so that its copy stays small beside the model
@@ -32,10 +30,6 @@ class LocalSGD(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.averaging = Stopwatch(self.device)
-
-    @classmethod
-    def share(cls, recipe: Recipe, world: World) -> Shard:
-        return Shard(world.rank, world.size, every_sample=True)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
@@ -54,11 +48,11 @@ class LocalSGD(Strategy):
         # A run that was stopped right here averages a second time, which must change nothing.
         self._average(tensors, tensors, exact=True)
 
-    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
         """The workers' average, of optimizer states too, as copies: saving does not change the training."""
         copies = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in named.items()}
         self._average(list(named.values()), list(copies.values()), exact=True)
-        return copies
+        return super().pieces(copies)
 
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         return Communication(self.averaging.seconds() / max(1, steps))

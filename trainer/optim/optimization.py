@@ -106,7 +106,7 @@ class Updater:
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
             _merge(self.bad, (flag for _, flag, _ in self.parts))
-            strategy.share_overflow(self.bad)
+            strategy.reduce_overflow(self.bad)
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
             self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
@@ -118,7 +118,7 @@ class Updater:
             _merge(first, others)
             for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
                 flag.zero_()
-            strategy.share_overflow(first)
+            strategy.reduce_overflow(first)
         norm = strategy.grad_norm() if want_norm or self.limit is not None else None
         if self.limit is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.limit, norm)

@@ -16,6 +16,7 @@ from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import SetupError, TrainerError
 from trainer.processes import silence
 from trainer.processes.family import PARENT
+from trainer.processes.grid import Grid
 from trainer.processes.peers import check_devices, check_sums, no_way
 from trainer.processes.peers import lost_peers as lost_peers
 from trainer.processes.rank import Place, check_meeting, place
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
 
 Made = TypeVar("Made")
+NO_GROUPS: Mapping[str, int] = {}
 
 PATIENCE = 86400.0  # seconds that a rank waits for machines which still look for their photos, fetch or cache them
 FIRST_EXCHANGE = 60.0  # seconds, once all ranks are there
@@ -99,6 +102,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.drives = self.drives or (self.device,)
+        self.grid = Grid(self.rank, {"replicas": self.size})
+        self._groups: dict[str, list[Any]] = {}  # by dimension, of those that the world's own group does not serve
 
     @property
     def rank(self) -> int:
@@ -164,14 +169,46 @@ class World:
             check_sums(self.device, self.rank, self.size)
         return tuple(names)
 
-    def new_group(self, ranks: Sequence[int], timeout: float) -> Any:
-        """A group of some ranks. Collective, over all."""
+    def arrange(self, sizes: Mapping[str, int], groups: Mapping[str, int] = NO_GROUPS) -> None:
+        """Set the ranks on a grid and make the groups along its dimensions. Collective, over all.
+
+        A dimension of all ranks uses the world's own group, and one of a single rank needs none.
+
+        Args:
+            sizes: of the dimensions by name; neighbouring ranks differ in the last.
+            groups: how many groups of its own a dimension needs, where one is not enough. NCCL does what one group is
+                given in order: messages that go both ways need two.
+        """
         import torch.distributed as dist
 
-        group = dist.new_group(ranks, silence.watch(timeout))
-        if self.rank in ranks:
-            self._let_gloo_tell(group, datetime.timedelta(seconds=timeout))
-        return group
+        self.grid, self._groups = Grid(self.rank, dict(sizes)), {}
+        with lost_peers():
+            for dimension, size in sizes.items():
+                count = groups.get(dimension, int(1 < size < self.size))
+                for _ in range(count if size > 1 else 0):
+                    for ranks in self.grid.lines(dimension):
+                        group = dist.new_group(ranks, silence.watch(self.timeout))
+                        if self.rank in ranks:
+                            self._let_gloo_tell(group, datetime.timedelta(seconds=self.timeout))
+                            self._groups.setdefault(dimension, []).append(group)
+
+    def group(self, dimension: str, which: int = 0) -> Any:
+        """A group along a dimension of the grid, for torch's functions; None stands for the world's own."""
+        groups = self._groups.get(dimension)
+        return groups[which] if groups else None
+
+    def mesh(self) -> DeviceMesh:
+        """The grid as torch's mesh, of the groups that are there: those that torch makes lack the recipe's timeout."""
+        import torch
+        from torch.distributed import group
+        from torch.distributed.device_mesh import DeviceMesh
+
+        names = tuple(name for name, size in self.grid.sizes.items() if size > 1)
+        groups: list[Any] = [self.group(name) or group.WORLD for name in names]
+        if len(names) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        ranks = torch.arange(self.size).view([self.grid.size(name) for name in names])
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def _let_gloo_tell(self, group: Any, limit: datetime.timedelta) -> None:
         """NCCL's watchdog aborts the process after the group's timeout: later than gloo raises what can be told."""
@@ -237,13 +274,13 @@ class World:
         """Devices over all ranks; workers that share a card count it once."""
         return len({name.partition("#")[0] for name in self.devices})
 
-    def sum_(self, values: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, in place."""
-        if self.size > 1:
+    def sum_(self, values: Tensor, along: str | None = None) -> Tensor:
+        """Sum a tensor over all ranks, or those along a dimension of the grid, in place."""
+        if self._several(along):
             import torch.distributed as dist
 
             with lost_peers():
-                dist.all_reduce(values)
+                dist.all_reduce(values, group=self.group(along or ""))
         return values
 
     def max_(self, values: Tensor) -> Tensor:
@@ -255,16 +292,20 @@ class World:
                 dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def broadcast_(self, values: Tensor) -> Tensor:
-        """Rank 0's values of a tensor, on every rank, in place."""
-        if self.size > 1:
+    def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
+        """Rank 0's values of a tensor, or those of the first rank along a dimension, on every rank, in place."""
+        if self._several(along):
             import torch.distributed as dist
 
+            first = self.grid.ranks(along)[0] if along else 0
             with lost_peers():
-                dist.broadcast(values, src=0)
+                dist.broadcast(values, first, group=self.group(along or ""))
         return values
 
-    def share(self, value: Any) -> Any:
+    def _several(self, along: str | None) -> bool:
+        return (self.grid.size(along) if along else self.size) > 1
+
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value (picklable and small; tensors go by `broadcast_`), on every rank."""
         if self.size > 1:
             import torch.distributed as dist
@@ -276,7 +317,7 @@ class World:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order on rank 0; an empty list elsewhere."""
+        """Every rank's value (picklable and small) in rank order on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -285,6 +326,26 @@ class World:
         with lost_peers():
             dist.gather_object(value, boxes)
         return boxes or []
+
+    def gather_tensors(self, named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Every rank's tensors in rank order on rank 0, on the CPU; an empty list elsewhere.
+
+        They are sent one by one: pickled, all of them would need their memory twice.
+        """
+        import torch
+        import torch.distributed as dist
+
+        mine = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+        described = self.gather([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()])
+        gathered = [mine] if self.is_main else []
+        with lost_peers():
+            for tensor in () if self.is_main else mine.values():
+                dist.send(tensor, 0)
+            for rank, tensors in enumerate(described[1:], 1):
+                gathered.append({name: torch.empty(shape, dtype=dtype) for name, shape, dtype in tensors})
+                for tensor in gathered[rank].values():
+                    dist.recv(tensor, rank)
+        return gathered
 
     def wait_for(self, value: Any, patience: float) -> list[Any]:
         """Every rank's value (picklable and small) on every rank, once the last has come, within `patience` seconds."""

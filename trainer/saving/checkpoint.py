@@ -49,8 +49,13 @@ class State:
     """All that a run needs to go on."""
 
     position: Position
-    tensors: dict[str, dict[str, Tensor]]  # "model", "optimizer", "ema", "ranks", ... -> tensors by plain name
+    tensors: dict[str, dict[str, Tensor]]  # "model", "optimizer", "ema", "rank-00000", ... -> tensors by plain name
     facts: dict[str, Any]  # JSON: history, run_id, topology {mode, world_size}
+
+    def require_finite(self) -> None:
+        """Raises NotFiniteError where a weight, buffer or optimizer state is NaN or infinite."""
+        for part in ("model", "ema", "optimizer"):
+            require_finite(part, self.tensors.get(part, {}))
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -85,12 +90,9 @@ def commit(folder: Path, state: State, keep: int, check: Callable[[], None] = la
     `check` raises where nothing may be saved; it is asked last when all is written, which takes time.
 
     Raises:
-        NotFiniteError: a weight, buffer or optimizer state is NaN or infinite; nothing is written.
         DiskFullError: what was saved before is intact, what was begun is removed.
         SetupError: the folder cannot be written, or does not give back what was written.
     """
-    for stem in ("model", "ema", "optimizer"):
-        require_finite(stem, state.tensors.get(stem, {}))
     home = folder / "checkpoints"
     final = home / f"step-{state.position.step:08d}"
     with writing(folder):

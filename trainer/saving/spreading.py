@@ -30,7 +30,9 @@ def on_every_rank(found: Found | None, world: World) -> State | None:
         CheckpointError: rank 0's files changed meanwhile.
         SetupError: this rank has no room for temporary files.
     """
-    told: tuple[Path, bytes] | None = world.share((found.path, manifest_bytes(found.path)) if found else None)
+    told: tuple[Path, bytes] | None = world.broadcast_object(
+        (found.path, manifest_bytes(found.path)) if found else None
+    )
     if told is None:
         return None
     path, raw = told

@@ -71,7 +71,7 @@ class Callbacks:
 
     def connect(self, world: World) -> None:
         """All ranks take part in what rank 0's program wants to hear, whatever theirs wants. Collective."""
-        self._told = world.share(self._told)
+        self._told = world.broadcast_object(self._told)
 
     def tells(self, name: str) -> bool:
         """Whether there is an "on_epoch" or "on_step" to tell."""
@@ -96,7 +96,7 @@ class Callbacks:
                 heard = self.heard(report)
             except Exception as error:
                 raised, heard = error, f"{_called(report)} raised {type(error).__name__}: {error}"
-        heard = world.share(heard)
+        heard = world.broadcast_object(heard)
         if raised is not None:
             raise raised
         if isinstance(heard, str):

@@ -22,7 +22,7 @@ def diagnose(run: Run) -> Verdict | None:
     spent = time.perf_counter() - run.begun
     speed = timer.summary(run.loader.samples_per_step)
     seconds = parts(run)
-    if world.share(speed["step_time_s"] is None):
+    if world.broadcast_object(speed["step_time_s"] is None):
         return None
     step = speed["step_time_s"]["mean"]
     begun = time.perf_counter()
@@ -50,7 +50,7 @@ def diagnose(run: Run) -> Verdict | None:
     reading = _reading(run, BUDGET * spent) if shares(measured)["data"] >= NAMED else None
     probe += time.perf_counter() - begun
     setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train), reading)
-    verdict: Verdict = world.share(judge(measured, seconds, run.recipe, setting, probe))
+    verdict: Verdict = world.broadcast_object(judge(measured, seconds, run.recipe, setting, probe))
     return verdict
 
 

@@ -35,7 +35,7 @@ class Sums:
         """The task's metrics of all ranks' samples, and how many these are. Collective; the same on every rank."""
         # A rank without outputs does not know what there is to add up.
         layouts = world.gather({name: part.shape for name, part in self.parts.items()})
-        layout: dict[str, torch.Size] = world.share(next(filter(None, layouts), {}))
+        layout: dict[str, torch.Size] = world.broadcast_object(next(filter(None, layouts), {}))
         world.heartbeat()
         mine = [self.parts[name].cpu() if name in self.parts else torch.zeros(shape) for name, shape in layout.items()]
         flat = torch.cat([*(part.double().flatten() for part in mine), torch.tensor([float(self.count)]).double()])
@@ -45,7 +45,7 @@ class Sums:
         pieces = torch.split(found[:-1], [shape.numel() for shape in layout.values()])
         whole = {name: piece.view(shape) for (name, shape), piece in zip(layout.items(), pieces, strict=True)}
         # A task of the user's own may differ in the last bits from rank to rank, and all must see the same best epoch.
-        told: dict[str, float] = world.share(self.task.metrics(whole, int(count)))
+        told: dict[str, float] = world.broadcast_object(self.task.metrics(whole, int(count)))
         return told, int(count)
 
 

@@ -1,4 +1,4 @@
-"""The model as training begins with it, on the CPU: made from its recipe, or with a checkpoint's weights."""
+"""The model as training begins with it, on the CPU: made from its recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.data import Datasets, Example, TensorSpec
 from trainer.data.photos.decoding import reason
 from trainer.errors import RecipeError
 from trainer.models.given import Given
-from trainer.models.zoo import build, initialise, known_classes, registered_model
+from trainer.models.zoo import build, fitted, known_classes, registered_model
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import State
@@ -20,10 +20,14 @@ from trainer.tasks import Task
 
 
 def initial_model(recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World) -> nn.Module:
-    """The model as training begins with it, or goes on with it from a checkpoint's state. Collective."""
+    """The model as training begins with it, or for the weights of a checkpoint, which its mode scatters. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
     model = model_of(recipe, task, data, starting=state is None)
     if state is not None:
-        initialise(model, state.tensors["model"], "the checkpoint", whole=True)
+        fitted(model, state.tensors["model"], "the checkpoint", whole=True)
     elif isinstance(registered_model(recipe.model.name), Given):
         make_alike(model, world)
     check_task(task, model, data)

@@ -219,7 +219,7 @@ def note_skipped(run: Run) -> None:
 def note_memory(run: Run) -> None:
     """Peak bytes of every rank's device."""
     mine = {name: peak_memory(device) for name, device in run.world.driven().items()}
-    gathered = run.world.share(run.world.gather(mine))
+    gathered = run.world.broadcast_object(run.world.gather(mine))
     run.memory = {name: size for part in gathered for name, size in part.items()}
 
 
@@ -232,7 +232,7 @@ def finish(run: Run) -> Result:
     if run.timer.seen == 0:  # continued with no step left to train: what was measured stands
         previous = run.tracker.previous_result()
         result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
-    shared: Result = run.world.share(result)
+    shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
     presenting.end(run, shared, found)
     run.tracker.say(reporting.last_line(run, shared))

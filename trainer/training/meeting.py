@@ -98,7 +98,7 @@ def leave(run: Run, stop: type[TrainerError]) -> None:
         TrainerError: `stop`, on every rank.
     """
     resuming.save(run)
-    folder = run.world.share(str(run.tracker.path))
+    folder = run.world.broadcast_object(str(run.tracker.path))
     saved = f"; saved step {run.position.step}: continue with output={folder} resume=auto" if not run.speed_only else ""
     name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have heard it
     raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else name}{saved}")

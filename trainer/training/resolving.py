@@ -95,7 +95,7 @@ def claim(recipe: Recipe, callbacks: Callbacks, closing: ExitStack) -> Claim:
             before = continued(folder)
         except TrainerError as error:
             refused = error
-    refused, path, settled, before = world.share((refused, tracker.path, tracker.folder.settled, before))
+    refused, path, settled, before = world.broadcast_object((refused, tracker.path, tracker.folder.settled, before))
     if refused is not None:
         raise refused
     stacks.keep_in(path)
@@ -116,7 +116,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         before, recipe = recipe, recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
         reasons |= _changes(before, recipe, "by a look at the images")
     task = task_of(recipe, data)
-    shard = modes.share(recipe, world)
+    shard = modes.data_shard(recipe, world)
     steps = steps_per_epoch(len(data.train), recipe, shard)
     check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)

@@ -64,48 +64,68 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
 
 
 def bound_to(recipe: Recipe, world: World) -> dict[str, Any]:
-    """What per-rank state is bound to."""
-    return {"mode": recipe.mode, "world_size": world.size}
+    """What the random streams of the ranks are bound to: which data a rank computes, and which part of the model."""
+    dimensions = {name: size for name, size in world.grid.sizes.items() if name != "replicas"}
+    return {"mode": recipe.mode, "world_size": world.size, **dimensions}
 
 
 def save(run: Run) -> None:
-    """Commit a checkpoint of this very step."""
+    """Save a checkpoint of this very step. Collective."""
     if not run.speed_only:
         with run.interrupts.saving():
-            _save(run)
+            state = snapshot(run)
+            if state is not None:
+                commit(run, state)
         run.timer.start()
 
 
-def _save(run: Run) -> None:
+def snapshot(run: Run) -> checkpoint.State | None:
+    """All that the run needs to go on, copied to host memory on rank 0; None elsewhere. Collective, and writes nothing
+    but what is logged: a checkpoint that is continued has all its rows, wherever the process is killed.
+
+    Raises:
+        NotFiniteError: a weight, buffer or optimizer state is NaN or infinite.
+    """
     averages = run.average.tensors() if run.average is not None else {}
     run.strategy.settle(averages)
     run.world.heartbeat()
-    tensors = {
+    whole = {
         "model": run.strategy.gather(run.weights()),
         "optimizer": run.strategy.gather(optimizer_state(run.optimizer, run.parameters)),
         "ema": run.strategy.gather(averages),
         "scaler": run.updater.state(),
     }
-    unlogged = torch.stack(run.unlogged).cpu() if run.unlogged else torch.zeros(0)
-    ranks = run.world.gather({**random_states(run.world.drives), "unlogged": unlogged, **_private(run)})
-    if run.tracker.path is not None:
-        tensors["samples"] = run.samples
-        tensors["ranks"] = {f"{rank}/{key}": value for rank, own in enumerate(ranks) for key, value in own.items()}
-        facts = {
-            "history": {**vars(run.history), "seconds": run.seconds()},
-            "topology": bound_to(run.recipe, run.world),
-            "steps_per_epoch": run.steps_per_epoch,
-            "classes": run.datasets.classes,
-            "run_id": job_id(),
-        }
-        state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
-        run.tracker.folder.check()
-        run.tracker.flush()  # first: what a checkpoint continues has all its rows, wherever the process is killed
-        checkpoint.commit(run.tracker.path, state, run.recipe.save.keep, run.tracker.folder.check)
+    unlogged = torch.stack(run.unlogged) if run.unlogged else torch.zeros(0)
+    ranks = run.world.gather_tensors({**random_states(run.world.drives), "unlogged": unlogged, **_live(run)})
+    if run.tracker.path is None:
+        return None
+    run.tracker.folder.check()
+    run.tracker.flush()
+    tensors = {
+        stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+        for stem, named in whole.items()
+    }
+    tensors |= {"samples": run.samples} | {_part(rank): own for rank, own in enumerate(ranks)}
+    facts = {
+        "history": {**vars(run.history), "seconds": run.seconds()},
+        "topology": bound_to(run.recipe, run.world),
+        "steps_per_epoch": run.steps_per_epoch,
+        "classes": run.datasets.classes,
+        "run_id": job_id(),
+    }
+    state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
+    state.require_finite()
+    return state
+
+
+def commit(run: Run, state: checkpoint.State) -> None:
+    """Write a snapshot to the run folder; on rank 0, without the others."""
+    assert run.tracker.path is not None
+    checkpoint.commit(run.tracker.path, state, run.recipe.save.keep, run.tracker.folder.check)
 
 
 def restore(run: Run, state: checkpoint.State) -> None:
-    """Continue a checkpoint whose weights are in the model already.
+    """Continue a checkpoint, whose weights have the names and shapes of the model.
 
     Raises:
         CheckpointError: its optimizer state or moving average does not fit, or it is whole and yet no run's.
@@ -120,6 +140,7 @@ def restore(run: Run, state: checkpoint.State) -> None:
 
 
 def _restore(run: Run, state: checkpoint.State) -> None:
+    run.strategy.scatter(state.tensors["model"], run.weights())
     try:
         run.strategy.scatter(state.tensors.get("optimizer", {}), optimizer_state(run.optimizer, run.parameters))
     except ValueError as error:
@@ -145,8 +166,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
         seed_ranks(run.recipe.seed + run.position.step, run.world.rank)
         _share_losses(run, state)
         return
-    prefix = f"{run.world.rank}/"
-    mine = {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
+    mine = _of_rank(state, run.world.rank)
     fresh = restore_random_states(mine, run.world.drives)
     if fresh:
         names = ", ".join(map(str, fresh))
@@ -188,14 +208,23 @@ def _live(run: Run) -> dict[str, Tensor]:
     return {f"{kind}:{name}": tensor for kind in run.recipe.traits.private for name, tensor in parts[kind]().items()}
 
 
-def _private(run: Run) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in _live(run).items()}
+def _part(rank: int) -> str:
+    """The part of a checkpoint that holds what a rank has for itself."""
+    return f"rank-{rank:05d}"
+
+
+def _of_rank(state: checkpoint.State, rank: int) -> dict[str, Tensor]:
+    """What a rank had for itself; older checkpoints hold it in one part for all."""
+    if _part(rank) in state.tensors:
+        return state.tensors[_part(rank)]
+    prefix = f"{rank}/"
+    return {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
 
 
 def _share_losses(run: Run, state: checkpoint.State) -> None:
     """Losses since the last logged step, saved by other ranks than there are now: rank 0 takes their sum."""
-    saved = [value for key, value in state.tensors["ranks"].items() if key.endswith("/unlogged")]
-    total = torch.stack(saved).sum(0).to(run.world.device)
+    size = state.facts["topology"]["world_size"]
+    total = torch.stack([_of_rank(state, rank)["unlogged"] for rank in range(size)]).sum(0).to(run.world.device)
     run.unlogged = list((total if run.world.is_main else torch.zeros_like(total)).unbind())
 
 

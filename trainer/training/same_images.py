@@ -36,7 +36,7 @@ def check_same_images(world: World, data: Datasets) -> None:
     """
     found = world.gather((platform.node(), _told(data)))
     odd = next((rank for rank, (_, told) in enumerate(found) if told != found[0][1]), None)
-    why = world.share(None if odd is None else _difference(odd, found[odd], found[0][1]))
+    why = world.broadcast_object(None if odd is None else _difference(odd, found[odd], found[0][1]))
     if why is not None:
         kept = ", and the run folder if it is continued: its split.csv tells what it holds out"
         raise SetupError(
@@ -86,7 +86,7 @@ def known_again(world: World, data: Datasets, state: State | None) -> tuple[dict
             counts = f"{len(others)} of {len(photos)} {ROLES[role]} photos looked at"
             resized.append(f"{counts} have another size than when the run began ({few(others)})")
             moved |= _moved(part, photos, data.classes)
-    moved = world.share(moved)
+    moved = world.broadcast_object(moved)
     if moved:
         told = few([f"{one} is now in {other}" for one, other in moved.items()])
         raise SetupError(f"the class folders of this run changed places ({told}): put them back, {ANEW}")

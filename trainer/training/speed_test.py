@@ -32,7 +32,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     per_image *= 0.5 if recipe.precision in AUTOCAST else 1.0
     room = SHARE * free_memory(world.device) / world.sharing() - COPIES * size_of(*model.parameters())
     pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
-    pieces = world.share(pieces)
+    pieces = world.broadcast_object(pieces)
     say(
         f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
         f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; at most {STEPS} steps "

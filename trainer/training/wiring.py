@@ -50,7 +50,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, begu
     recipe, data, world, tracker = resolved.recipe, resolved.data, resolved.world, resolved.tracker
     shard, state = resolved.shard, resolved.state
     model = initial_model(recipe, resolved.task, data, state, world)
-    known = world.share(tracker.known())
+    known = world.broadcast_object(tracker.known())
     cards = cards_of(world, recipe.precision)
     starting = starting_notes(recipe, data, model) if state is None else {}
     told = starting | notes(model, recipe) | emulated(cards)
@@ -156,7 +156,9 @@ def cards_of(world: World, precision: str) -> dict[str, Card]:
         name.partition("#")[0]: Card(peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
         for name, device in world.driven().items()
     }
-    found: dict[str, Card] = world.share({name: card for part in world.gather(mine) for name, card in part.items()})
+    found: dict[str, Card] = world.broadcast_object(
+        {name: card for part in world.gather(mine) for name, card in part.items()}
+    )
     return found
 
 

@@ -78,10 +78,10 @@ def label_part(trained: Trained, folder: Path, me: Place) -> None:
         devices = prediction_devices("auto", 0, cores(), me.local_rank, me.local_size)
     world = World(me, torch.device("cpu"), 1, ())
     world.connect(PATIENCE)
-    folder = Path(world.share(str(folder)))  # its name may hold the time
+    folder = Path(world.broadcast_object(str(folder)))  # its name may hold the time
     final = folder / f"predictions.{recipe.predict.format}"
     output.claim(folder)
-    before = world.share(output.complete(folder, final, settings) if me.is_main else None)
+    before = world.broadcast_object(output.complete(folder, final, settings) if me.is_main else None)
     if before is not None:
         world.barrier()
         world.close()
@@ -218,7 +218,7 @@ def sum_up(
     Raises:
         PredictionError: some images were given up.
     """
-    parts = world.share(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
+    parts = world.broadcast_object(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
     counts = output.together(parts)
     looked = [part["seen"] for part in parts]  # a rank may not have what tells it
     seen = None if None in looked else sum(looked)

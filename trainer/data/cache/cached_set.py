@@ -54,7 +54,7 @@ def cached(
         )
     folders = data.train, data.val
     if wish.cache == "auto":
-        recipe = recipe.replace(**world.share(_choice(world.gather(_fitting(folders, recipe, data)))))
+        recipe = recipe.replace(**world.broadcast_object(_choice(world.gather(_fitting(folders, recipe, data)))))
         if recipe.data.cache == "off":
             say("  cache: off, for the disk has no room for it")
             return data, recipe

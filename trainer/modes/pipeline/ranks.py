@@ -44,38 +44,31 @@ class ProcessPipeline(Staged):
         self.schedule_name = schedule_of(recipe, size)
         self.ranks = ranks_per_pipeline(recipe, size)
         self.replicas = size // self.ranks
-        self.replica, self.place = divmod(self.world.rank, self.ranks)
         self.holders = holders(recipe, size)
-        self.own = [stage for stage, rank in enumerate(self.holders) if rank == self.place]
+        self.pipe_rank = self.world.rank % self.ranks
+        self.mine = [stage for stage, rank in enumerate(self.holders) if rank == self.pipe_rank]
         self.last = len(self.holders) - 1
         self.averaging = Stopwatch(self.device)
         self._weight = 1.0
         self._losses: list[Tensor] = []
 
     @classmethod
-    def share(cls, recipe: Recipe, world: World) -> Shard:
+    def data_shard(cls, recipe: Recipe, world: World) -> Shard:
         ranks, stages = ranks_per_pipeline(recipe, world.size), holders(recipe, world.size)
         replica, place = divmod(world.rank, ranks)
         return Shard(replica, world.size // ranks, inputs=stages[0] == place, targets=stages[-1] == place)
 
-    def setup(self, model: nn.Module) -> None:
+    def place(self, model: nn.Module) -> None:
         # Torch warns, on each rank, that messages of one group wait for each other: here they are meant to.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        ways = 1 + torch_has("gradients through a group of their own")
+        self.world.arrange({"replicas": self.replicas, "stages": self.ranks}, groups={"stages": ways})
+        self.pipe_group, self.back_group = self.world.group("stages"), self.world.group("stages", ways - 1)
+        super().place(model)
+
+    def wrap(self) -> None:
         with lost_peers():
-            # Every rank makes every group, in one order.
-            every, size = range(self.world.size), self.ranks
-            limit, group = self.recipe.timeout, self.world.new_group
-            copies: Any = [None] * size  # of one replica there are none
-            if self.replicas > 1:
-                copies = [group([n for n in every if n % size == p], limit) for p in range(size)]
-            # NCCL does what one group is given in order: an activation would wait for a gradient that goes back.
-            ways = 1 + torch_has("gradients through a group of their own")
-            pipes: Any = [
-                [group([n for n in every if n // size == r], limit) for r in range(self.replicas)] for _ in range(ways)
-            ]
-            self.copies_group = copies[self.place]
-            self.pipe_group, self.back_group = pipes[0][self.replica], pipes[-1][self.replica]
-            super().setup(model)
+            super().wrap()
         self._predict()
 
     def _predict(self) -> None:
@@ -110,7 +103,7 @@ class ProcessPipeline(Staged):
         self.stages.clear()
         everything = traced.stages(plan.cuts)
         samples = self._samples(everything, self.pipe.rows // plan.microbatches)
-        for index in self.own:
+        for index in self.mine:
             self.stages[index] = self.prepare_stage(everything[index], self.device)
         parts = []
         for index, wire in self._wires(self.run_stage).items():
@@ -134,7 +127,7 @@ class ProcessPipeline(Staged):
         self.schedule = kind(
             parts[0] if single else parts, plan.microbatches, loss_fn=self._loss_of_microbatch, scale_grads=False
         )
-        self._arriving = {index: samples[index] for index in self.own}
+        self._arriving = {index: samples[index] for index in self.mine}
         if self.recipe.compile:
             self._compile()
 
@@ -174,7 +167,7 @@ class ProcessPipeline(Staged):
             with torch.no_grad():
                 travelling = Wire(stage, self.in_precision, index == 0, index == self.last)(travelling)
             samples.append(travelling.requires_grad_())
-            if index not in self.own:
+            if index not in self.mine:
                 stage.to("cpu")  # the device may be too small for the whole model
         return samples
 
@@ -183,16 +176,16 @@ class ProcessPipeline(Staged):
         forward, backward, weights = part.forward_one_chunk, part.backward_one_chunk, part.backward_weight_one_chunk
 
         def timed_forward(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.action(self.place, Action("F", index, chunk)), as_raised():
+            with self.recorder.action(self.pipe_rank, Action("F", index, chunk)), as_raised():
                 return forward(chunk, *args, **kwargs)
 
         def timed_backward(chunk: int, *args: Any, **kwargs: Any) -> Any:
             kind = "B" if kwargs.get("full_backward", True) else "I"
-            with self.recorder.action(self.place, Action(kind, index, chunk)), as_raised():
+            with self.recorder.action(self.pipe_rank, Action(kind, index, chunk)), as_raised():
                 return backward(chunk, *args, **kwargs)
 
         def timed_weights(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.action(self.place, Action("W", index, chunk)), as_raised():
+            with self.recorder.action(self.pipe_rank, Action("W", index, chunk)), as_raised():
                 return weights(chunk, *args, **kwargs)
 
         for name, method in (
@@ -212,8 +205,8 @@ class ProcessPipeline(Staged):
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         self._weight = weight
         self._losses.clear()
-        arguments = (batch.inputs,) if 0 in self.own else ()
-        target = batch.targets if self.last in self.own else None
+        arguments = (batch.inputs,) if 0 in self.mine else ()
+        target = batch.targets if self.last in self.mine else None
         with lost_peers(), self.recorder.step():
             self.schedule.step(*arguments, target=target, return_outputs=False)
         self.commit_statistics()
@@ -224,11 +217,11 @@ class ProcessPipeline(Staged):
         if self.replicas == 1:
             return
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        with self.averaging, lost_peers():
+        with self.averaging:
             for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
                 same = [gradient for gradient in gradients if gradient.dtype == dtype]
                 flat = torch.cat([gradient.reshape(-1) for gradient in same])
-                dist.all_reduce(flat, group=self.copies_group)
+                self.world.sum_(flat, "replicas")
                 for gradient, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
                     gradient.copy_(part.view(gradient.shape))
 
@@ -237,12 +230,9 @@ class ProcessPipeline(Staged):
         return Communication(self.averaging.seconds() / max(1, steps))
 
     def grad_norm(self) -> Tensor:
-        square = super().grad_norm().square().to(self.device)
-        with lost_peers():
-            dist.all_reduce(square, group=self.pipe_group)
-        return square.sqrt()
+        return self.world.sum_(super().grad_norm().square().to(self.device), "stages").sqrt()
 
-    def share_overflow(self, flag: Tensor) -> None:
+    def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)
 
     def forward(self, inputs: Tensor) -> Tensor | None:
@@ -254,30 +244,30 @@ class ProcessPipeline(Staged):
         """
         count, wave = self.plan.microbatches, max(1, self.ranks - 1)
         wires = self._wires(self.in_precision)
-        pieces = inputs.chunk(count) if 0 in self.own else ()
+        pieces = inputs.chunk(count) if 0 in self.mine else ()
         found: list[Tensor] = []
         sending: deque[tuple[Any, Tensor]] = deque()  # a tensor must live until it is sent
         with lost_peers(), torch.no_grad():
             for first in range(0, count, wave):
                 here = list(pieces[first : first + wave])  # for this rank's next stage
-                for index in self.own:
+                for index in self.mine:
                     arriving: Iterator[Tensor] = iter(here)
-                    if index and self.holders[index - 1] != self.place:
+                    if index and self.holders[index - 1] != self.pipe_rank:
                         arriving = (self._receive(index) for _ in range(min(wave, count - first)))
                     here = []
                     for received in arriving:
                         out = wires[index](received)
-                        if index == self.last or self.holders[index + 1] == self.place:
+                        if index == self.last or self.holders[index + 1] == self.pipe_rank:
                             here.append(out)
                             continue
                         to = self._rank(self.holders[index + 1])
                         sending.append((dist.isend(out, to, group=self.pipe_group), out))
                         if len(sending) > 2 * wave:
                             sending.popleft()[0].wait()
-                found += here if self.last in self.own else []
+                found += here if self.last in self.mine else []
             for work, _ in sending:
                 work.wait()
-        return torch.cat(found) if self.last in self.own else None
+        return torch.cat(found) if self.last in self.mine else None
 
     def _receive(self, index: int) -> Tensor:
         """A micro-batch of a stage, from the rank that has the one before."""
@@ -285,34 +275,12 @@ class ProcessPipeline(Staged):
         dist.recv(received, self._rank(self.holders[index - 1]), group=self.pipe_group)
         return received
 
-    def _rank(self, place: int) -> int:
-        return self.replica * self.ranks + place
+    def _rank(self, pipe_rank: int) -> int:
+        """Of this replica, among all."""
+        return self.world.rank - self.pipe_rank + pipe_rank
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Each replica's BatchNorm has seen its own part of the batches: the first one's statistics are the truth."""
-        if self.replicas == 1:
-            return
-        with lost_peers():
-            for name, buffer in self.named_buffers().items():
-                for tensor in (buffer, *([averages[name]] if name in averages else [])):
-                    dist.broadcast(tensor, self.place, group=self.copies_group)
-
-    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """From the ranks of the first replica, tensor by tensor: pickling all of them would need their memory twice."""
-        if self.replica > 0:
-            return {}
-        mine = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-        described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()]
-        with lost_peers():
-            lists: list[Any] | None = [None] * self.ranks if self.place == 0 else None
-            dist.gather_object(described, lists, dst=0, group=self.pipe_group)
-            if lists is None:
-                for tensor in mine.values():
-                    dist.send(tensor, 0, group=self.pipe_group)
-                return {}
-            whole = dict(mine)
-            for place in range(1, self.ranks):
-                for name, shape, dtype in lists[place]:
-                    whole[name] = torch.empty(shape, dtype=dtype)
-                    dist.recv(whole[name], place, group=self.pipe_group)
-        return whole
+        for name, buffer in self.named_buffers().items():
+            for tensor in (buffer, *([averages[name]] if name in averages else [])):
+                self.world.broadcast_(tensor, "replicas")

@@ -46,11 +46,15 @@ class Staged(Strategy):
         self._busy: list[float] = []
         self._ran: int | None = None  # micro-batches of the last trial that memory sufficed for
 
-    def setup(self, model: nn.Module) -> None:
+    def place(self, model: nn.Module) -> None:
+        """In its memory order; each stage goes to its device when the cuts are known."""
         self._names = [name for name, _ in model.named_parameters()]
         self._saved = set(model.state_dict())
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.model = model.to(memory_format=layout)
+
+    def wrap(self) -> None:
+        """Cut it as measured before, or now."""
         traced = trace(self.model, self.recipe.model.name)
         self.pipe = self.describe_pipe(self.context.example.rows)
         if any(map(self.defers, self.pipe.counts)):
@@ -68,9 +72,11 @@ class Staged(Strategy):
             )
         self.plan = plan
         self.build(traced, plan)
+
+    def finish(self) -> None:
         forget_memory(self.world.drives)
         del self.model  # stages that are not this rank's need no memory
-        self._parameters = list(self.named_parameters().values())
+        super().finish()
 
     def defers(self, microbatches: int) -> bool:
         """Whether BatchNorm's statistics are those of several passes; a pass that is computed again counts once."""
@@ -154,7 +160,7 @@ class Staged(Strategy):
                     faults.fault(self.world.rank, f"trial-{plan.microbatches}")
                 self.forward_backward(batch, 1 / rows)
                 self.meet()
-                times.append(self.world.share(time.perf_counter() - begun))
+                times.append(self.world.broadcast_object(time.perf_counter() - begun))
         for parameter in self.named_parameters().values():
             parameter.grad = None
         busy = self.busy(self.recorder.steps()[-1])

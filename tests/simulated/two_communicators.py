@@ -49,7 +49,7 @@ class Card:
         if self.lost:
             machine.order.hung.add(machine.here.device)
         if not (self.lost and leaves):
-            work = function(*arguments, **options, group=self.group, async_op=True)
+            work = function(*arguments, **{**options, "group": self.group, "async_op": True})
         if not self.lost:
             work.wait()
             self.begun = None

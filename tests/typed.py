@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 def odd(value: Any, kind: Any, place: str = "it") -> list[str]:
     """What of a value its type does not tell: other keys, in words, or another type."""
     if is_typeddict(kind) or is_dataclass(kind):
-        hints = {"global" if key == "whole" else key: hint for key, hint in get_type_hints(kind).items()}
+        written = {"whole": "global", "overrides": "try"}  # which are keywords
+        hints = {written.get(key, key): hint for key, hint in get_type_hints(kind).items()}
         if not isinstance(value, dict) or value.keys() != hints.keys():
             keys = set(value) ^ set(hints) if isinstance(value, dict) else value
             return [f"{place}: {keys}"]

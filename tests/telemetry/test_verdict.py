@@ -11,7 +11,7 @@ from tests.typed import odd
 from trainer.devices import precision
 from trainer.recipe import load
 from trainer.telemetry import verdict
-from trainer.telemetry.verdict import PARTS, Reading, Setting, StepParts, VerdictFigures, judge, shares
+from trainer.telemetry.verdict import PARTS, Reading, Setting, StepParts, Verdict, judge, shares
 
 RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
 
@@ -126,7 +126,7 @@ def test_a_bubble_that_may_be_larger_is_not_taken_for_certain(bubble, most, boun
     found = judge(StepParts(1, bubble=bubble, bubble_at_most=most), RUN, recipe, Setting(2, gpu=True))
     assert (found.bound, [word for word in found.overrides if word != "compile=true"]) == (bound, overrides)
     told = f"up to {most - bubble:.0%} of the step more may be idle"
-    assert (told in found.sentence and told in found.unmeasured) == (most > 0.2)
+    assert (told in found.sentence and told in (found.unmeasured or "")) == (most > 0.2)
     assert found.unmeasured or most < 0.2
     by_hand = recipe.replace(pipeline__microbatches=8)
     asked = judge(StepParts(1, bubble=bubble, bubble_at_most=most), RUN, by_hand, Setting(2, gpu=True))
@@ -137,9 +137,9 @@ def test_a_bubble_that_may_be_larger_is_not_taken_for_certain(bubble, most, boun
 def test_few_images_a_gpu_are_told():
     recipe = load(None, "batch_size=256", "schedule.warmup_epochs=1", "precision=bf16", "compile=true")
     found = judge(StepParts(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
-    assert found.overrides == ("batch_size=1024 optimizer.lr=0.4",) and "a GPU gets 32 images" in found.sentence
+    assert found.overrides == ["batch_size=1024 optimizer.lr=0.4"] and "a GPU gets 32 images" in found.sentence
     assert not judge(StepParts(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")
-    assert judge(StepParts(1), RUN, recipe, Setting(4, gpu=True)).overrides == ()
+    assert judge(StepParts(1), RUN, recipe, Setting(4, gpu=True)).overrides == []
 
 
 def test_what_could_not_be_measured_is_said():
@@ -158,7 +158,7 @@ def test_the_guide_names_the_parts_of_a_step():
 
 def test_written_forms():
     found = judge(StepParts(0.25, data=0.1), RUN, load(None), Setting(), probe_seconds=0.02)
-    assert odd(found.to_dict(), VerdictFigures) == [] and (*found.step,) == PARTS
+    assert odd(found.to_dict(), Verdict) == [] and (*found.step,) == PARTS
     assert found.to_dict()["run"] == pytest.approx({"steps": 0.9, "start-up": 0.04, "evaluation": 0.06})
     assert "| part of a step (250 ms) | share |" in found.to_markdown() and "| data | 40.0% |" in found.to_markdown()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -101,25 +101,9 @@ class Setting:
     reading: Reading | None = None
 
 
-VerdictFigures = TypedDict(
-    "VerdictFigures",
-    {
-        "bound": Part,
-        "sentence": str,
-        "try": list[str],
-        "step": dict[Part, float],
-        "run": dict[str, float],
-        "step_seconds": float,
-        "reading": dict[str, float] | None,
-        "unmeasured": str | None,
-        "probe_seconds": float,
-    },
-)
-
-
 @dataclass(frozen=True)
 class Verdict:
-    """Where the time went, what bounds it, what to try.
+    """Where the time went, what bounds it, what to try: result.json's `verdict`, which calls `overrides` "try".
 
     Attributes:
         bound: a key of `step`.
@@ -129,33 +113,23 @@ class Verdict:
         run: share of each part of the run; they add up to 1.
         step_seconds: of the mean step.
         reading: of photos, where the step waits for them.
-        unmeasured: what the shares do not tell, in words; empty where they tell all.
+        unmeasured: what the shares do not tell, in words.
         probe_seconds: what finding out took.
     """
 
     bound: Part
     sentence: str
-    overrides: tuple[str, ...]
+    overrides: list[str]
     step: dict[Part, float]
     run: dict[str, float]
     step_seconds: float
-    unmeasured: str
+    reading: Reading | None
+    unmeasured: str | None
     probe_seconds: float
-    reading: Reading | None = None
 
-    def to_dict(self) -> VerdictFigures:
-        """result.json's `verdict`."""
-        return {
-            "bound": self.bound,
-            "sentence": self.sentence,
-            "try": list(self.overrides),
-            "step": self.step,
-            "run": self.run,
-            "step_seconds": self.step_seconds,
-            "reading": None if self.reading is None else asdict(self.reading),
-            "unmeasured": self.unmeasured or None,
-            "probe_seconds": self.probe_seconds,
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """As result.json has it."""
+        return {"try" if key == "overrides" else key: value for key, value in asdict(self).items()}
 
     def to_markdown(self) -> str:
         """For TensorBoard's text tab."""
@@ -199,7 +173,7 @@ def judge(
     parts = shares(measured)
     largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     bound = largest if parts[largest] >= NAMED else "compute"
-    overrides = tuple(_possible(_advice(bound, measured, recipe, setting), recipe, setting))
+    overrides = _possible(_advice(bound, measured, recipe, setting), recipe, setting)
     unmeasured = _unmeasured(measured)
     sentence = PHRASES[bound].format(share=parts[bound])
     if bound == "data" and setting.workers is None:
@@ -227,7 +201,7 @@ def judge(
     if run.get("steps", 1.0) < 0.5:
         sentence += f". Steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"
     reading = setting.reading if bound == "data" else None
-    return Verdict(bound, sentence, overrides, parts, run, measured.step, unmeasured, probe_seconds, reading)
+    return Verdict(bound, sentence, overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
 
 
 def _of_reading(reading: Reading) -> str:
@@ -241,7 +215,7 @@ def _gain(reading: Reading, waiting: float) -> float:
     return min(reading.whole / reading.cached, 1 / max(1 - waiting, 0.01))
 
 
-def _unmeasured(measured: StepParts) -> str:
+def _unmeasured(measured: StepParts) -> str | None:
     found = []
     if measured.communication is None:
         found.append("communication was not measured: the run is too short for a probe of 1 % of it")
@@ -251,7 +225,7 @@ def _unmeasured(measured: StepParts) -> str:
         found.append(f"up to {share:.0%} of that may be communication {hidden}")
     if (share := _launching(measured)) > LITTLE:
         found.append(f"up to {share:.0%} of the step more may be idle, GPUs waiting for launches within stages")
-    return "; ".join(found)
+    return "; ".join(found) or None
 
 
 def _launching(measured: StepParts) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-from trainer.telemetry.verdict import VerdictFigures
-
 
 class DataResult(TypedDict):
     """`result.json`'s `data`."""
@@ -98,7 +96,7 @@ class Result(Metrics):
     losses: Annotated[list[float], "mean training loss of each epoch"]
     seconds: Annotated[float, "of all the run's parts"]
     seconds_in: Annotated[dict[str, float], "of the last part: start-up, steps, evaluation, averaging, saving"]
-    verdict: Annotated[VerdictFigures | None, "what bounds the step; null where nothing was measured"]
+    verdict: Annotated[dict[str, Any] | None, "what bounds the step; null where nothing was measured"]
     versions: Annotated[dict[str, str | None], "of what computed it: trainer, python, torch, torchvision, cuda"]
     output: Annotated[str | None, "the run folder"]
 

@@ -7,7 +7,6 @@ import platform
 import sys
 from pathlib import Path
 
-import trainer
 from trainer.commands.doctor.findings import Findings
 from trainer.commands.doctor.process_groups import Group
 from trainer.devices import cards
@@ -19,7 +18,7 @@ SOFTWARE, PROCESSES = "software", "between processes"
 def versions(found: Findings) -> bool:
     """Of everything that a report of a bug should name; returns whether torch and torchvision could be loaded."""
     problems = len(found.problems)
-    found.row(SOFTWARE, "trainer", f"{installed('trainer')} ({Path(trainer.__file__).parent})")
+    found.row(SOFTWARE, "trainer", f"{installed('trainer')} ({Path(__file__).parents[2]})")
     found.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable})")
     found.row(SOFTWARE, "system", platform.platform())
     for name in ("torch", "torchvision"):

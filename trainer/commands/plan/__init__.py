@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from trainer import recipe as recipes
 from trainer.commands.plan import amounts
@@ -25,6 +26,7 @@ from trainer.recipe.recipe_words import split_words
 
 OWN = ("nproc", "memory", "measured", "bandwidth")
 JSON = "--json"
+Arguments = ParamSpec("Arguments")
 
 
 def command(words: Sequence[str]) -> int:
@@ -49,7 +51,7 @@ def command(words: Sequence[str]) -> int:
     return 0
 
 
-def plan(
+def planned(
     recipe: Recipe | str | Path | Mapping[str, Any],
     nproc: int | str | None = None,
     memory: int | str | None = None,
@@ -58,7 +60,7 @@ def plan(
     plugin: str | None = None,
     every: bool = False,
     words: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> RunPlan:
     """What training the recipe would take.
 
     Args:
@@ -74,25 +76,12 @@ def plan(
 
     Returns:
         What `python -m trainer plan --json` prints: sizes in bytes, times in seconds, None for what is not known.
+        `plan` returns it as a dictionary.
 
     Raises:
         RecipeError: training would refuse it on a machine that has all the devices; or an amount makes no sense.
         SetupError: what is measured is not there, or training would miss it on every machine.
     """
-    return planned(recipe, nproc, memory, measured, bandwidth, plugin, every, words).to_dict()
-
-
-def planned(
-    recipe: Recipe | str | Path | Mapping[str, Any],
-    nproc: int | str | None = None,
-    memory: int | str | None = None,
-    measured: str | Path | None = None,
-    bandwidth: float | str | None = None,
-    plugin: str | None = None,
-    every: bool = False,
-    words: Sequence[str] = (),
-) -> RunPlan:
-    """The same, before it is written."""
     if recipe is None:
         raise RecipeError("plan() needs a recipe, as in plan('digits')")
     recipe = recipe if isinstance(recipe, Recipe) else recipes.load(recipe)
@@ -111,4 +100,13 @@ def planned(
     return summarise(layout, nproc, room, measured, speed, plugin, every, words)
 
 
-__all__ = ["command", "plan"]
+def _as_dictionary(make: Callable[Arguments, RunPlan]) -> Callable[Arguments, dict[str, Any]]:
+    @wraps(make, assigned=("__module__", "__doc__"))
+    def plan(*args: Arguments.args, **kwargs: Arguments.kwargs) -> dict[str, Any]:
+        return make(*args, **kwargs).to_dict()
+
+    return plan
+
+
+plan = _as_dictionary(planned)
+__all__ = ["command", "plan", "planned"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import wrap
 
-import trainer
 from trainer.commands.plan.amounts import multiply_adds, operations
 from trainer.commands.plan.run_plan import (
     BatchFigures,
@@ -22,6 +21,7 @@ from trainer.commands.plan.run_plan import (
     StepFigures,
 )
 from trainer.recipe import TRAITS
+from trainer.recipe.versions import installed
 from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size, duration
 
@@ -31,7 +31,7 @@ PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "ac
 
 def page_of(found: RunPlan) -> str:
     """The page."""
-    lines = [f"trainer {trainer.__version__}: plan of {found.recipe}"]
+    lines = [f"trainer {installed('trainer')}: plan of {found.recipe}"]
     size, devices = found.world_size, found.devices
     facts = {
         "mode": f"{found.mode}, {size} process{'es' * (size > 1)} on {len(devices)} device"

@@ -29,7 +29,6 @@ from trainer.commands.plan.shadow import Shadow
 from trainer.data import Shard, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
-from trainer.models.timm_zoo import with_own_input
 from trainer.optim.optimization import learning_rate, total_steps
 from trainer.recipe import Recipe, words_of
 from trainer.recipe.checks import OWN_PHOTOS, refused_schedules, wider_batch
@@ -47,7 +46,7 @@ def summarise(
 ) -> RunPlan:
     """Everything that is known of the layout before it runs; see `trainer.commands.plan.plan`."""
     recipe = layout.recipe
-    images = dataset_facts(with_own_input(recipe))
+    images = dataset_facts(recipe)
     steps = _steps(layout, images)
     shadow = Shadow(recipe, images, layout.kind)
     source = predicted = cut = None

@@ -20,22 +20,22 @@ def command(words: Sequence[str]) -> int:
     """Print everything that the checks at a run's start see; 0, or 3 where something is wrong."""
     if words:
         raise RecipeError(f"doctor takes no words, and '{words[0][:80]}' is one: type python -m trainer doctor")
-    found = examine()
-    print(as_typed(found.text()), flush=True)
-    return SetupError.code if found.problems else 0
+    report = examine()
+    print(as_typed(report.text()), flush=True)
+    return SetupError.code if report.problems else 0
 
 
 def examine() -> Findings:
     """Look at everything. What fails becomes a problem of one line, and the rest goes on."""
-    found = Findings()
-    found.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
-    if found.trying("software", software.versions, found):
-        found.trying("gloo", software.processes, found)
-        cards = found.trying("cards", look_at_cards, found) or 0
-        found.trying("NCCL", software.nccl, found, cards)
-        found.trying("processor", machine.precisions, found)
-        found.trying("shared memory", machine.try_loader_memory)
-    found.trying("machine", machine.resources, found)
-    found.trying("limits", machine.limits, found)
-    found.trying("environment", machine.variables, found)
-    return found
+    report = Findings()
+    report.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
+    if report.trying("software", software.versions, report):
+        report.trying("gloo", software.processes, report)
+        cards = report.trying("cards", look_at_cards, report) or 0
+        report.trying("NCCL", software.nccl, report, cards)
+        report.trying("processor", machine.precisions, report)
+        report.trying("shared memory", machine.try_loader_memory)
+    report.trying("machine", machine.resources, report)
+    report.trying("limits", machine.limits, report)
+    report.trying("environment", machine.variables, report)
+    return report

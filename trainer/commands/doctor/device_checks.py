@@ -18,16 +18,16 @@ NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI's numbers: a maker, and the class of g
 GIB = 2**30
 
 
-def look_at_cards(found: Findings) -> int:
+def look_at_cards(report: Findings) -> int:
     """Rows of every card and of the ways between them; returns how many torch can use."""
     here = cards.look()
     if here.fault is not None:
-        found.problem(str(here.fault))
+        report.problem(str(here.fault))
     if not here.count:
         nodes, _ = cards.device_nodes()
-        found.row(CARDS, "none", "torch can use none of those here" if here.fault else "training runs on the CPU")
+        report.row(CARDS, "none", "torch can use none of those here" if here.fault else "training runs on the CPU")
         if not nodes and (lost := _without_driver()):
-            found.problem(
+            report.problem(
                 f"an NVIDIA card is on the PCI bus ({lost}) and no driver runs it: install NVIDIA's driver (Ubuntu: "
                 "sudo ubuntu-drivers install) and restart; until then training runs on the CPU"
             )
@@ -35,21 +35,21 @@ def look_at_cards(found: Findings) -> int:
     import torch
 
     devices = [torch.device("cuda", index) for index in range(here.count)]
-    usable = [device for device in devices if _card(found, device, here.count)]
+    usable = [device for device in devices if _card(report, device, here.count)]
     if len(usable) > 1:
-        _links(found, usable)
+        _links(report, usable)
     return len(usable) if len(usable) == here.count else 0
 
 
-def _card(found: Findings, device: torch.device, count: int) -> bool:
+def _card(report: Findings, device: torch.device, count: int) -> bool:
     """A card's row; whether it computes."""
-    before = len(found.problems)
-    found.trying(str(device), health.check_card, device, count)
-    computes = len(found.problems) == before
-    about = found.trying(str(device), _about, device) or "cannot be asked"
-    found.row(CARDS, str(device), f"{about}, {'computes rightly' if computes else 'CANNOT BE USED'}")
-    for name, value in _managed(found, device):
-        found.row(CARDS, "", f"{name}: {value}")
+    before = len(report.problems)
+    report.trying(str(device), health.check_card, device, count)
+    computes = len(report.problems) == before
+    about = report.trying(str(device), _about, device) or "cannot be asked"
+    report.row(CARDS, str(device), f"{about}, {'computes rightly' if computes else 'CANNOT BE USED'}")
+    for name, value in _managed(report, device):
+        report.row(CARDS, "", f"{name}: {value}")
     return computes
 
 
@@ -62,7 +62,7 @@ def _about(device: torch.device) -> str:
     return f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, compute capability {major}.{minor}"
 
 
-def _links(found: Findings, devices: list[torch.device]) -> None:
+def _links(report: Findings, devices: list[torch.device]) -> None:
     """Which cards reach which directly, and whether copies arrive."""
     import torch
 
@@ -71,15 +71,15 @@ def _links(found: Findings, devices: list[torch.device]) -> None:
             str(other) for other in devices if other != device and torch.cuda.can_device_access_peer(device, other)
         ]
         reach = "all others" if len(peers) == len(devices) - 1 else ", ".join(peers) or "none (through the host)"
-        found.row("between cards", f"{device} reaches directly", reach)
+        report.row("between cards", f"{device} reaches directly", reach)
     ways = list(permutations(devices, 2))
-    before = len(found.problems)
-    found.trying("copies between cards", health.check_copies, ways)
-    right = len(found.problems) == before
-    found.row("between cards", "copies", f"right in all {len(ways)} ways" if right else "WRONG, see below")
+    before = len(report.problems)
+    report.trying("copies between cards", health.check_copies, ways)
+    right = len(report.problems) == before
+    report.row("between cards", "copies", f"right in all {len(ways)} ways" if right else "WRONG, see below")
 
 
-def _managed(found: Findings, device: torch.device) -> list[tuple[str, str]]:
+def _managed(report: Findings, device: torch.device) -> list[tuple[str, str]]:
     """What NVIDIA's management library adds, where nvidia-ml-py is installed and knows the card."""
     rows: list[tuple[str, str]] = []
     try:
@@ -103,7 +103,7 @@ def _managed(found: Findings, device: torch.device) -> list[tuple[str, str]]:
     if errors is not None:
         rows.append(("memory errors that could not be corrected", str(errors)))
         if errors:
-            found.problem(
+            report.problem(
                 f"{device} has had {errors} uncorrected memory errors: sudo nvidia-smi --gpu-reset, or leave it out"
             )
     reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")

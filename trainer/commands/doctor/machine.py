@@ -24,31 +24,31 @@ TELLING = re.compile(
 SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
 
 
-def resources(found: Findings) -> None:
+def resources(report: Findings) -> None:
     """What there is to compute and to store with."""
     title = "machine"
-    found.row(title, "processor", f"{host.processor()}, {os.cpu_count()} cores, {world.cores()} for this process")
+    report.row(title, "processor", f"{host.processor()}, {os.cpu_count()} cores, {world.cores()} for this process")
     quota = host.group_setting("cpu", "cpu.max") or host.group_setting("cpu", "cpu.cfs_quota_us")
     if quota and not quota.startswith(("max", "-1")):
         quota += f" {host.group_setting('cpu', 'cpu.cfs_period_us')}"
-        found.row(title, "cores' quota (cgroup)", _cores_of(quota))
-    found.row(title, "threads", _threads())
-    found.row(title, "memory", f"{host.free_memory() / GIB:.1f} of {host.total_memory() / GIB:.1f} GiB free")
+        report.row(title, "cores' quota (cgroup)", _cores_of(quota))
+    report.row(title, "threads", _threads())
+    report.row(title, "memory", f"{host.free_memory() / GIB:.1f} of {host.total_memory() / GIB:.1f} GiB free")
     limit = host.memory_limit()
     if limit is not None:
-        found.row(title, "memory's limit (cgroup)", f"{limit / GIB:.1f} GiB")
-    found.row(title, "/dev/shm", shared_memory())
+        report.row(title, "memory's limit (cgroup)", f"{limit / GIB:.1f} GiB")
+    report.row(title, "/dev/shm", shared_memory())
     usage = shutil.disk_usage(os.getcwd())
-    found.row(title, "disk of this folder", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
+    report.row(title, "disk of this folder", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
     if usage.free < GIB:
-        found.problem("less than 1 GiB of disk is free here: free some, or train with output= on another disk")
+        report.problem("less than 1 GiB of disk is free here: free some, or train with output= on another disk")
     if not os.access(".", os.W_OK):
-        found.problem(
+        report.problem(
             f"nothing can be written into {os.getcwd()}: cd to a folder of yours, or train with output=FOLDER"
         )
 
 
-def precisions(found: Findings) -> None:
+def precisions(report: Findings) -> None:
     """How fast the processor computes in numbers of 16 bits."""
     from trainer.devices import precision  # needs torch
 
@@ -56,7 +56,7 @@ def precisions(found: Findings) -> None:
         times = precision.cpu_speed(name)
         unclear = "not known: convolutions take too unevenly long, as beside other programs; try again"
         text = unclear if math.isnan(times) else f"{times:.2g} times as fast as fp32, in a convolution on one core"
-        found.row("processor", name, text)
+        report.row("processor", name, text)
 
 
 def try_loader_memory() -> None:
@@ -66,7 +66,7 @@ def try_loader_memory() -> None:
     worker_counts.check_shared_memory(BUFFERS)
 
 
-def limits(found: Findings) -> None:
+def limits(report: Findings) -> None:
     """What the system allows this user."""
     title = "limits"
     for name, number, unit in (
@@ -76,20 +76,20 @@ def limits(found: Findings) -> None:
         ("address space, MiB", resource.RLIMIT_AS, 2**20),
     ):
         soft, hard = resource.getrlimit(number)
-        found.row(title, name, _limit(soft, unit) + (f" (at most {_limit(hard, unit)})" if soft != hard else ""))
+        report.row(title, name, _limit(soft, unit) + (f" (at most {_limit(hard, unit)})" if soft != hard else ""))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        found.problem(f"only {soft} files may be open at once, too few for several processes: ulimit -n 4096")
+        report.problem(f"only {soft} files may be open at once, too few for several processes: ulimit -n 4096")
     pids = host.group_setting("pids", "pids.max")
     if pids.isdigit():
-        found.row(title, "processes (cgroup)", pids)
+        report.row(title, "processes (cgroup)", pids)
 
 
-def variables(found: Findings) -> None:
+def variables(report: Findings) -> None:
     """Environment variables that torch, NCCL, gloo or we read."""
     for name in sorted(os.environ):
         if TELLING.match(name) and not SECRET.search(name):
-            found.row("environment", name, os.environ[name][:300] or '""')
+            report.row("environment", name, os.environ[name][:300] or '""')
 
 
 def _limit(value: int, unit: int) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 from trainer.errors import SetupError, explain
 from trainer.processes import fork_server
 
-PATIENCE = 60.0  # seconds
+TIMEOUT = 60.0  # seconds
 
 
 class Group:
@@ -56,13 +56,13 @@ class Group:
         """
         reasons = [reason for rank in range(self.size) if (reason := self._answer(rank))]
         if reasons:
-            own = [reason for reason in reasons if "lost another rank" not in reason]
-            raise SetupError(f"{self.backend} does not work between {self.size} processes here: {(own or reasons)[0]}")
+            reasons.sort(key=lambda reason: "lost another rank" in reason)  # a rank that failed by itself comes first
+            raise SetupError(f"{self.backend} does not work between {self.size} processes here: {reasons[0]}")
         return "sums come out right"
 
     def _answer(self, rank: int) -> str:
-        if not self.answers[rank].poll(max(1.0, self.begun + PATIENCE - time.monotonic())):
-            return f"process {rank} was silent for {PATIENCE:.0f} s"
+        if not self.answers[rank].poll(max(1.0, self.begun + TIMEOUT - time.monotonic())):
+            return f"process {rank} was silent for {TIMEOUT:.0f} s"
         try:
             return str(self.answers[rank].recv())
         except EOFError:
@@ -98,7 +98,7 @@ def _take_part(backend: str, rank: int, size: int, store: str) -> None:
             init_method=f"file://{store}",
             rank=rank,
             world_size=size,
-            timeout=datetime.timedelta(seconds=PATIENCE / 2),
+            timeout=datetime.timedelta(seconds=TIMEOUT / 2),
         )
         check_sums(device, rank, size)
         dist.barrier()

@@ -15,32 +15,32 @@ from trainer.recipe.versions import installed
 SOFTWARE, PROCESSES = "software", "between processes"
 
 
-def versions(found: Findings) -> bool:
+def versions(report: Findings) -> bool:
     """Of everything that a report of a bug should name; returns whether torch and torchvision could be loaded."""
-    problems = len(found.problems)
-    found.row(SOFTWARE, "trainer", f"{installed('trainer')} ({Path(__file__).parents[2]})")
-    found.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable})")
-    found.row(SOFTWARE, "system", platform.platform())
+    problems = len(report.problems)
+    report.row(SOFTWARE, "trainer", f"{installed('trainer')} ({Path(__file__).parents[2]})")
+    report.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable})")
+    report.row(SOFTWARE, "system", platform.platform())
     for name in ("torch", "torchvision"):
-        found.row(SOFTWARE, name, installed(name))
-        found.trying(name, importlib.import_module, name)
-    found.row(SOFTWARE, "NVIDIA driver", cards.driver_version() or "none")
-    loaded = len(found.problems) == problems
+        report.row(SOFTWARE, name, installed(name))
+        report.trying(name, importlib.import_module, name)
+    report.row(SOFTWARE, "NVIDIA driver", cards.driver_version() or "none")
+    loaded = len(report.problems) == problems
     if loaded:
-        _build(found)
+        _build(report)
     return loaded
 
 
-def _build(found: Findings) -> None:
+def _build(report: Findings) -> None:
     """What torch was built with."""
     import torch
 
     if torch.version.hip:
-        found.row(SOFTWARE, "built for", f"ROCm {torch.version.hip}")
-    found.row(SOFTWARE, "CUDA of torch", torch.version.cuda or "none: a build for the CPU")
+        report.row(SOFTWARE, "built for", f"ROCm {torch.version.hip}")
+    report.row(SOFTWARE, "CUDA of torch", torch.version.cuda or "none: a build for the CPU")
     if torch.version.cuda:
-        found.row(SOFTWARE, "cuDNN", _dotted(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
-        found.row(SOFTWARE, "code for", " ".join(torch.cuda.get_arch_list()) or "unknown")
+        report.row(SOFTWARE, "cuDNN", _dotted(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
+        report.row(SOFTWARE, "code for", " ".join(torch.cuda.get_arch_list()) or "unknown")
 
 
 def _dotted(version: int | None) -> str:
@@ -52,18 +52,18 @@ def _dotted(version: int | None) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def processes(found: Findings) -> None:
+def processes(report: Findings) -> None:
     """Sum over two real processes on the CPU."""
     import torch.distributed as dist
 
     if not dist.is_available():
-        found.problem(f"this torch has no torch.distributed, so only modes of one process train: {cards.REINSTALL}")
+        report.problem(f"this torch has no torch.distributed, so only modes of one process train: {cards.REINSTALL}")
         return
     with Group("gloo", 2) as ranks:
-        found.row(PROCESSES, "gloo, 2 processes", found.trying("gloo", ranks.outcome) or "FAILS, see below")
+        report.row(PROCESSES, "gloo, 2 processes", report.trying("gloo", ranks.outcome) or "FAILS, see below")
 
 
-def nccl(found: Findings, count: int) -> None:
+def nccl(report: Findings, count: int) -> None:
     """Sum over the cards, where there are several."""
     import torch
     import torch.distributed as dist
@@ -71,11 +71,11 @@ def nccl(found: Findings, count: int) -> None:
     if torch.version.cuda is None or not dist.is_available():
         return
     if not dist.is_nccl_available():
-        found.row(PROCESSES, "NCCL", "none")
+        report.row(PROCESSES, "NCCL", "none")
         if count > 1:
-            found.problem(cards.NO_NCCL)
+            report.problem(cards.NO_NCCL)
         return
-    found.row(PROCESSES, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    report.row(PROCESSES, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
     if count > 1:
         with Group("nccl", count) as ranks:
-            found.row(PROCESSES, f"NCCL, {count} cards", found.trying("NCCL", ranks.outcome) or "FAILS, see below")
+            report.row(PROCESSES, f"NCCL, {count} cards", report.trying("NCCL", ranks.outcome) or "FAILS, see below")

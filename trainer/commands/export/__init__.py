@@ -30,14 +30,14 @@ def command(words: Sequence[str]) -> str:
         SetupError: a library is missing, or the file cannot be written.
         CheckpointError: there are no such weights, or none that can be used.
     """
-    own, rest = split_words(words, ("format", "output", "plugin", "checkpoint"))
-    run = _run([own["checkpoint"]] if "checkpoint" in own else [], rest)
+    options, rest = split_words(words, ("format", "output", "plugin", "checkpoint"))
+    run = _run([options["checkpoint"]] if "checkpoint" in options else [], rest)
     rest = [word for word in rest if "=" in word]
-    kind = _format(own.get("format"), own.get("output"))
+    kind = _format(options.get("format"), options.get("output"))
     path = run_named(run)
-    target = Path(own["output"]).expanduser() if "output" in own else default_target(path, kind)
+    target = Path(options["output"]).expanduser() if "output" in options else default_target(path, kind)
     _check_target(target, kind)
-    launching.load_plugin(own.get("plugin"))
+    launching.load_plugin(options.get("plugin"))
     from trainer.commands.export import exporting
 
     return exporting.export(path, kind, target, rest)
@@ -56,10 +56,9 @@ def _run(named: list[str], rest: Sequence[str]) -> str:
 def _format(asked: str | None, output: str | None) -> str:
     """The format that `format=` names, or the one that `output=` ends with."""
     if asked is None:
-        ends = Path(output).suffix if output else ""
-        found = [kind for kind, suffix in SUFFIXES.items() if suffix == ends]
-        if found:
-            return found[0]
+        for kind, suffix in SUFFIXES.items():
+            if output and Path(output).suffix == suffix:
+                return kind
         raise RecipeError(f"export needs format=, one of {', '.join(SUFFIXES)}, {EXAMPLE}")
     if asked not in SUFFIXES:
         guess = SYNONYMS.get(asked.lower().lstrip(".")) or nearest(asked.lower().lstrip("."), SUFFIXES)

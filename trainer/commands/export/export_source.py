@@ -67,19 +67,19 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
     """The model of a run folder (its last weights), of a checkpoint, or of a .safetensors file of a run.
 
     Raises:
-        CheckpointError: no usable weights, or they do not tell what they are of.
+        CheckpointError: no usable weights, or nothing says what their inputs are.
         RecipeError: the words cannot go on top of the run's own recipe.
     """
     tensors, metadata = read_weights(path)
     recipe = recipe_of(path, metadata, tuple(words))
-    told = _told(path, metadata, recipe)
+    facts = _with_inputs(path, metadata, recipe)
     try:
-        classes = tuple(map(str, json.loads(told["classes"])))
-        kind, shape = json.loads(told["inputs"])
+        classes = tuple(map(str, json.loads(facts["classes"])))
+        kind, shape = json.loads(facts["inputs"])
         inputs = TensorSpec(tuple(map(int, shape)), getattr(torch, kind))
-        channels, size = int(told["channels"]), int(told["image_size"])
-        mean, std = ([float(value) for value in json.loads(told[key])] for key in ("mean", "std"))
-        shorter = int(told["shorter_side"]) if "shorter_side" in told else shorter_side(size)
+        channels, size = int(facts["channels"]), int(facts["image_size"])
+        mean, std = ([float(value) for value in json.loads(facts[key])] for key in ("mean", "std"))
+        shorter = int(facts["shorter_side"]) if "shorter_side" in facts else shorter_side(size)
         if not isinstance(inputs.dtype, torch.dtype) or not all(inputs.shape) or not 0 <= inputs.bytes <= LARGEST:
             raise ValueError("inputs that no model has")
         if mean and inputs.shape != (channels, size, size):
@@ -87,11 +87,11 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: what it tells of its inputs makes no sense") from None
     if mean:
-        ImageFacts.of(path, told)
+        ImageFacts.of(path, facts)
     task = tasks.create(recipe.replace(loss={}, augment={}), classes)
     model = model_for(recipe, task, len(classes), channels, size, None if mean else inputs, starting=False)
     initialise(model, tensors, str(path), whole=True)
-    facts = {
+    exported = {
         "model": recipe.model.name,
         "task": recipe.task.name,
         "classes": classes,
@@ -105,27 +105,27 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         "input": PREPARED if mean else "as the data set gives them",
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
     }
-    return ExportSource(recipe, model.eval(), inputs, facts, tensors, {**told, **metadata})
+    return ExportSource(recipe, model.eval(), inputs, exported, tensors, {**facts, **metadata})
 
 
-def _told(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dict[str, str]:
+def _with_inputs(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dict[str, str]:
     """What weights tell of their inputs; where they do not, as of an older version, the run's data set does."""
     try:
-        told = facts_of(path, dict(metadata))
+        facts = facts_of(path, dict(metadata))
     except CheckpointError:
-        told = {}
-    images = told.get("mean", "[]") != "[]"
-    if "inputs" not in told and images:
-        size, channels = recipe.data.image_size or told.get("image_size"), told.get("channels")
-        told = {**told, "inputs": f'["float32", [{channels}, {size}, {size}]]'}
-    if "inputs" in told:
-        return told
+        facts = {}
+    images = facts.get("mean", "[]") != "[]"
+    if "inputs" not in facts and images:
+        size, channels = recipe.data.image_size or facts.get("image_size"), facts.get("channels")
+        facts = {**facts, "inputs": f'["float32", [{channels}, {size}, {size}]]'}
+    if "inputs" in facts:
+        return facts
     try:
         data = open_datasets(recipe)
     except RecipeError as error:
         raise CheckpointError(f"{path} does not tell what its inputs are, and its data set neither: {error}") from None
     return {
-        **told,
+        **facts,
         "classes": json.dumps(data.classes),
         "mean": json.dumps([] if data.plain else data.mean),
         "std": json.dumps([] if data.plain else data.std),

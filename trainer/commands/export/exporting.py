@@ -1,4 +1,4 @@
-"""Writing the file, holding its outputs against the model's, and saying what came of it."""
+"""Writing the file, comparing its outputs with the model's, and the lines that say so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
         for file in files:
             sync(file)
             put(file, folder / file.name)
-    return _told(source, path, kind, target, size, agreement)
+    return _report(source, path, kind, target, size, agreement)
 
 
 @contextmanager
@@ -55,16 +55,16 @@ def _draft(folder: Path) -> Iterator[Path]:
         with suppress(OSError), open(left / LOCK, "r+") as lock:  # one without is not ours
             if alone(lock.fileno()):
                 remove(left)
-    made = Path(tempfile.mkdtemp(prefix=".exporting-", dir=folder))
-    home = made.with_name(made.name.replace(".exporting-", DRAFT))
+    draft = Path(tempfile.mkdtemp(prefix=".exporting-", dir=folder))
+    home = draft.with_name(draft.name.replace(".exporting-", DRAFT))
     try:
-        with open(unheld(made / LOCK)) as lock:
+        with open(unheld(draft / LOCK)) as lock:
             alone(lock.fileno())  # before it has the name that others look for
-            made.rename(home)
+            draft.rename(home)
             (home / "files").mkdir()
             yield home / "files"
     finally:
-        remove(made)
+        remove(draft)
         remove(home)
 
 
@@ -94,24 +94,23 @@ def _agreement(source: ExportSource, run: Runner) -> str:
     worst, largest = 0.0, 0.0
     for rows in BATCHES:
         inputs = source.sample(rows, seed=rows)
-        wanted = source.model(inputs)
+        expected = source.model(inputs)
         with quietly():
-            found = run(inputs)
-        if found.shape != wanted.shape:
-            raise ValueError(f"for {rows} samples it gives {tuple(found.shape)} instead of {tuple(wanted.shape)}")
-        difference = (found.double() - wanted.double()).abs().max().item()
-        worst, largest = max(worst, difference), max(largest, wanted.abs().max().item())
-        allowed = TOLERANCE * (wanted.abs().max().item() or 1.0)
-        if not difference <= allowed:
-            raise ValueError(f"for {rows} samples its outputs differ by {difference:.2g}, allowed is {allowed:.2g}")
+            outputs = run(inputs)
+        if outputs.shape != expected.shape:
+            raise ValueError(f"for {rows} samples it gives {tuple(outputs.shape)} instead of {tuple(expected.shape)}")
+        difference = (outputs.double() - expected.double()).abs().max().item()
+        peak = expected.abs().max().item()
+        worst, largest, most = max(worst, difference), max(largest, peak), TOLERANCE * (peak or 1.0)
+        if not difference <= most:
+            raise ValueError(f"for {rows} samples its outputs differ by {difference:.2g}, allowed is {most:.2g}")
     sizes = ", ".join(map(str, BATCHES))
-    return (
-        f"with the model on random batches of {sizes}: outputs of up to {largest:.3g} differ by at most {worst:.2g}\n"
-        f"          (allowed: {TOLERANCE:g} of a batch's largest output)"
-    )
+    differ = f"outputs of up to {largest:.3g} differ by at most {worst:.2g}"
+    allowed = f"          (allowed: {TOLERANCE:g} of a batch's largest output)"
+    return f"with the model on random batches of {sizes}: {differ}\n{allowed}"
 
 
-def _told(source: ExportSource, path: Path, kind: str, target: Path, size: int, agreement: str) -> str:
+def _report(source: ExportSource, path: Path, kind: str, target: Path, size: int, agreement: str) -> str:
     shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
     names = source.facts["classes"]
     first = ", ".join(map(str, names[:5]))

@@ -28,13 +28,13 @@ ONE_FILE = 1.9e9  # bytes that protobuf can hold, and some room: an ONNX file wi
 def to_onnx(source: ExportSource, path: Path) -> Runner:
     """An ONNX file; the facts are its metadata, each as a text and all of them as trainer.json."""
     with quietly():
-        made: Any = torch.onnx.export(
+        exported: Any = torch.onnx.export(
             _program(source), (), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
         )
-        made.model.metadata_props.update({**source.texts(), FACTS: _as_json(source)})
+        exported.model.metadata_props.update({**source.texts(), FACTS: _as_json(source)})
         size = sum(tensor.numel() * tensor.element_size() for tensor in source.tensors.values())
-        made.save(path, external_data=size > ONE_FILE)
-    del made
+        exported.save(path, external_data=size > ONE_FILE)
+    del exported
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -45,23 +45,23 @@ def to_onnx(source: ExportSource, path: Path) -> Runner:
 
 def to_exported_program(source: ExportSource, path: Path) -> Runner:
     """A file of torch.export; the facts are a further file in it, trainer.json."""
-    made = io.BytesIO()
+    buffer = io.BytesIO()
     with quietly():
-        torch.export.save(_program(source), made, extra_files={FACTS: _as_json(source)})
-        _write(made, path)
-        found: Runner = torch.export.load(path).module()
-    return found
+        torch.export.save(_program(source), buffer, extra_files={FACTS: _as_json(source)})
+        _write(buffer, path)
+        runner: Runner = torch.export.load(path).module()
+    return runner
 
 
 def to_torchscript(source: ExportSource, path: Path) -> Runner:
     """A traced module; the facts are a further file in it, trainer.json."""
     with quietly():
         traced: Any = torch.jit.trace(source.model, source.sample(2), check_trace=False)  # type: ignore[no-untyped-call]
-        made = io.BytesIO()
-        torch.jit.save(traced, made, _extra_files={FACTS: _as_json(source)})
-        _write(_without_debugging(made), path)
-        found: Runner = torch.jit.load(path)  # type: ignore[no-untyped-call]
-    return found
+        buffer = io.BytesIO()
+        torch.jit.save(traced, buffer, _extra_files={FACTS: _as_json(source)})
+        _write(_without_debugging(buffer), path)
+        runner: Runner = torch.jit.load(path)  # type: ignore[no-untyped-call]
+    return runner
 
 
 def to_safetensors(source: ExportSource, path: Path) -> Runner:
@@ -77,9 +77,9 @@ def to_safetensors(source: ExportSource, path: Path) -> Runner:
 
     def run(inputs: Tensor) -> Tensor:
         initialise(source.model, read_weights(path)[0], str(path), whole=True)
-        found: Tensor = source.model(inputs)
+        outputs: Tensor = source.model(inputs)
         source.model.load_state_dict(before)
-        return found
+        return outputs
 
     return run
 
@@ -92,9 +92,9 @@ WRITERS: dict[str, Callable[[ExportSource, Path], Runner]] = {
 }
 
 
-def _write(made: io.BytesIO, path: Path) -> None:
+def _write(buffer: io.BytesIO, path: Path) -> None:
     """torch's own writer ends the process where the disk is full: it has the file in memory, and we write it."""
-    write_synced(path, [made.getbuffer()], "export")
+    write_synced(path, [buffer.getbuffer()], "export")
 
 
 def _as_json(source: ExportSource) -> str:

@@ -114,11 +114,11 @@ class Labeller:
         """The labels of each item, or of what `prepare` made of it; one that cannot be read has its reason instead."""
         ready = (item.result() if isinstance(item, Future) else self._tried(item) for item in items)
         rows = self._compiled or len(items)
-        found: list[Labels | None] = []
+        results: list[Labels | None] = []
         images: list[Tensor] = []
         pieces = []
         for image in ready:
-            found.append(image if isinstance(image, Labels) else None)
+            results.append(image if isinstance(image, Labels) else None)
             if isinstance(image, Tensor):
                 images.append(image)
             if len(images) == rows:
@@ -127,7 +127,7 @@ class Labeller:
         if images:
             pieces.append(self._classified(images))
         good = (labels for piece in pieces for labels in self._labels(piece))
-        return [labels if labels is not None else next(good) for labels in found]
+        return [labels if labels is not None else next(good) for labels in results]
 
     def _tried(self, item: Any) -> Tensor | Labels:
         try:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.commands.predict.rows import COUNTS, Counts, PredictionSettings, check_settings, header
+from trainer.commands.predict.rows import COUNTS, check_settings, header
 from trainer.errors import FolderInUseError
 from trainer.processes.rank import place
 from trainer.processes.world import World, lost_peers
@@ -35,7 +35,7 @@ def claim(folder: Path) -> None:
         raise FolderInUseError(f"{folder} holds a training run; choose another output=")
 
 
-def complete(folder: Path, final: Path, settings: PredictionSettings) -> Counts | None:
+def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> dict[str, int] | None:
     """The counts of a command that has written all rows already, else None.
 
     Raises:
@@ -48,25 +48,7 @@ def complete(folder: Path, final: Path, settings: PredictionSettings) -> Counts 
     if not isinstance(before.get("settings"), dict) or not all(isinstance(before.get(key), int) for key in COUNTS):
         return None
     check_settings(folder, before["settings"], settings)
-    counts: Counts = {
-        "images": before["images"],
-        "unreadable": before["unreadable"],
-        "failed": before["failed"],
-        "labelled": before["labelled"],
-        "right": before["right"],
-    }
-    return counts if final.is_file() else None
-
-
-def together(parts: Sequence[Counts]) -> Counts:
-    """What the ranks' rows add up to."""
-    return {
-        "images": sum(part["images"] for part in parts),
-        "unreadable": sum(part["unreadable"] for part in parts),
-        "failed": sum(part["failed"] for part in parts),
-        "labelled": sum(part["labelled"] for part in parts),
-        "right": sum(part["right"] for part in parts),
-    }
+    return {key: before[key] for key in COUNTS} if final.is_file() else None
 
 
 def put_together(world: World, folder: Path, final: Path) -> None:
@@ -80,8 +62,8 @@ def put_together(world: World, folder: Path, final: Path) -> None:
             try:
                 with draft.open("wb") as whole:
                     whole.write(header(final.suffix[1:]).encode())
-                    with part.open("rb") as own:
-                        shutil.copyfileobj(own, whole)
+                    with part.open("rb") as rows:
+                        shutil.copyfileobj(rows, whole)
                     for rank in range(1, world.size):
                         _receive(rank, whole)
                     whole.flush()
@@ -98,9 +80,9 @@ def _send(part: Path) -> None:
     """Nodes need not share a disk, so parts travel between ranks."""
     import torch.distributed as dist
 
-    left = torch.tensor(part.stat().st_size)
+    size = torch.tensor(part.stat().st_size)
     with part.open("rb") as file, lost_peers():
-        dist.send(left, 0)
+        dist.send(size, 0)
         while block := file.read(BLOCK):
             dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), 0)
 
@@ -108,10 +90,10 @@ def _send(part: Path) -> None:
 def _receive(rank: int, whole: Any) -> None:
     import torch.distributed as dist
 
-    left = torch.tensor(0)
+    size = torch.tensor(0)
     with lost_peers():
-        dist.recv(left, rank)
-        for start in range(0, int(left), BLOCK):
-            block = torch.empty(min(BLOCK, int(left) - start), dtype=torch.uint8)
+        dist.recv(size, rank)
+        for start in range(0, int(size), BLOCK):
+            block = torch.empty(min(BLOCK, int(size) - start), dtype=torch.uint8)
             dist.recv(block, rank)
             whole.write(block.numpy())

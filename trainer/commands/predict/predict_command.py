@@ -7,7 +7,7 @@ import json
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,13 @@ import torch
 
 from trainer.commands.predict import output, sources
 from trainer.commands.predict.labelling import Labeller
-from trainer.commands.predict.rows import Counts, PartFile, PredictionSettings
+from trainer.commands.predict.rows import COUNTS, PartFile
 from trainer.commands.predict.sources import Inputs, Item
 from trainer.commands.predict.trained_model import Trained, from_checkpoint, published
 from trainer.commands.predict.watching import Watch, images
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices.assignment import prediction_devices
-from trainer.errors import (
-    FolderInUseError,
-    Interrupted,
-    PredictionError,
-    Preempted,
-    RecipeError,
-    TrainerError,
-)
+from trainer.errors import FolderInUseError, Interrupted, PredictionError, Preempted, RecipeError, TrainerError
 from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
 from trainer.processes import fork_server
@@ -40,24 +33,22 @@ from trainer.recipe.recipe_words import split_words
 from trainer.saving.run_folder import write_atomically
 from trainer.saving.run_names import run_named
 
-PATIENCE = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
-MANY = 100  # images from which on their speed is more than that of the start
+TIMEOUT = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
+MANY = 100  # images: of fewer no speed is told, which the start would spoil
 DECODERS = 32  # threads that read for one device, at most
 
 
 def command(words: Sequence[str]) -> int:
     """Label what the words name; 0, or an error's exit code by raising it."""
-    own, rest = split_words(words, ("checkpoint", "plugin", "recipe", "nproc"))
+    options, rest = split_words(words, ("checkpoint", "plugin", "recipe", "nproc"))
     for key, instead in (("recipe", "checkpoint=RUN has its own"), ("nproc", "start several ranks with torchrun")):
-        if key in own:
+        if key in options:
             raise RecipeError(f"{key}= is not for predict: {instead}")
-    launching.load_plugin(own.get("plugin"))
-    me = place()
-    # It loads torch while weights are read.
-    fork_server.context("trainer.pool.worker", "trainer.commands.predict.labelling")
-    trained = published(rest) if "checkpoint" not in own else from_checkpoint(run_named(own["checkpoint"]), rest)
-    folder = output_folder(trained.recipe, own.get("checkpoint"))
-    label_part(trained, folder, me)
+    launching.load_plugin(options.get("plugin"))
+    fork_server.context("trainer.pool.worker", "trainer.commands.predict.labelling")  # loads torch meanwhile
+    checkpoint = options.get("checkpoint")
+    trained = published(rest) if checkpoint is None else from_checkpoint(run_named(checkpoint), rest)
+    label_part(trained, output_folder(trained.recipe, checkpoint), place())
     return 0
 
 
@@ -69,64 +60,64 @@ def output_folder(recipe: Recipe, checkpoint: str | None) -> Path:
     return Path("runs") / f"predict-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def label_part(trained: Trained, folder: Path, me: Place) -> None:
+def label_part(trained: Trained, folder: Path, rank: Place) -> None:
     """Label this rank's part; rank 0 puts all parts together."""
-    recipe, inputs = trained.recipe, _inputs(trained, me)
-    settings = _settings(trained, inputs, me)
-    devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), me.local_rank, me.local_size)
-    if devices == ["cpu"] and recipe.threads is None:  # named, it is what it is where there is no GPU: a worker a core
-        devices = prediction_devices("auto", 0, cores(), me.local_rank, me.local_size)
-    world = World(me, torch.device("cpu"), 1, ())
-    world.connect(PATIENCE)
+    recipe, inputs = trained.recipe, _inputs(trained, rank)
+    settings = _settings(trained, inputs, rank)
+    devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), rank.local_rank, rank.local_size)
+    if devices == ["cpu"] and recipe.threads is None:  # as where there is no GPU: a worker a core
+        devices = prediction_devices("auto", 0, cores(), rank.local_rank, rank.local_size)
+    world = World(rank, torch.device("cpu"), 1, ())
+    world.connect(TIMEOUT)
     folder = Path(world.broadcast_object(str(folder)))  # its name may hold the time
     final = folder / f"predictions.{recipe.predict.format}"
     output.claim(folder)
-    before = world.broadcast_object(output.complete(folder, final, settings) if me.is_main else None)
+    before = world.broadcast_object(output.complete(folder, final, settings) if rank.is_main else None)
     if before is not None:
         world.barrier()
         world.close()
         _complete(before, final, inputs)
         return
-    if inputs.ignored and me.is_main:
+    if inputs.ignored and rank.is_main:
         print(f"ignored: {as_typed(inputs.ignored)}", flush=True)
     if inputs.doubt:
         print(f"pixels: {as_typed(inputs.doubt)}", flush=True)
-    written = PartFile(folder, me.rank, recipe.predict.format, trained.classes, settings, trained.seen)
+    written = PartFile(folder, rank.rank, recipe.predict.format, trained.classes, settings, trained.seen)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
-    watch = Watch(folder, inputs.count, recipe.logging, devices, me.is_main, written.done)
+    watch = Watch(folder, inputs.count, recipe.logging, devices, rank.is_main, written.done)
     begun = time.perf_counter()
-    _label_on(devices, _decoders(devices, me), trained, inputs, written, watch)
+    _label_on(devices, _decoders(devices, rank), trained, inputs, written, watch)
     sum_up(world, folder, final, written, settings, time.perf_counter() - begun)
 
 
-def _settings(trained: Trained, inputs: Inputs, me: Place) -> PredictionSettings:
+def _settings(trained: Trained, inputs: Inputs, rank: Place) -> dict[str, Any]:
     """What rows depend on, and what an earlier command must have had too for this one to continue it."""
-    recipe, how = trained.recipe, trained.preparation
+    recipe, preparation = trained.recipe, trained.preparation
     return {
         "weights": trained.fingerprint,
         "images": inputs.name,
         "data.root": recipe.data.root,
         "number": inputs.total,
-        "image_size": how.image_size,
-        "normalisation": [list(how.mean), list(how.std)],
+        "image_size": preparation.image_size,
+        "normalisation": [list(preparation.mean), list(preparation.std)],
         "pixel_range": recipe.data.pixel_range,
-        "ranks": me.size,
+        "ranks": rank.size,
         "format": recipe.predict.format,
         "batch_size": recipe.predict.batch_size,
         "precision": recipe.precision,
     }
 
 
-def _decoders(devices: Sequence[str], me: Place) -> int:
+def _decoders(devices: Sequence[str], rank: Place) -> int:
     """Threads that read images for each device; 0: a CPU worker whose one core both reads and has the model.
 
     A CPU worker of several cores reads on half of them: its model's threads wait for each other, and for all of them
     when one has to share its core.
     """
-    each = cores() // (len(devices) * me.local_size)
-    beside = any(name != "cpu" for name in devices)
-    return max(1, min(DECODERS, each)) if beside else min(DECODERS, each // 2)
+    each = cores() // (len(devices) * rank.local_size)
+    gpus = any(name != "cpu" for name in devices)
+    return max(1, min(DECODERS, each)) if gpus else min(DECODERS, each // 2)
 
 
 def _label_on(
@@ -159,8 +150,8 @@ def _label_on(
         watch.close()
 
 
-def _complete(before: Counts, final: Path, inputs: Inputs) -> None:
-    """There is nothing to do, or so it seems.
+def _complete(before: Mapping[str, int], final: Path, inputs: Inputs) -> None:
+    """All was labelled before, or so it seems.
 
     Raises:
         FolderInUseError: what stdin brings now is not known.
@@ -172,7 +163,7 @@ def _complete(before: Counts, final: Path, inputs: Inputs) -> None:
     _report_failures(before, final)
 
 
-def _report_failures(counts: Counts, final: Path) -> None:
+def _report_failures(counts: Mapping[str, int], final: Path) -> None:
     if counts["failed"]:
         raise PredictionError(
             f"{counts['failed']} of {counts['images']} images have no prediction; the error column of {final} says why"
@@ -183,14 +174,14 @@ def _terminated(*_: object) -> None:
     raise Preempted("SIGTERM")
 
 
-def _inputs(trained: Trained, me: Place) -> Inputs:
+def _inputs(trained: Trained, rank: Place) -> Inputs:
     recipe = trained.recipe
     if trained.data is not None:
-        return sources.dataset_split(trained.data, recipe.predict.split or "val", me.rank, me.size)
+        return sources.dataset_split(trained.data, recipe.predict.split or "val", rank.rank, rank.size)
     assert recipe.data.root is not None
     # A folder may be named like the one class of its images; several classes and values stand in tables.
     classes = trained.classes if trained.task.reads == "class" else ()
-    return sources.image_files(recipe.data.root, classes, me.rank, me.size, wanted_of(recipe.data))
+    return sources.image_files(recipe.data.root, classes, rank.rank, rank.size, wanted_of(recipe.data))
 
 
 def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> None:
@@ -202,35 +193,32 @@ def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> 
             waiting.append(item)
             yield item.payload
 
-    for found in pool.map(payloads()):
-        if isinstance(found, ItemError):
-            written.write(waiting.popleft(), None, found.message)
+    for labels in pool.map(payloads()):
+        if isinstance(labels, ItemError):
+            written.write(waiting.popleft(), None, labels.message)
         else:
-            written.write(waiting.popleft(), found)
+            written.write(waiting.popleft(), labels)
         watch.note(pool)
 
 
 def sum_up(
-    world: World, folder: Path, final: Path, written: PartFile, settings: PredictionSettings, seconds: float
+    world: World, folder: Path, final: Path, written: PartFile, settings: Mapping[str, Any], seconds: float
 ) -> None:
-    """Put the ranks' parts together, say what came of it.
+    """Put the ranks' parts together, and print the result.
 
     Raises:
         PredictionError: some images were given up.
     """
     parts = world.broadcast_object(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
-    counts = output.together(parts)
-    looked = [part["seen"] for part in parts]  # a rank may not have what tells it
-    seen = None if None in looked else sum(looked)
+    counts = {key: sum(part[key] for part in parts) for key in COUNTS}
+    known = [part["seen"] for part in parts]  # a rank may not have what tells it
+    seen = None if None in known else sum(known)
     new = counts["images"] - sum(part["before"] for part in parts)
     output.put_together(world, folder, final)
     if world.is_main:
         accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
-        found = {"top1": accuracy, "trained_on": seen}
-        write_atomically(
-            folder / "predict.json",
-            json.dumps({"settings": dict(settings), **counts, **found, "seconds": seconds}, indent=2) + "\n",
-        )
+        result = {"settings": settings, **counts, "top1": accuracy, "trained_on": seen, "seconds": seconds}
+        write_atomically(folder / "predict.json", json.dumps(result, indent=2) + "\n")
         speed = new / seconds if new >= MANY else None
         print(as_typed(summary(counts, accuracy, seen, speed, final)), flush=True)
     world.barrier()
@@ -238,10 +226,12 @@ def sum_up(
     _report_failures(counts, final)
 
 
-def summary(counts: Counts, accuracy: float | None, seen: int | None, speed: float | None, final: Path) -> str:
-    """What came of it; `seen` of the images whose class is known were trained on."""
-    told = counts["images"] - counts["unreadable"] - counts["failed"]
-    text = f"{images(told)} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
+def summary(
+    counts: Mapping[str, int], accuracy: float | None, seen: int | None, speed: float | None, final: Path
+) -> str:
+    """The result in lines; `seen` of the images whose class is known were trained on."""
+    labelled = counts["images"] - counts["unreadable"] - counts["failed"]
+    text = f"{images(labelled)} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
     if counts["unreadable"]:
         rows = "its row says" if counts["unreadable"] == 1 else "their rows say"
         text += f"; {counts['unreadable']:,} could not be read, {rows} why"

@@ -40,29 +40,28 @@ def predict(
 
     Raises:
         RecipeError: no such device, a model that cannot be sent to a worker, or something else in place of either.
-        ItemError: the model failed on an input; its `index` tells on which.
+        ItemError: the model failed on an input; its `index` is the input's number.
     """
     _check(model, inputs, batch_size)
     if isinstance(inputs, np.ndarray):
         inputs = torch.as_tensor(inputs)
-    one = isinstance(devices, torch.device) or (isinstance(devices, str) and devices != "auto")
-    chosen: Any = [devices] if one else devices
+    single = isinstance(devices, torch.device) or (isinstance(devices, str) and devices != "auto")
+    chosen: Any = [devices] if single else devices
     if not isinstance(chosen, str | Sequence):
         raise RecipeError(f"devices= is a list, as in devices=['cuda:0', 'cpu'], or 'auto', not {chosen!r}")
     names = prediction_devices(chosen, cuda_for(chosen), cores())
     if not isinstance(inputs, Tensor):
-        return _stream(model, _each(inputs), names, batch_size)
-    stream = _stream(model, inputs.cpu(), names, batch_size)
-    found: Any = None
+        return _stream(model, _tensors(inputs), names, batch_size)
+    outputs: Any = None
     rest: list[Any] = []
-    for row, output in enumerate(stream):
+    for row, output in enumerate(_stream(model, inputs.cpu(), names, batch_size)):
         if isinstance(output, Tensor):
-            if found is None:
-                found = torch.empty(len(inputs), *output.shape, dtype=output.dtype)
-            found[row] = output
+            if outputs is None:
+                outputs = torch.empty(len(inputs), *output.shape, dtype=output.dtype)
+            outputs[row] = output
         else:
             rest.append(output)
-    return rest if found is None else found
+    return rest if outputs is None else outputs
 
 
 def _check(model: object, inputs: object, batch_size: object) -> None:
@@ -82,28 +81,20 @@ def _check(model: object, inputs: object, batch_size: object) -> None:
             "predict() makes the batches itself, and a DataLoader gives batches: give the inputs, "
             "as in (item[0] for item in loader.dataset)"
         )
-    if isinstance(inputs, str | bytes | os.PathLike | Mapping) or not _iterable(inputs):
+    iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
+    if isinstance(inputs, str | bytes | os.PathLike | Mapping) or not iterable:
         raise RecipeError(f"predict() takes a tensor of inputs, or an iterable of them, not {type(inputs).__name__}")
     if not isinstance(batch_size, int | None):
         raise RecipeError(f"batch_size= is a whole number, or None, not {type(batch_size).__name__}")
 
 
-def _iterable(inputs: object) -> bool:
-    """Also where items are read by number, as from a data set."""
-    return isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")
-
-
-def _each(inputs: Iterable[Any]) -> Iterator[Any]:
-    """The inputs, held against what a worker can put together to a batch.
-
-    Raises:
-        RecipeError: one is no tensor.
-    """
-    for number, one in enumerate(inputs):
-        if not isinstance(one, Tensor | np.ndarray):
-            pair = ", and of a data set's items the input: (item[0] for item in data)" * isinstance(one, tuple | list)
-            raise RecipeError(f"predict() takes tensors, not {type(one).__name__} as input {number} is{pair}")
-        yield torch.as_tensor(one)
+def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
+    """The inputs; raises RecipeError where one is no tensor, of which a worker could make no batch."""
+    for number, item in enumerate(inputs):
+        if not isinstance(item, Tensor | np.ndarray):
+            pair = ", and of a data set's items the input: (item[0] for item in data)" * isinstance(item, tuple | list)
+            raise RecipeError(f"predict() takes tensors, not {type(item).__name__} as input {number} is{pair}")
+        yield torch.as_tensor(item)
 
 
 def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from trainer.commands.predict.labelling import Labels
 from trainer.commands.predict.sources import Item, without_line_ends
@@ -19,46 +19,9 @@ from trainer.errors import FolderInUseError
 from trainer.saving.files import read_json, remove, writing
 from trainer.saving.run_folder import write_atomically
 
-LabelledImage = TypedDict(  # a row
-    "LabelledImage",
-    {
-        "path": str,
-        "class": str | None,
-        "probability": float | None,
-        "top5": list[tuple[str, float]] | None,  # classes and their probabilities
-        "label": str | None,  # the class that it is known to have
-        "error": str | None,
-    },
-)
-
-
-class Counts(TypedDict):
-    """Rows in all, unreadable images, rows given up, labelled ones, and those whose class is right."""
-
-    images: int
-    unreadable: int
-    failed: int
-    labelled: int
-    right: int
-
-
-PredictionSettings = TypedDict(  # what an earlier command in the folder must have had too
-    "PredictionSettings",
-    {
-        "weights": str,
-        "images": str,
-        "data.root": str | None,
-        "number": int | None,
-        "image_size": int,
-        "normalisation": list[list[float]],
-        "pixel_range": list[float] | None,
-        "ranks": int,
-        "format": str,
-        "batch_size": int | None,
-        "precision": str,
-    },
-)
-COLUMNS, COUNTS = tuple(LabelledImage.__annotations__), tuple(Counts.__annotations__)
+COLUMNS = ("path", "class", "probability", "top5", "label", "error")  # label: the class that it is known to have
+# Rows in all, unreadable images, rows given up, labelled ones, and those whose class is right.
+COUNTS = ("images", "unreadable", "failed", "labelled", "right")
 LONGEST = 2**20  # bytes of a row
 SYNC_SECONDS = 1.0
 GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
@@ -78,7 +41,7 @@ class PartFile:
         rank: int,
         kind: str,
         classes: Sequence[str],
-        settings: PredictionSettings,
+        settings: Mapping[str, Any],
         trained_on: TrainedOn | None = None,
     ) -> None:
         """Begin, or continue what the same settings have begun.
@@ -87,14 +50,14 @@ class PartFile:
             FolderInUseError: the folder holds predictions of other settings.
         """
         self.path, self.kind, self.classes = folder / f"part-{rank:04}", kind, classes
-        self.counts: Counts = {"images": 0, "unreadable": 0, "failed": 0, "labelled": 0, "right": 0}
+        self.counts = dict.fromkeys(COUNTS, 0)
         self._trained_on = trained_on
         self.seen = None if trained_on is None else 0
         note = folder / f"part-{rank:04}.json"
         with self._writing():
             try:
                 check_settings(folder, read_json(note), settings)
-            except (OSError, ValueError):  # none, or damaged: rows of nobody knows what begin anew
+            except (OSError, ValueError):  # none, or damaged: rows of unknown settings are written anew
                 remove(self.path)
                 write_atomically(note, json.dumps(dict(settings)) + "\n")
             self._keep_whole_rows(settings.get("batch_size") or 1)
@@ -124,53 +87,44 @@ class PartFile:
         """A line of the file; None where it is none."""
         text = line.decode("utf-8", errors="surrogateescape")
         try:
-            found = json.loads(text) if self.kind == "jsonl" else next(csv.DictReader([text], COLUMNS))
+            row = json.loads(text) if self.kind == "jsonl" else next(csv.DictReader([text], COLUMNS))
         except (ValueError, RecursionError, csv.Error, StopIteration):
             return None
-        whole = isinstance(found, dict) and found.keys() == set(COLUMNS) and isinstance(found["path"], str)
+        whole = isinstance(row, dict) and row.keys() == set(COLUMNS) and isinstance(row["path"], str)
         kind = str if self.kind == "csv" else str | None
-        return found if whole and all(isinstance(found[key], kind) for key in ("class", "label", "error")) else None
+        return row if whole and all(isinstance(row[key], kind) for key in ("class", "label", "error")) else None
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The rows that are there."""
         with self.path.open("rb") as file:
             yield from filter(None, map(self._row, file))
 
-    def write(self, item: Item, found: Labels | None, error: str = "") -> None:
-        """The next row; without `found`, of an item that was given up because of `error`."""
-        row: LabelledImage = {
-            "path": item.path,
-            "class": None,
-            "probability": None,
-            "top5": None,
-            "label": None if item.label is None else self.classes[item.label],
-            "error": None,
-        }
-        if found is None:
+    def write(self, item: Item, labels: Labels | None, error: str = "") -> None:
+        """The next row; without `labels`, of an item that was given up because of `error`."""
+        row: dict[str, Any] = dict.fromkeys(COLUMNS)
+        row |= {"path": item.path, "label": None if item.label is None else self.classes[item.label]}
+        if labels is None:
             row["error"] = GAVE_UP + error
-        elif found.error:
-            row["error"] = found.error
+        elif labels.error:
+            row["error"] = labels.error
         else:
-            best = [
-                (self.classes[n], float(f"{p:.6g}")) for n, p in zip(found.classes, found.probabilities, strict=True)
-            ]
-            row["class"], row["probability"], row["top5"] = *best[0], best
+            names = [self.classes[n] for n in labels.classes]
+            top5 = [(name, float(f"{p:.6g}")) for name, p in zip(names, labels.probabilities, strict=True)]
+            row |= {"class": top5[0][0], "probability": top5[0][1], "top5": top5}
         self._count(row)
         with self._writing():
             self._file.write(self._line(row))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
 
-    def _line(self, row: LabelledImage) -> str:
+    def _line(self, row: Mapping[str, Any]) -> str:
         if self.kind == "jsonl":
             return json.dumps(row, ensure_ascii=True) + "\n"
-        cells: dict[str, object] = dict(row)
-        if row["top5"]:
-            cells["top5"] = ";".join(f"{name}={probability:g}" for name, probability in row["top5"])
-        text = io.StringIO()
+        top5 = ";".join(f"{name}={probability:g}" for name, probability in row["top5"] or ())
+        cells = {**row, "top5": top5 or None}.values()
+        text = io.StringIO()  # of one line, whatever a path holds
         csv.writer(text, lineterminator="\n").writerow(
-            # A row is a line, whatever a path holds.
-            [without_line_ends(value) if isinstance(value, str) else value for value in cells.values()]
+            [without_line_ends(value) if isinstance(value, str) else value for value in cells]
         )
         return text.getvalue()
 
@@ -204,8 +158,8 @@ def header(kind: str) -> str:
     return ",".join(COLUMNS) + "\n" if kind == "csv" else ""
 
 
-def check_settings(folder: Path, before: Mapping[str, Any], settings: PredictionSettings) -> None:
-    """Hold settings against those of an earlier command in the folder.
+def check_settings(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Compare settings with those of an earlier command in the folder.
 
     Raises:
         FolderInUseError: they differ.

@@ -48,7 +48,7 @@ class Inputs:
         total: of all ranks.
         source: what payloads that are indices point into.
         ignored: what lies among them and is not read, in words.
-        doubt: what is not sure of their pixels, in words.
+        doubt: a warning about the range of their pixels.
     """
 
     name: str
@@ -89,7 +89,7 @@ def image_files(
         else:
             paths = _listed(path, size)
             first = paths[:FIRST]
-            if first and path.is_file() and not any(os.path.lexists(one) for one in first):
+            if first and path.is_file() and not any(map(os.path.lexists, first)):
                 raise SetupError(
                     f"data.root={root} is no list of images: {shown(first[0])}, its first line, is not the path of a "
                     "file. Give one path a line, an image, a folder of images, or - for paths from standard input"
@@ -136,12 +136,12 @@ def _classes(labels: Any) -> list[int] | None:
     if labels is None:
         return None
     labels = torch.as_tensor(labels)
-    one: list[int] = labels.tolist()
-    return one if labels.dim() == 1 and not labels.is_floating_point() else None
+    classes: list[int] = labels.tolist()
+    return classes if labels.dim() == 1 and not labels.is_floating_point() else None
 
 
 def doubt_of(paths: Sequence[str], pixel_range: Range | None) -> str:
-    """What is not sure of the pixels of image files, by some of them; empty for photos."""
+    """A warning where some of the image files leave the range of their pixels open; empty for photos."""
     looked = Looked(pixel_range)
     for path in paths[:: 1 + len(paths) // LOOKED_AT]:
         # What cannot be read has a row that says so.
@@ -164,10 +164,9 @@ def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
     for done, before in enumerate(paths, 1):
         now = next(inputs.items, None)
         if now is None or without_line_ends(now.path) != without_line_ends(before):
-            found = "nothing" if now is None else now.path
             raise FolderInUseError(
                 f"{folder} was begun with other images: number {done} was {before}, "
-                f"now it is {found}; choose another output="
+                f"now it is {'nothing' if now is None else now.path}; choose another output="
             )
     left = None if inputs.count is None else inputs.count - done
     return replace(inputs, count=left)

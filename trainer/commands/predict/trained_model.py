@@ -47,8 +47,8 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with.
 
     Raises:
-        CheckpointError: what their file tells makes no sense.
-        RecipeError: they are no model that tells names of images.
+        CheckpointError: the metadata of their file makes no sense.
+        RecipeError: the model does not label images.
     """
     weights, facts = read_weights(path)
     recipe = recipe_of(path, facts, tuple(words))
@@ -56,15 +56,15 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     if facts.get("mean") == "[]" or (data is not None and data.plain):
         raise RecipeError(f"{path} was trained on inputs that are no images, and predict labels images")
     if data is not None:
-        classes, how = data.classes, Preparation.of(data)
+        classes, preparation = data.classes, Preparation.of(data)
     else:
-        classes, how = _prepared(path, facts_of(path, facts), recipe.data.image_size)
+        classes, preparation = _prepared(path, facts_of(path, facts), recipe.data.image_size)
     task = _task(recipe, classes)
-    model = model_for(recipe, task, len(classes), how.channels, how.image_size, starting=False)
+    model = model_for(recipe, task, len(classes), preparation.channels, preparation.image_size, starting=False)
     initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
     seen = trained_on(path, recipe_of(path, facts, ())) if data is None else None
-    return Trained(recipe, task, model, names, how, data, _fingerprint(weights), seen)
+    return Trained(recipe, task, model, names, preparation, data, _fingerprint(weights), seen)
 
 
 def _task(recipe: Recipe, names: Sequence[str]) -> Task:
@@ -85,12 +85,12 @@ def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> t
     Raises:
         CheckpointError: what it tells makes no sense.
     """
-    told = ImageFacts.of(path, facts)
-    size = image_size or told.image_size
-    shorter = told.shorter_side if size == told.image_size else None
-    if told.shorter_side == told.image_size:  # nothing was cut off
+    images = ImageFacts.of(path, facts)
+    size = image_size or images.image_size
+    shorter = images.shorter_side if size == images.image_size else None
+    if images.shorter_side == images.image_size:  # nothing was cut off
         shorter = size
-    return told.classes, Preparation(size, shorter or shorter_side(size), told.channels, told.mean, told.std)
+    return images.classes, Preparation(size, shorter or shorter_side(size), images.channels, images.mean, images.std)
 
 
 def wants_split(recipe: Recipe, words: Sequence[str]) -> bool:
@@ -110,15 +110,9 @@ def published(words: Sequence[str]) -> Trained:
         raise RecipeError("predict.split names a part of a run's data set, so it needs checkpoint=RUN")
     classes, preset, size = _published(recipe)
     model = build(recipe.model, len(classes), 3, size)
-    return Trained(
-        recipe,
-        _task(recipe, classes),
-        model,
-        classes,
-        Preparation(size, shorter_side(size), 3, *IMAGENET, preset),
-        None,
-        _fingerprint(model.state_dict()),
-    )
+    preparation = Preparation(size, shorter_side(size), 3, *IMAGENET, preset)
+    weights = _fingerprint(model.state_dict())
+    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, weights)
 
 
 def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
@@ -141,9 +135,9 @@ def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
 
 
 def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().contiguous()
-        found.update(name.encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()[:16]
+        digest.update(name.encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

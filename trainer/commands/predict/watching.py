@@ -31,19 +31,21 @@ class Watch:
         self._folder = folder
         self._names, self._count, self._done = list(numbered(devices)), count, 0
         self._looked = self._spoke = self._begun = time.monotonic()
-        self._plain = speaks and logging.progress and not _terminal()
+        terminal = sys.stderr is not None and sys.stderr.isatty()  # a program may have closed its stderr
+        self._plain = speaks and logging.progress and not terminal
         self._bar: Any = None
-        if speaks and logging.progress and _terminal():
+        self._events: Any = None
+        if not speaks:
+            return
+        if logging.progress and terminal:
             total = None if count is None else count + done
             self._bar = tqdm(total=total, initial=done, unit="image", smoothing=0.1, dynamic_ncols=True)
-        self._events: Any = None
-        if speaks and logging.tensorboard:
+        if logging.tensorboard:
             with self._writing():
                 self._events = Events(folder)
-        if speaks:
-            whole = "images as they come" if count is None else images(count)
+            what = "images as they come" if count is None else images(count)
             again = f", after {done:,} that were labelled before" if done else ""
-            print(f"predicting {whole}{again} on {', '.join(self._names)}", flush=True)
+            print(f"predicting {what}{again} on {', '.join(self._names)}", flush=True)
 
     def note(self, pool: DevicePool) -> None:
         """One more image is labelled."""
@@ -54,13 +56,11 @@ class Watch:
         if now - self._looked < SECONDS:
             return
         self._looked = now
-        figures = pool.figures()
-        speeds = ", ".join(
-            f"{name} {found['items_per_sec']:,.0f}/s" for name, found in zip(self._names, figures, strict=True)
-        )
+        figures = list(zip(self._names, pool.figures(), strict=True))
+        speeds = ", ".join(f"{name} {values['items_per_sec']:,.0f}/s" for name, values in figures)
         if self._bar is not None:
             self._bar.set_postfix_str(speeds, refresh=False)
-            self._bar.update(self._done - (self._bar.n - self._bar.initial))
+            self._move_bar()
         elif self._plain and now - self._spoke > SPOKEN:
             self._spoke = now
             left = ""
@@ -70,18 +70,20 @@ class Watch:
             print(f"{self._done:,}{left}; {speeds}", flush=True)
         if self._events is not None:
             tags = ("items_per_sec", "queue", "batch_size")
-            both = list(zip(self._names, figures, strict=True))
-            values = {f"predict/{name}/{tag}": found[tag] for name, found in both for tag in tags}
+            scalars = {f"predict/{name}/{tag}": values[tag] for name, values in figures for tag in tags}
             with self._writing():
-                self._events.scalars(values, self._done)
+                self._events.scalars(scalars, self._done)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.update(self._done - (self._bar.n - self._bar.initial))
+            self._move_bar()
             self._bar.close()
         if self._events is not None:
             with self._writing():
                 self._events.close()
+
+    def _move_bar(self) -> None:
+        self._bar.update(self._done - (self._bar.n - self._bar.initial))
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self._folder, f"the same words with output={self._folder} go on from here")
@@ -90,8 +92,3 @@ class Watch:
 def images(count: int) -> str:
     """So many images, in words."""
     return f"{count:,} image{'s' * (count != 1)}"
-
-
-def _terminal() -> bool:
-    """Whether somebody watches; a program may have closed its stderr."""
-    return sys.stderr is not None and sys.stderr.isatty()

@@ -34,20 +34,20 @@ def command(words: Sequence[str]) -> str:
     as_json, rest = _wants_json(words)
     task, names = (rest[0], rest[1:]) if rest else ("", [])
     task = SYNONYMS.get(task, task)
-    own, names = split_words(names, ("yes", "output"))
+    options, names = split_words(names, ("yes", "output"))
     allowed = {"delete": "yes", "compare": "output"}.get(task)
-    for word in [f"{key}=" for key in own if key != allowed] + [name for name in names if _is_word(name)]:
+    for word in [f"{key}=" for key in options if key != allowed] + [name for name in names if _is_word(name)]:
         raise RecipeError(f"'{word}' is not a word of runs{' ' * bool(task)}{task}: {USAGE}")
     if task == "show":
         return run_page.show(_one(names), as_json)
     if task == "compare":
         if len(names) < 2:
             raise RecipeError("runs compare needs two runs or more, as in runs compare FIRST SECOND; runs lists them")
-        return differences.compare([named(name, HOME) for name in names], own.get("output"), as_json)
+        return differences.compare([named(name, HOME) for name in names], options.get("output"), as_json)
     if task == "delete":
         if not names:
             raise RecipeError("runs delete needs the names of runs, as in runs delete FIRST SECOND; runs lists them")
-        return deleting.delete([named(name, HOME) for name in names], own.get("yes"))
+        return deleting.delete([named(name, HOME) for name in names], options.get("yes"))
     if not task and names:
         task, names = names[0], names[1:]
     return _listed(task, names, as_json)
@@ -68,10 +68,10 @@ def _listed(folder: str, more: Sequence[str], as_json: bool) -> str:
 
 
 def _wants_json(words: Sequence[str]) -> tuple[bool, list[str]]:
-    own, rest = split_words([word for word in words if word != "--json"], ("format",))
-    if own.get("format", "json") not in ("json", "text"):
-        raise RecipeError(f"format={own['format']} is not one of text, json")
-    return "--json" in words or own.get("format") == "json", rest
+    options, rest = split_words([word for word in words if word != "--json"], ("format",))
+    if options.get("format", "json") not in ("json", "text"):
+        raise RecipeError(f"format={options['format']} is not one of text, json")
+    return "--json" in words or options.get("format") == "json", rest
 
 
 def _one(names: Sequence[str]) -> RunSummary:

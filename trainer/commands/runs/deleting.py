@@ -14,7 +14,7 @@ from trainer.saving import locks
 from trainer.saving.files import remove, why
 from trainer.telemetry import readable
 
-WRITTEN = (  # by training and by commands that are given the run
+WRITTEN = (  # by training and by commands on a run
     "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "contact_sheet.png", "timeline.*",
     "*events.out.tfevents.*", "checkpoints", "last.safetensors", "best.safetensors", "model*.safetensors",
     "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript", "wandb", "wandb.json", "mlflow.json",
@@ -38,21 +38,21 @@ def delete(runs: Sequence[RunSummary], yes: str | None) -> str:
     """
     if yes not in (None, "true", "false"):
         raise RecipeError(f"yes={yes} must be true or false")
-    unique = list({one.path.resolve(): one for one in runs}.values())
-    for one in unique:
-        _check(one)
+    unique = list({run.path.resolve(): run for run in runs}.values())
+    for run in unique:
+        _check(run)
     if yes != "true" and not _agreed(unique, asked=yes is None):
         return "nothing was deleted\n"
-    return "".join(f"{_delete(one)}\n" for one in unique)
+    return "".join(f"{_delete(run)}\n" for run in unique)
 
 
-def _check(one: RunSummary) -> None:
-    if one.path.is_symlink():
-        raise RecipeError(f"{one.path} is a link: give the run itself, {one.path.resolve()}, or remove the link")
-    if one.path.resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise RecipeError(f"{one.path.resolve()} is the folder you are in: cd .. and give its name")
-    if one.status == "running":
-        raise FolderInUseError(f"{one.path} is running: {STOP}; nothing was deleted")
+def _check(run: RunSummary) -> None:
+    if run.path.is_symlink():
+        raise RecipeError(f"{run.path} is a link: give the run itself, {run.path.resolve()}, or remove the link")
+    if run.path.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise RecipeError(f"{run.path.resolve()} is the folder you are in: cd .. and give its name")
+    if run.status == "running":
+        raise FolderInUseError(f"{run.path} is running: {STOP}; nothing was deleted")
 
 
 def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
@@ -61,9 +61,9 @@ def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
         return False
     if sys.stdin is None or not sys.stdin.isatty():
         raise RecipeError("runs delete asks before it deletes, and nobody is there to answer: add yes=true")
-    for one in runs:
-        best = f", {one.best[0]} {readable.score(*one.best)}" if one.best else ""
-        print(f"  {readable.plain(str(one.path))}: {one.status}{best}, {readable.as_size(one.size, one.more)}")
+    for run in runs:
+        best = f", {run.best[0]} {readable.score(*run.best)}" if run.best else ""
+        print(f"  {readable.plain(str(run.path))}: {run.status}{best}, {readable.as_size(run.size, run.more)}")
     try:
         answer = input(f"delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}? y/N ")
     except EOFError:
@@ -75,9 +75,9 @@ def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def _delete(one: RunSummary) -> str:
+def _delete(run: RunSummary) -> str:
     """Remove what a run wrote, its lock last, so that no other run begins in the folder meanwhile."""
-    path = one.path
+    path = run.path
     try:
         lock = locks.hold(path, "run")
     except FolderInUseError:
@@ -99,7 +99,7 @@ def _delete(one: RunSummary) -> str:
         raise SetupError(f"{path} cannot be removed ({why(error)}): look at its owner and rights (ls -l)") from None
     finally:
         os.close(lock)
-    freed = readable.as_size(one.size, one.more)
+    freed = readable.as_size(run.size, run.more)
     if not left:
         return f"deleted {readable.plain(str(path))} ({freed})"
     shown = readable.plain(", ".join(left[:3])) + f" and {len(left) - 3} more" * (len(left) > 3)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer import recipe as recipes
 from trainer.commands.runs.run_page import value_of
-from trainer.commands.runs.run_status import RunSummary, finite
+from trainer.commands.runs.run_status import RunSummary
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import flatten
 from trainer.saving.files import writing
@@ -18,7 +19,7 @@ from trainer.telemetry import plots, readable
 from trainer.telemetry.curves import curves_of
 
 MOST = 6  # runs
-UNTOLD = ("output", "resume")  # keys of a recipe in which all runs differ or none
+IGNORED = ("output", "resume")  # keys of a recipe in which all runs differ or none
 MISSING = "-"
 
 
@@ -31,22 +32,21 @@ def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool
     """
     names = _names(runs)
     changed = _changed(runs)
-    figures = {title: [told(one) for one in runs] for title, told in _figures(runs).items()}
     picture, lacking = _picture(runs, names, output)
     if as_json:
-        found = {
-            "runs": [one.to_dict() for one in runs],
+        tree = {
+            "runs": [run.to_dict() for run in runs],
             "recipe": {key: dict(zip(names, values, strict=True)) for key, values in changed.items()},
             "picture": str(picture) if picture else None,
         }
-        return json.dumps(found, indent=2, default=str) + "\n"
+        return json.dumps(tree, indent=2, default=str) + "\n"
     rows = [("", names)]
     for key, values in changed.items():
-        cells = [value_of(value) if one.recipe else MISSING for one, value in zip(runs, values, strict=True)]
+        cells = [value_of(value) if run.recipe else MISSING for run, value in zip(runs, values, strict=True)]
         rows.append((key, cells))
-    lost = [f"{name}: {one.note or 'no recipe.yaml'}" for name, one in zip(names, runs, strict=True) if not one.recipe]
+    lost = [f"{name}: {run.note or 'no recipe.yaml'}" for name, run in zip(names, runs, strict=True) if not run.recipe]
     same = ["the recipes are the same"] if not changed and not lost else []
-    shown = [(title, cells) for title, cells in figures.items() if any(cell != MISSING for cell in cells)]
+    shown = [(title, cells) for title, cells in _figures(runs).items() if any(cell != MISSING for cell in cells)]
     lines = [*_aligned(rows), *same, "", *_aligned([("", names), *shown]), *lost, *lacking]
     if picture:
         lines += ["", f"curves: {picture}"]
@@ -55,13 +55,13 @@ def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool
 
 def _names(runs: Sequence[RunSummary]) -> list[str]:
     """What tells the runs apart: their folders' names, or their paths where those are alike."""
-    real = [one.path.resolve() for one in runs]
+    real = [run.path.resolve() for run in runs]
     if len(set(real)) < len(real):
         raise RecipeError("runs compare needs different runs, and one was given twice")
     if len(runs) > MOST:
         raise RecipeError(f"runs compare shows at most {MOST} runs side by side, and {len(runs)} were given")
     names = [readable.plain(path.name) for path in real]
-    return names if len(set(names)) == len(names) else [readable.plain(str(one.path)) for one in runs]
+    return names if len(set(names)) == len(names) else [readable.plain(str(run.path)) for run in runs]
 
 
 def _changed(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
@@ -69,9 +69,9 @@ def _changed(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
 
     An old recipe gets today's defaults.
     """
-    trees = [flatten(_resolved(one.recipe)) for one in runs]
+    trees = [flatten(_resolved(run.recipe)) for run in runs]
     known = [tree for tree in trees if tree]
-    keys = dict.fromkeys(key for tree in known for key in tree if key not in UNTOLD)
+    keys = dict.fromkeys(key for tree in known for key in tree if key not in IGNORED)
     differ = [key for key in keys if any(tree.get(key) != known[0].get(key) for tree in known)]
     return {key: [tree.get(key) for tree in trees] for key in differ}
 
@@ -83,54 +83,29 @@ def _resolved(plain: Mapping[str, Any]) -> Mapping[str, Any]:
         return plain
 
 
-def _figures(runs: Sequence[RunSummary]) -> dict[str, Callable[[RunSummary], str]]:
-    """Title -> how it is told of a run."""
+def _figures(runs: Sequence[RunSummary]) -> dict[str, list[str]]:
+    """Title -> a figure of each run, as text."""
 
-    def value(*keys: str) -> Callable[[RunSummary], float | None]:
-        def found(one: RunSummary) -> float | None:
-            inner: Any = one.result
-            for key in keys:
-                inner = inner.get(key) if isinstance(inner, Mapping) else None
-            return finite(inner)
+    def column(text_of: Callable[[float], str], *keys: str) -> list[str]:
+        values = [run.figure(*keys) for run in runs]
+        return [MISSING if value is None else text_of(value) for value in values]
 
-        return found
-
-    def scored(metric: str, key: str) -> Callable[[RunSummary], str]:
-        return lambda one: readable.score(metric, value(key)(one))
-
-    def best_epoch(one: RunSummary) -> str:
-        at = value("best_epoch")(one)
-        return MISSING if at is None else f"{at:.0f}"
-
-    def fullest(one: RunSummary) -> str:
-        peaks = one.result.get("peak_memory_bytes")
-        sizes = [finite(size) for size in peaks.values()] if isinstance(peaks, Mapping) else []
-        known = [size for size in sizes if size is not None]
-        return readable.as_size(int(max(known))) if known else MISSING
-
-    def counted(key: str) -> Callable[[RunSummary], str]:
-        def told(one: RunSummary) -> str:
-            found = value(key)(one)
-            return MISSING if found is None else f"{found:,.0f}"
-
-        return told
-
-    step, waiting = value("step_time_s", "mean"), value("data_wait_fraction")
-    metrics = dict.fromkeys(key for one in runs for key in one.result if key.startswith(("best_", "val_")))
+    metrics = dict.fromkeys(key for run in runs for key in run.result if key.startswith(("best_", "val_")))
     metrics.pop("best_epoch", None)
+    scores = {key: column(partial(readable.score, key.partition("_")[2]), key) for key in metrics}
     return {
-        "status": lambda one: one.status or MISSING,
-        **{key.replace("_", " ", 1): scored(key.partition("_")[2], key) for key in metrics},
-        "best epoch": best_epoch,
-        "train loss": scored("loss", "train_loss"),
-        "epochs": counted("epochs"),
-        "steps": counted("steps"),
-        "images/s": lambda one: readable.number(one.speed),
-        "ms a step": lambda one: readable.number(1e3 * found if (found := step(one)) is not None else None),
-        "waits for data": lambda one: f"{found:.1%}" if (found := waiting(one)) is not None else MISSING,
-        "peak memory": fullest,
-        "time": lambda one: readable.duration(value("seconds")(one)),
-        "size": lambda one: readable.as_size(one.size, one.more),
+        "status": [run.status or MISSING for run in runs],
+        **{key.replace("_", " ", 1): cells for key, cells in scores.items()},
+        "best epoch": column("{:.0f}".format, "best_epoch"),
+        "train loss": column("{:.4g}".format, "train_loss"),
+        "epochs": column("{:,.0f}".format, "epochs"),
+        "steps": column("{:,.0f}".format, "steps"),
+        "images/s": [readable.number(run.speed) for run in runs],
+        "ms a step": column(lambda seconds: readable.number(1e3 * seconds), "step_time_s", "mean"),
+        "waits for data": column("{:.1%}".format, "data_wait_fraction"),
+        "peak memory": [readable.as_size(run.peak_memory) for run in runs],
+        "time": column(readable.duration, "seconds"),
+        "size": [readable.as_size(run.size, run.more) for run in runs],
     }
 
 
@@ -150,27 +125,27 @@ def _picture(runs: Sequence[RunSummary], names: Sequence[str], output: str | Non
         raise RecipeError(f"output={output} names no picture: write output={path.name or 'curves'}.png")
     loss: dict[str, Any] = {}
     held_out: dict[str, dict[str, Any]] = {}
-    untold = []
-    for name, one in zip(names, runs, strict=True):
+    missing = []
+    for name, run in zip(names, runs, strict=True):
         try:
-            rows, bad = read_steps(one.path / "steps.csv")
+            rows, bad = read_steps(run.path / "steps.csv")
         except OSError as error:
             rows, bad = [], 0
-            untold.append(f"{name}: no training curve (steps.csv: {error.strerror})")
+            missing.append(f"{name}: no training curve (steps.csv: {error.strerror})")
         if bad:
-            untold.append(f"{name}: {bad} damaged line{'s' * (bad > 1)} of steps.csv left out")
+            missing.append(f"{name}: {bad} damaged line{'s' * (bad > 1)} of steps.csv left out")
         if rows:
             loss[name] = ([float(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows])
-        metric = one.best[0] if one.best else None
-        steps, _, values = curves_of(one.path).get(f"val/{metric}", ([], [], []))
+        metric = run.best[0] if run.best else None
+        steps, _, values = curves_of(run.path).get(f"val/{metric}", ([], [], []))
         if values:
             held_out.setdefault(str(metric), {})[name] = (steps, values)
     panels = [plots.Panel(loss, "optimizer steps", "training loss")] if loss else []
-    panels += [plots.Panel(found, "optimizer steps", f"held-out {metric}") for metric, found in held_out.items()]
+    panels += [plots.Panel(curves, "optimizer steps", f"held-out {metric}") for metric, curves in held_out.items()]
     if not any(len(x) > 1 for panel in panels for x, _ in panel.curves.values()):
-        return None, [*untold, "no picture: neither steps.csv nor TensorBoard's files hold two points of a curve"]
+        return None, [*missing, "no picture: neither steps.csv nor TensorBoard's files hold two points of a curve"]
     if not path.parent.is_dir():
         raise SetupError(f"output={path}: there is no folder {path.parent}; choose another output=")
     with writing(path, "the same words again"):
         plots.curves(path, panels)
-    return path, untold
+    return path, missing

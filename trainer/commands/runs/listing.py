@@ -24,20 +24,20 @@ def table(home: Path, as_json: bool = False) -> str:
     Raises:
         SetupError: the folder cannot be read.
     """
-    found = below(home)
-    runs = sorted((one for one in found if one.kind == "run"), key=lambda one: -(one.changed or 0.0))
-    others = [one for one in found if one.kind != "run"]
+    summaries = below(home)
+    runs = sorted((run for run in summaries if run.kind == "run"), key=lambda run: -(run.changed or 0.0))
+    others = [run for run in summaries if run.kind != "run"]
     if as_json:
-        return json.dumps([one.to_dict() for one in (*runs, *others)], indent=2) + "\n"
+        return json.dumps([run.to_dict() for run in (*runs, *others)], indent=2) + "\n"
     if not runs and not others:
         return f"no runs below {home}: python -m trainer recipe=digits output={home}/first trains one\n"
     lines = _table(runs, home) if runs else [f"no runs below {home}"]
-    notes = [f"{_name(one, home)}: {readable.plain(one.note)}" for one in (*runs, *others) if one.note]
+    notes = [f"{_name(run, home)}: {readable.plain(run.note)}" for run in (*runs, *others) if run.note]
     more = [f"and {len(notes) - MOST} more lines like these"] if len(notes) > MOST else []
     lines += ["", *(readable.shortened(line, readable.columns()) for line in notes[:MOST]), *more] if notes else []
     if runs:
-        apart = {one.path.resolve(): one for one in runs}.values()  # links name some twice
-        total = readable.as_size(sum(one.size or 0 for one in apart), any(one.more for one in apart))
+        apart = {run.path.resolve(): run for run in runs}.values()  # links name some twice
+        total = readable.as_size(sum(run.size or 0 for run in apart), any(run.more for run in apart))
         lines += ["", f"{len(apart)} run{'s' * (len(apart) != 1)}, {total}; see one: python -m trainer runs show NAME"]
     return "\n".join(lines) + "\n"
 
@@ -55,18 +55,18 @@ def below(home: Path, levels: int = DEEP) -> list[RunSummary]:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and _may_hold(entry))
     except OSError as error:
         raise SetupError(f"{home} cannot be read ({why(error)}): give another folder, as in runs FOLDER") from None
-    found = []
+    summaries = []
     for name in names:
-        one = look(home / name)
+        summary = look(home / name)
         inner: Sequence[RunSummary] = ()
-        if one.note == FOREIGN and levels > 1 and not one.path.is_symlink():
+        if summary.note == FOREIGN and levels > 1 and not summary.path.is_symlink():
             try:
-                inner = below(one.path, levels - 1)
+                inner = below(summary.path, levels - 1)
             except SetupError:
                 inner = ()
         within = [run for run in inner if run.kind == "run"]
-        found += within or [one]
-    return found
+        summaries += within or [summary]
+    return summaries
 
 
 def _may_hold(entry: os.DirEntry[str]) -> bool:
@@ -76,29 +76,29 @@ def _may_hold(entry: os.DirEntry[str]) -> bool:
         return True
 
 
-def _name(one: RunSummary, home: Path) -> str:
-    return readable.plain(str(one.path.relative_to(home)))
+def _name(run: RunSummary, home: Path) -> str:
+    return readable.plain(str(run.path.relative_to(home)))
 
 
-def _cells(one: RunSummary, home: Path) -> tuple[str, ...]:
-    best = one.best
+def _cells(run: RunSummary, home: Path) -> tuple[str, ...]:
+    best = run.best
     return (
-        _name(one, home),
-        readable.shortened(readable.plain(one.mode or "-"), 12),
-        readable.shortened(readable.plain(one.model or "-"), 18),
-        one.status or "-",
+        _name(run, home),
+        readable.shortened(readable.plain(run.mode or "-"), 12),
+        readable.shortened(readable.plain(run.model or "-"), 18),
+        run.status or "-",
         f"{readable.shortened(readable.plain(best[0]), 10)} {readable.score(*best)}" if best else "-",
-        readable.number(one.speed),
-        readable.duration(one.age),
-        readable.as_size(one.size, one.more),
+        readable.number(run.speed),
+        readable.duration(run.age),
+        readable.as_size(run.size, run.more),
     )
 
 
 def _table(runs: Sequence[RunSummary], home: Path) -> list[str]:
     """Rows of equal columns; a name too long for its column stands on a line of its own, whole, to be copied."""
-    rows = [HEAD, *(_cells(one, home) for one in runs)]
+    rows = [HEAD, *(_cells(run, home) for run in runs)]
     others = readable.table([row[1:] for row in rows], {n - 1 for n in RIGHT})
     room = max(len(HEAD[0]), readable.columns() - max(map(len, others)) - 2)
     lines = readable.table([(row[0] if len(row[0]) <= room else "", *row[1:]) for row in rows], RIGHT)
     above = [[] if len(row[0]) <= room else [readable.shortened(row[0], readable.WIDEST)] for row in rows]
-    return [line for whole, own in zip(above, lines, strict=True) for line in (*whole, own)]
+    return [line for whole, row in zip(above, lines, strict=True) for line in (*whole, row)]

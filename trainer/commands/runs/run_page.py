@@ -22,88 +22,85 @@ ADVICE = {
 }
 
 
-def show(one: RunSummary, as_json: bool = False) -> str:
+def show(run: RunSummary, as_json: bool = False) -> str:
     """What `runs show` prints."""
     if as_json:
-        found = {**one.to_dict(), "changed": _changed(one)[1], "result": one.result, "recipe": one.recipe}
-        return json.dumps(found, indent=2, default=str) + "\n"
-    lines = [(title, value) for title, value in (*_what(one), *_figures(one), *_files(one)) if value]
+        tree = {**run.to_dict(), "changed": _changed(run)[1], "result": run.result, "recipe": run.recipe}
+        return json.dumps(tree, indent=2, default=str) + "\n"
+    lines = [(title, value) for title, value in (*_what(run), *_figures(run), *_files(run)) if value]
     width = max(len(title) for title, _ in lines)
-    page = [readable.plain(str(one.path)), *(f"  {title:<{width}}  {readable.plain(value)}" for title, value in lines)]
-    page += ["", *(f"  {readable.plain(command)}" for command in _next(one))]
+    page = [readable.plain(str(run.path)), *(f"  {title:<{width}}  {readable.plain(value)}" for title, value in lines)]
+    page += ["", *(f"  {readable.plain(command)}" for command in _next(run))]
     return "\n".join(page) + "\n"
 
 
-def _what(one: RunSummary) -> Iterator[tuple[str, str]]:
-    result, section = one.result, _section(one.recipe, "data")
+def _what(run: RunSummary) -> Iterator[tuple[str, str]]:
+    result, section = run.result, _section(run.recipe, "data")
     error = result.get("error")
-    yield "status", f"{one.status}" + (f": {error}" if error else "")
-    yield "", ADVICE.get(one.status or "", "")
-    yield "note", one.note
-    name, changed = _changed(one)
+    yield "status", f"{run.status}" + (f": {error}" if error else "")
+    yield "", ADVICE.get(run.status or "", "")
+    yield "note", run.note
+    name, changed = _changed(run)
     yield "recipe", name
     for number, word in enumerate(changed[:KEYS]):
         yield "changed" if not number else "", word
     yield "", f"and {len(changed) - KEYS} more" if len(changed) > KEYS else ""
     devices = result.get("devices")
     named = ", ".join(map(str, devices[:8])) + ", ..." * (len(devices) > 8) if isinstance(devices, list) else ""
-    processes = finite(result.get("world_size"))
-    yield "mode", f"{one.mode or '-'}" + (f", {processes:.0f} process{'es' * (processes != 1)}" if processes else "")
+    processes = run.figure("world_size")
+    yield "mode", f"{run.mode or '-'}" + (f", {processes:.0f} process{'es' * (processes != 1)}" if processes else "")
     yield "devices", named
-    yield "model", f"{one.model or '-'}" + (f", {result['precision']}" if result.get("precision") else "")
+    yield "model", f"{run.model or '-'}" + (f", {result['precision']}" if result.get("precision") else "")
     data = _section(result, "data")
     counts = [finite(data.get(key)) for key in ("train_samples", "val_samples")]
     amounts = f": {counts[0]:,.0f} to train on, {counts[1]:,.0f} held out" if None not in counts else ""
     yield "data", f"{data.get('name') or section.get('name') or '-'}{amounts}"
 
 
-def _figures(one: RunSummary) -> Iterator[tuple[str, str]]:
-    result = one.result
-    epochs, steps = finite(result.get("epochs")), finite(result.get("steps"))
-    wanted = finite(one.recipe.get("epochs"))
+def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
+    result = run.result
+    epochs, steps = run.figure("epochs"), run.figure("steps")
+    wanted = finite(run.recipe.get("epochs"))
     if epochs is not None and steps is not None:
         of = f" of {wanted:.0f}" if wanted else ""
-        took = readable.duration(finite(result.get("seconds")))
+        took = readable.duration(run.figure("seconds"))
         yield "trained", f"{epochs:.0f}{of} epochs, {steps:,.0f} steps, {took}"
     ended_by = result.get("ended_by")
     yield "ended by", ended_by if isinstance(ended_by, str) and ended_by != "epochs" else ""
-    if one.best:
-        metric, value = one.best
-        at = finite(result.get("best_epoch"))
+    if run.best:
+        metric, value = run.best
+        at = run.figure("best_epoch")
         yield "best", f"{metric} {readable.score(metric, value)}" + (f" in epoch {at:.0f}" if at is not None else "")
     last = {key.removeprefix("val_"): finite(value) for key, value in result.items() if key.startswith("val_")}
-    told = [f"{name} {readable.score(name, value)}" for name, value in last.items() if value is not None]
-    yield "last", ", ".join(told)
+    scores = [f"{name} {readable.score(name, value)}" for name, value in last.items() if value is not None]
+    yield "last", ", ".join(scores)
     losses = result.get("losses")
     numbers = [value for value in map(finite, losses) if value is not None] if isinstance(losses, list) else []
     if numbers:
         yield "loss", f"{numbers[0]:.4g} in the first epoch, {numbers[-1]:.4g} in the last, on training images"
-    step = finite(_section(result, "step_time_s").get("mean"))
-    if one.speed is not None:
-        yield (
-            "speed",
-            f"{readable.number(one.speed)} images/s" + (f", {readable.number(1e3 * step)} ms a step" if step else ""),
-        )
-    peaks = [size for size in map(finite, _section(result, "peak_memory_bytes").values()) if size is not None]
-    if peaks:
-        yield "memory", f"{readable.as_size(int(max(peaks)))} on the fullest device"
+    if run.speed is not None:
+        step = run.figure("step_time_s", "mean")
+        milliseconds = f", {readable.number(1e3 * step)} ms a step" if step else ""
+        yield "speed", f"{readable.number(run.speed)} images/s{milliseconds}"
+    if run.peak_memory is not None:
+        yield "memory", f"{readable.as_size(run.peak_memory)} on the fullest device"
     yield "verdict", str(_section(result, "verdict").get("sentence") or "")
     versions = _section(result, "versions")
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    if one.changed:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed))
-        yield "written", f"{when}, {readable.duration(one.age)} ago"
+    if run.changed:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
+        yield "written", f"{when}, {readable.duration(run.age)} ago"
 
 
-def _files(one: RunSummary) -> Iterator[tuple[str, str]]:
-    yield "size", readable.as_size(one.size, one.more)
+def _files(run: RunSummary) -> Iterator[tuple[str, str]]:
+    yield "size", readable.as_size(run.size, run.more)
     try:
-        with os.scandir(one.path) as entries:
-            found = sorted((entry.name, entry.path) for _, entry in zip(range(200), entries, strict=False))
+        with os.scandir(run.path) as entries:
+            paths = sorted((entry.name, entry.path) for _, entry in zip(range(200), entries, strict=False))
     except OSError:
         return
     title = "files"
-    for name, path in found:
+    for name, path in paths:
         if name.startswith("."):
             continue
         folder = os.path.isdir(path) and not os.path.islink(path)
@@ -115,38 +112,38 @@ def _files(one: RunSummary) -> Iterator[tuple[str, str]]:
         title = ""
 
 
-def _next(one: RunSummary) -> Iterator[str]:
+def _next(run: RunSummary) -> Iterator[str]:
     """What one can type now."""
-    path = shlex.quote(str(one.path))
-    weights = any((one.path / f"{name}.safetensors").is_file() for name in ("last", "best"))
-    resumable = (one.path / "checkpoints").is_dir() and (one.path / "recipe.yaml").is_file()
-    if resumable and one.status in ("stopped", "failed", "killed"):
+    path = shlex.quote(str(run.path))
+    weights = any((run.path / f"{name}.safetensors").is_file() for name in ("last", "best"))
+    resumable = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
+    if resumable and run.status in ("stopped", "failed", "killed"):
         yield f"python -m trainer recipe={path} output={path} resume=auto"
     if weights:
         yield f"python -m trainer evaluate checkpoint={path}"
         yield f"python -m trainer predict checkpoint={path} data.root=FOLDER"
         yield f"python -m trainer export {path} format=onnx"
-    if any(one.path.glob("events.out.tfevents.*")):
+    if any(run.path.glob("events.out.tfevents.*")):
         yield f"python -m tensorboard.main --logdir {path}"
-    if one.status != "running":
+    if run.status != "running":
         yield f"python -m trainer runs delete {path}"
 
 
-def _changed(one: RunSummary) -> tuple[str, list[str]]:
+def _changed(run: RunSummary) -> tuple[str, list[str]]:
     """A recipe's name, and the words by which it differs from the shipped one of that name, or from the defaults."""
-    name = one.result.get("recipe")
+    name = run.result.get("recipe")
     name = name if isinstance(name, str) and name in recipes.shipped_recipes() else None
-    told = str(one.result.get("recipe") or "-")
+    title = str(run.result.get("recipe") or "-")
     try:
         was = recipes.load(name).to_dict()
-        now = recipes.load(dict(one.recipe)).to_dict()
+        now = recipes.load(dict(run.recipe)).to_dict()
     except (RecipeError, TypeError, ValueError):
-        return told, []
-    if not one.recipe:
-        return told, []
+        return title, []
+    if not run.recipe:
+        return title, []
     before, after = recipes.flatten(was), recipes.flatten(now)
     words_of = [f"{key}={value_of(value)}" for key, value in after.items() if value != before[key]]
-    return told if name else f"{told} (beside the defaults)", words_of
+    return title if name else f"{title} (beside the defaults)", words_of
 
 
 def value_of(value: Any) -> str:
@@ -155,5 +152,5 @@ def value_of(value: Any) -> str:
 
 
 def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = tree.get(key)
-    return found if isinstance(found, Mapping) else {}
+    section = tree.get(key)
+    return section if isinstance(section, Mapping) else {}

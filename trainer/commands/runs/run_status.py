@@ -25,7 +25,7 @@ OTHERS = {"compare.json": "a comparison", "predict.json": "predictions", "part-0
 FOREIGN = "no files of a run"
 MAX_RECIPE, MAX_ALIASES = 256 * 1024, 20  # bytes; more aliases of aliases would grow without limit
 MAX_FILES = 20_000  # of a folder, that are counted for its size
-LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # whose times tell when a run last did something
+LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # files with the time at which a run last did something
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ class RunSummary:
 
     @property
     def mode(self) -> str | None:
-        """As in the recipe."""
         return _text(self.result.get("mode") or self.recipe.get("mode"))
 
     @property
     def model(self) -> str | None:
-        """Its name in the recipe."""
         section = self.recipe.get("model")
         return _text(section.get("name")) if isinstance(section, Mapping) else None
 
@@ -76,13 +74,26 @@ class RunSummary:
     @property
     def speed(self) -> float | None:
         """Images a second over all devices."""
-        found = self.result.get("throughput")
-        return finite(found.get("samples_per_sec")) if isinstance(found, Mapping) else None
+        return self.figure("throughput", "samples_per_sec")
+
+    @property
+    def peak_memory(self) -> float | None:
+        """Bytes on the fullest device."""
+        peaks = self.result.get("peak_memory_bytes")
+        sizes = map(finite, peaks.values()) if isinstance(peaks, Mapping) else ()
+        return max((size for size in sizes if size is not None), default=None)
 
     @property
     def age(self) -> float | None:
         """Seconds since it was last written."""
         return None if self.changed is None else max(0.0, time.time() - self.changed)
+
+    def figure(self, *keys: str) -> float | None:
+        """A number in result.json, by its keys from the outside in; None where there is none."""
+        value: Any = self.result
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return finite(value)
 
     def to_dict(self) -> dict[str, Any]:
         """For scripts: figures as they are, None for what is not known."""
@@ -127,9 +138,8 @@ def _look(path: Path, sized: bool) -> RunSummary:
         return RunSummary(path, "other", f"a link to {os.readlink(path)}, which is not there")
     with os.scandir(path) as entries:
         names = {entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False)}
-    names |= {
-        name for name in (*OTHERS, *LATEST, "checkpoints") if os.path.lexists(path / name)
-    }  # of a huge folder too
+    known = (*OTHERS, *LATEST, "checkpoints")
+    names |= {name for name in known if os.path.lexists(path / name)}  # of a huge folder too
     for name, kind in OTHERS.items():
         if name in names:
             return RunSummary(path, "other", kind)
@@ -141,9 +151,8 @@ def _look(path: Path, sized: bool) -> RunSummary:
     size, more = size_of(path) if sized else (None, False)
     if path.is_symlink():
         notes.insert(0, f"a link to {os.readlink(path)}")
-    return RunSummary(
-        path, "run", "; ".join(notes), _status(path, result), _changed(path, names), size, more, result, recipe
-    )
+    note, status, changed = "; ".join(notes), _status(path, result), _changed(path, names)
+    return RunSummary(path, "run", note, status, changed, size, more, result, recipe)
 
 
 def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
@@ -152,9 +161,9 @@ def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
     try:
         if file.suffix == ".json":
             return read_json(file)
-        found = stored(_plain(read(file, MAX_RECIPE)))
-        if isinstance(found, dict):
-            return found
+        recipe = stored(_plain(read(file, MAX_RECIPE)))
+        if isinstance(recipe, dict):
+            return recipe
         notes.append(f"{file.name}: it holds no recipe")
     except (yaml.YAMLError, RecursionError, TypeError):
         notes.append(f"{file.name}: it holds no YAML")
@@ -167,7 +176,7 @@ def _plain(text: bytes) -> Any:
     """What YAML holds, in the types of JSON: no dates, nothing that holds itself.
 
     Raises:
-        YAMLError, ValueError, TypeError, RecursionError: it cannot be told so.
+        YAMLError, ValueError, TypeError, RecursionError: it cannot be written so.
     """
     if text.count(b"*") > MAX_ALIASES:
         raise ValueError("it holds no recipe")
@@ -192,7 +201,7 @@ def _is_run(path: Path, names: set[str], result: Mapping[str, Any]) -> bool:
 
 
 def _status(path: Path, result: Mapping[str, Any]) -> Status:
-    """As the lock, which ends with the process that holds it, and result.json tell it together."""
+    """By the lock, which ends with the process that holds it, and result.json."""
     if locks.is_held(path):
         return "running"
     status = result.get("status")
@@ -255,13 +264,13 @@ def named(name: str, home: Path) -> RunSummary:
         guess = misspelt(Path(name).name, known)
         hint = f"did you mean {guess}?" if guess else "python -m trainer runs lists those below ./runs"
         raise RecipeError(f"'{name[:120]}' is not there, nor {home}/{name[:120]}: {hint}")
-    found = [look(path) for path in there]
-    for one in found:
-        if one.kind == "run":
-            return one
+    summaries = [look(path) for path in there]
+    for run in summaries:
+        if run.kind == "run":
+            return run
     path = there[0]
     if path.is_file():
         raise RecipeError(f"{path} is a file: give the run's folder, {path.parent}")
     if not os.access(path, os.R_OK | os.X_OK):
-        raise SetupError(f"{path} cannot be read ({found[0].note})")
-    raise RecipeError(f"{path} holds no run ({found[0].note}): python -m trainer runs lists those below ./runs")
+        raise SetupError(f"{path} cannot be read ({summaries[0].note})")
+    raise RecipeError(f"{path} holds no run ({summaries[0].note}): python -m trainer runs lists those below ./runs")

@@ -132,6 +132,15 @@ def test_a_class_has_a_name_of_its_own():
     assert [(name, path) for name, path in named if homes[name] != path] == []
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if room(path) != "__main__"], ids=lambda path: path.name)
+def test_nothing_imports_the_package_itself(path):
+    """Its name is the API above all rooms: what a room needs of it, as the version, lives on a floor below."""
+    names = [alias.name for node in ast.walk(parsed(path)) if isinstance(node, ast.Import) for alias in node.names]
+    froms = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom) and node.module == "trainer"]
+    assert "trainer" not in names
+    assert {alias.name for node in froms for alias in node.names} <= FLOOR.keys()
+
+
 def test_nothing_lies_loose():
     assert {path.name for path in HOME.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
 

@@ -189,7 +189,7 @@ def test_a_rank_that_woke_another_has_failed_before_it(
         time.sleep(0.01)
         return "rank 1 was silent"
 
-    monkeypatch.setattr(endings, "last_look", wake)
+    monkeypatch.setattr(endings, "name_stopped_ranks", wake)
     for name, value in {**RANK_0, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}.items():
         monkeypatch.setenv(name, value)
     outcome(capsys, "recipe=digts")

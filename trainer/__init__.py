@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from trainer.training.callbacks import EpochReport, StepReport
     from trainer.training.results import Result
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = [
     "Classification",
     "DevicePool",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "__version__": ("trainer.recipe.versions", "VERSION"),
     "Recipe": ("trainer.recipe", "Recipe"),
     "load_recipe": ("trainer.recipe", "load"),
     "train": ("trainer.training.api", "train"),

@@ -64,13 +64,17 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        line = endings.with_stack(line, error) if code == TrainerError.code else endings.last_look(line, code, error)
-    endings.leave_report(line, code, now)
-    if not endings.has_speaker():
+        line = (
+            endings.with_stack(line, error)
+            if code == TrainerError.code
+            else endings.name_stopped_ranks(line, code, error)
+        )
+    endings.write_report(line, code, now)
+    if not endings.launcher_prints():
         if not _launched() or place().is_main:
             endings.say(line, code)
         else:
-            endings.let_main_speak(code)
+            endings.let_rank_0_print(code)
     return code
 
 

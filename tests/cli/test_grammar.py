@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli.dialects.interpreter import meaning
-from trainer.cli.dialects.meaning import Around
+from trainer.cli.dialects.meaning import CommandLine
 from trainer.cli.dialects.other_values import OTHER_VALUES, SMALLEST
 from trainer.cli.grammar import program, read
 from trainer.cli.known_keys import OWN
@@ -604,18 +604,18 @@ def test_the_same_line_follows_from_the_same_words_each_time() -> None:
 
 def test_a_data_set_that_was_typed_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.cli.dialects.meaning.load", lambda _: pytest.fail("the recipe was loaded"))
-    assert Around("train", OWN["train"], {"recipe": "digits", "data.name": "shards"}).data_name == "shards"
+    assert CommandLine("train", OWN["train"], {"recipe": "digits", "data.name": "shards"}).data_name == "shards"
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_what_a_row_says_is_taken(name: str) -> None:
     """Words of ours, or a sentence; but for a value that only the typed one can tell."""
     command, _, name = name.rpartition(":")
-    around = Around(command or "train", OWN[command or "train"])
+    line = CommandLine(command or "train", OWN[command or "train"])
     for value in OTHER_VALUES[f"{command}:{name}" if command else name]:
-        found = meaning(name, "1" if value == "*" else value, around)
+        found = meaning(name, "1" if value == "*" else value, line)
         if found is not None and found.words:
-            assert read([around.command, *found.words]) == (around.command, [*found.words]), (name, value)
+            assert read([line.command, *found.words]) == (line.command, [*found.words]), (name, value)
         assert found is None or found.words or found.note
 
 

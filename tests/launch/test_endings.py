@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer.errors import RecipeError, TrainerError, in_one_line, sentence
-from trainer.launch.endings import Ending, first_cause, leave_report, say, with_stack
+from trainer.launch.endings import Ending, first_cause, say, with_stack, write_report
 from trainer.processes import family, stacks
 
 
@@ -62,7 +62,7 @@ def test_torchrun_takes_a_lost_peer_for_no_cause_and_shows_one_line(tmp_path, mo
         monkeypatch.delenv(name, raising=False)
 
     def left(code):
-        leave_report("KeyError: x\nTraceback", code, 100.5)
+        write_report("KeyError: x\nTraceback", code, 100.5)
         return json.loads((tmp_path / "error.json").read_text())["message"]
 
     bug, lost = left(1), left(7)

@@ -247,7 +247,7 @@ def test_muons_matrices_of_one_shape_are_updated_together(flag):
         words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"]
         optimizer, _ = made(model, *words, "optimizer.nesterov=true")
         optimizer.found_inf = None if flag is None else torch.tensor(flag)
-        ours = [group["params"][0] for group in optimizer.own]
+        ours = [group["params"][0] for group in optimizer.muon_groups]
         places = [next(n for n, p in enumerate(model.parameters()) if p is one) for one in ours]
         theirs = [list(twin.parameters())[place] for place in places]
         muon = torch.optim.Muon(theirs, lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")

@@ -7,11 +7,18 @@ import tomllib
 
 import pytest
 
+import trainer as package
 from tests.command_line import PROJECT, QUIET, losses, ok, trainer
 from trainer.commands.compare.entries import entries
 from trainer.recipe import load, versions
 from trainer.recipe.checks import SPLIT_BACKWARD, TWO_PARTS
-from trainer.recipe.versions import SINCE, release, torch_has
+from trainer.recipe.versions import SINCE, VERSION, release, torch_has
+
+
+def test_this_version_is_that_of_the_package():
+    assert tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+    assert package.__version__ == VERSION
+
 
 PIPE = ["recipe=digits", "mode=pipeline", "nproc=2"]
 

@@ -127,7 +127,7 @@ def test_multilabel_metrics_are_scikit_learns():
     assert found["f1"] == pytest.approx(f1_score(targets, predicted, average="micro"))
     assert found["f1_macro"] == pytest.approx(f1_score(targets, predicted, average="macro", zero_division=0))
     assert found["loss"] == pytest.approx(made.loss(outputs, targets).item(), rel=1e-6)
-    assert "F1 " in made.told(found) and made.told(found).startswith("loss ")
+    assert "F1 " in made.text(found) and made.text(found).startswith("loss ")
 
 
 def test_a_class_that_nobody_has_and_nobody_sees_has_no_f1():
@@ -220,7 +220,7 @@ def test_a_task_of_ones_own_needs_a_loss_only(monkeypatch):
     found = of_parts(made, outputs, targets)
     assert found == {"loss": pytest.approx((outputs - targets).abs().mean().item())}
     assert made.metric == "loss" and made.improves(1.0, 2.0) and made.outputs() is None
-    assert made.told(found) == f"loss {found['loss']:.4f}"
+    assert made.text(found) == f"loss {found['loss']:.4f}"
     with pytest.raises(RecipeError, match=r"'absolute'.*taken"):
         register_task("absolute")
 

@@ -296,8 +296,8 @@ def script(shell: str) -> str:
         "SHELLS": SHELLS,
     }
     text = _FOUND.strip("\n").replace("@OWN@", "\n".join(_commands()))
-    for mark, found in marks.items():
-        text = text.replace(f"@{mark}@", " ".join(found))
+    for mark, words in marks.items():
+        text = text.replace(f"@{mark}@", " ".join(words))
     text = text.replace("@FOLDERS@", " | ".join(OTHER_FOLDERS))
     return (_BASH if shell == "bash" else _ZSH).replace("@FOUND@", text).replace("@PROGRAM@", program())
 
@@ -305,8 +305,8 @@ def script(shell: str) -> str:
 def _commands() -> list[str]:
     """The branches of those commands that take keys: words of their own, and the recipe's."""
     return [
-        f'        {name}) _trainer_match "$word" {" ".join(f"{word}=" for word in own)} $_trainer_keys ;;'
-        for name, own in OWN.items()
+        f'        {name}) _trainer_match "$word" {" ".join(f"{word}=" for word in words)} $_trainer_keys ;;'
+        for name, words in OWN.items()
     ]
 
 

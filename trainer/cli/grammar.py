@@ -19,7 +19,7 @@ from trainer.cli.command_names import (
 )
 from trainer.cli.dialects.bare_words import bare_meaning
 from trainer.cli.dialects.interpreter import meaning, unknown
-from trainer.cli.dialects.meaning import Around, Meaning
+from trainer.cli.dialects.meaning import CommandLine, Meaning
 from trainer.cli.known_keys import OWN, WANTS, is_name, our_name
 from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
@@ -46,7 +46,7 @@ def _under_torchrun(environment: Mapping[str, str]) -> bool:
 def read(words: Sequence[str]) -> tuple[str, list[str]]:
     """The command that the words name, and the words that it takes.
 
-    Blanks around "=", dashes in front of a key and within are taken as they are. Everything else that is another
+    Blanks line "=", dashes in front of a key and within are taken as they are. Everything else that is another
     program's, or a slip, is answered by the corrected words.
 
     Raises:
@@ -82,7 +82,7 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         RecipeError: with what to type.
     """
     values = {word.key: word.value for word in words if word.key}
-    around = Around(command, OWN[command], values, tuple(word.typed for word in words))
+    line = CommandLine(command, OWN[command], values, tuple(word.typed for word in words))
     kept: list[str] = []
     odd: dict[str, Meaning] = {}
     roots: list[str] = []  # of several folders and files, wherever the others stand
@@ -95,14 +95,14 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         elif switch:
             command = switch
             answers.append(Meaning((command,), typed=word.typed))
-        elif (answer := _answer(word, around)) is not None:
+        elif (answer := _answer(word, line)) is not None:
             answers.append(answer)
             kept += answer.words
-            roots += [] if word.key else [one for one in answer.words if one.startswith("data.root=")]
+            roots += [] if word.key else [root for root in answer.words if root.startswith("data.root=")]
         else:
             kept.append(word.text)
-            if (told := _unknown(word)) is not None:
-                odd[word.text] = Meaning((), told, word.typed)
+            if (reason := _unknown(word)) is not None:
+                odd[word.text] = Meaning((), reason, word.typed)
     if not answers:
         return command, [word for place, word in enumerate(kept) if "=" not in word or word not in kept[:place]]
     kept = [word for word in kept if word not in odd]
@@ -114,24 +114,24 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
     answers += [*odd.values(), *_contradictions(kept, roots)]
     kept = list({word.partition("=")[0]: word for word in [*kept, *(root for root in roots if root in kept)]}.values())
-    idle = dict(_unread(kept, around)) if command in ("train", "compare", "plan") else {}
+    idle = dict(_unread(kept, line)) if command in ("train", "compare", "plan") else {}
     answers += [Meaning((), f"does nothing with {why}: leave it out", word) for word, why in idle.items()]
     kept = [word for word in kept if word not in idle]
-    said = "; ".join(dict.fromkeys(map(str, answers)))
-    raise _to_type(f"{said}:", command, kept or WANTS.get(command, ()))
+    texts = "; ".join(dict.fromkeys(map(str, answers)))
+    raise _to_type(f"{texts}:", command, kept or WANTS.get(command, ()))
 
 
 def _check_key_name(name: str) -> None:
     """Refuse another program's name for a key, where the reference is asked for it."""
-    own = {part for key in defaults() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
+    known = {part for key in defaults() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
     ours = our_name(name.replace("-", "_"), ())
-    if name not in own and ours in defaults():
+    if name not in known and ours in defaults():
         raise _to_type(f"'{name}' is {ours}:", "recipes", ["keys", ours])
 
 
-def _to_type(told: str, command: str, words: Sequence[str]) -> RecipeError:
+def _to_type(reason: str, command: str, words: Sequence[str]) -> RecipeError:
     shown = [] if command == "train" and words and "=" in words[0] else [command]
-    return RecipeError(f"{told} type {shlex.join([*shlex.split(program()), *shown, *words])}")
+    return RecipeError(f"{reason} type {shlex.join([*shlex.split(program()), *shown, *words])}")
 
 
 def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
@@ -157,26 +157,26 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
         raise RecipeError(f"'{first}' is not a command: {SENTENCES[plain]}")
     if plain in OTHER_COMMANDS:
         target = shlex.split(OTHER_COMMANDS[plain])
-        command, own = ("train", target) if "=" in target[0] else (target[0], target[1:])
-        own = own if not rest else [*rest, *own[1:]] if command == "export" else rest
-        return command, own, [Meaning((command,) if own is not target else tuple(target), typed=first)]
-    if bare_meaning(first, Around("train", OWN["train"])) is not None:
+        command, options = ("train", target) if "=" in target[0] else (target[0], target[1:])
+        options = options if not rest else [*rest, *options[1:]] if command == "export" else rest
+        return command, options, [Meaning((command,) if options is not target else tuple(target), typed=first)]
+    if bare_meaning(first, CommandLine("train", OWN["train"])) is not None:
         return "train", list(words), []
     guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
     raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
 
 
-def _unread(words: Sequence[str], around: Around) -> Iterator[tuple[str, str]]:
+def _unread(words: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str]]:
     """Words that the optimizer or the schedule of a command does not read, each with whose choice that is."""
-    said = {key: value for key, _, value in (word.partition("=") for word in words)}
-    if said.get("recipe") != around.values.get("recipe"):
-        around = Around(around.command, around.own, said)
-    if said.keys() & READERS.keys() and around.recipe is not None:
-        values = flatten(around.recipe.to_dict()) | said
-        for key, chooser in unread(values, sorted(said)):
+    typed = {key: value for key, _, value in (word.partition("=") for word in words)}
+    if typed.get("recipe") != line.values.get("recipe"):
+        line = CommandLine(line.command, line.options, typed)
+    if typed.keys() & READERS.keys() and line.recipe is not None:
+        values = flatten(line.recipe.to_dict()) | typed
+        for key, chooser in unread(values, sorted(typed)):
             if values[chooser] in choices()[chooser]:
-                yield f"{key}={said[key]}", f"{chooser}={values[chooser]}"
+                yield f"{key}={typed[key]}", f"{chooser}={values[chooser]}"
 
 
 def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Meaning]:
@@ -185,28 +185,25 @@ def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Mean
     for key, equals, value in (word.partition("=") for word in words):
         if equals and value not in values.setdefault(key, []):
             values[key].append(value)
-    for key, said in values.items():
-        if len(said) > 1 and not (key == "data.root" and roots):
-            yield Meaning((), f"given as {' and as '.join(said)}: keep the one that is meant", key)
+    for key, different in values.items():
+        if len(different) > 1 and not (key == "data.root" and roots):
+            yield Meaning((), f"given as {' and as '.join(different)}: keep the one that is meant", key)
 
 
-def _answer(word: Word, around: Around) -> Meaning | None:
+def _answer(word: Word, line: CommandLine) -> Meaning | None:
     """What to type for a word; None where it is right, or the recipe has to say what is wrong."""
-    if not word.key:
-        found = bare_meaning(word.typed, around)
-    else:
-        found = meaning(word.key, word.value, around)
-        if found is None and not word.fine and is_name(word.key):
-            found = Meaning((word.text,))
-    return found and replace(found, typed=found.typed or word.typed)
+    answer = meaning(word.key, word.value, line) if word.key else bare_meaning(word.typed, line)
+    if answer is None and word.key and not word.fine and is_name(word.key):
+        answer = Meaning((word.text,))
+    return answer and replace(answer, typed=answer.typed or word.typed)
 
 
 def _unknown(word: Word) -> str | None:
     """Why a word can be left out of what is told to type; None where only the recipe can tell what is wrong."""
     if not word.key:
         return None if word.typed in FLAGS else "not key=value, as in epochs=10"
-    if word.key in defaults() and (told := unknown(word.key, word.value)) is not None:
-        return told.note
+    if word.key in defaults() and (answer := unknown(word.key, word.value)) is not None:
+        return answer.note
     if is_name(word.key):
         return None
     guess = misspelt(word.key, defaults())

@@ -9,15 +9,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import trainer
 from trainer.cli.grammar import program
 from trainer.cli.terminal import cells, for_terminal
 from trainer.errors import RecipeError
 from trainer.processes.started import as_typed
 
-FOLDER = Path(trainer.__file__).parent / "guide"
+FOLDER = Path(__file__).parent.parent / "guide"
 INDEX = "README"  # what a git host shows of the folder
-MEANT = {  # words that no page has, with what the pages call them
+SYNONYMS = {  # words that no page has, with what the pages call them
     "oom": "out of memory", "augmentation": "augment", "augmentations": "augment", "lr": "optimizer.lr",
     "learning rate": "optimizer.lr", "hyperparameters": "recipe", "config": "recipe", "distributed": "ddp",
 }  # fmt: skip
@@ -57,26 +56,26 @@ def page(topic: str) -> str:
 
 def _section(asked: str) -> tuple[str, str] | None:
     """The topic and text of the only section whose heading has all the words; None where there is none, or several."""
-    found = [
+    sections = [
         (topic, part)
         for topic in topics()
         for part in page(topic).split("\n## ")[1:]
         if set(asked.split()) <= set(re.findall(r"\w+", part.partition("\n")[0].lower()))
     ]
-    return found[0] if len(found) == 1 else None
+    return sections[0] if len(sections) == 1 else None
 
 
 def nearest_topics(asked: str) -> list[str]:
     """Up to three topics: those spelled alike, then those whose pages speak of it most."""
     alike = difflib.get_close_matches(asked, topics(), n=3, cutoff=0.7)
-    asked = MEANT.get(asked) or " ".join(MEANT.get(word, word) for word in asked.split())
+    asked = SYNONYMS.get(asked) or " ".join(SYNONYMS.get(word, word) for word in asked.split())
     words = [word for word in re.split(r"[\s?,]+", asked) if len(word) > 2]
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for topic, question in topics().items():
         text = f"{page(topic)} {10 * f'{question} '}".lower()
-        found[topic] = 100 * text.count(asked) + (sum(map(text.count, words)) if words else 0)
-    speaking = sorted((topic for topic in found if found[topic]), key=lambda topic: -found[topic])
-    return list(dict.fromkeys([*alike, *speaking]))[:3]
+        counts[topic] = 100 * text.count(asked) + (sum(map(text.count, words)) if words else 0)
+    often = sorted((topic for topic in counts if counts[topic]), key=lambda topic: -counts[topic])
+    return list(dict.fromkeys([*alike, *often]))[:3]
 
 
 def _parts() -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import trainer
 from trainer.cli.grammar import program
-from trainer.recipe.versions import installed
+from trainer.recipe.versions import VERSION, installed
 
 RECIPE = {"recipe=NAME": "a shipped recipe (recipes lists them), a YAML file or a run folder"}
 NPROC = {"nproc=N": "processes on this machine (default: one a GPU; without one, two)"}
@@ -266,7 +265,7 @@ def page(command: str) -> str:
 
 def version_line() -> str:
     """Versions, without importing torch."""
-    return f"trainer {trainer.__version__}, torch {installed('torch')}, Python {platform.python_version()}"
+    return f"trainer {VERSION}, torch {installed('torch')}, Python {platform.python_version()}"
 
 
 def _called(text: str) -> str:

@@ -27,9 +27,9 @@ EXPORTS = ("onnx", "exported_program", "torchscript", "safetensors")  # what exp
 FOLDERS = ("recipe", "checkpoint", "data.root", "data.labels", "output", "model.init_from", "measured")  # hold paths
 
 
-def our_name(name: str, own: Collection[str]) -> str:
-    """What a key, a section or one of the words `own` is called here; empty where nobody calls anything like that."""
-    if name in defaults() or name in sections() or name in own:
+def our_name(name: str, options: Collection[str]) -> str:
+    """What a key, a section or one of a command's `options` is called here; empty where no program has such a name."""
+    if name in defaults() or name in sections() or name in options:
         return name
     within = [key for key in defaults() if key.endswith(f".{name.lower()}")]
     return OTHER_KEYS.get(name.lower()) or (within[0] if len(within) == 1 else "")

@@ -1,11 +1,10 @@
-"""Words as they lie on the command line, brought to key=value: options with dashes, blanks around "=", pairs."""
+"""Words of the command line as key=value: options with dashes, blanks around "=", pairs."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,18 +38,13 @@ class Word:
 
 
 def tidied(words: Sequence[str]) -> list[str]:
-    """The words without what is not seen: blanks around them, and the line ends of a script that Windows wrote.
+    """The words without blanks around them, and without the line ends of a script that Windows wrote.
 
     Blanks at the end of a value stay, and those of a file that is there.
     """
     kept = [word for word in words if not word or word.strip(" \t\r\n,;")]
-    return [_tidied(word) for word in kept]
-
-
-def _tidied(word: str) -> str:
-    if os.path.lexists(word):
-        return word
-    return word.lstrip().rstrip("\r") if "=" in word else word.strip()
+    bare = (word.lstrip().rstrip("\r") if "=" in word else word.strip() for word in kept)
+    return [word if os.path.lexists(word) else tidy for word, tidy in zip(kept, bare, strict=True)]
 
 
 def spelled(words: Sequence[str]) -> list[Word]:
@@ -59,18 +53,16 @@ def spelled(words: Sequence[str]) -> list[Word]:
     Taken as they are: `--key=value`, `--key value`, `key = value`, and dashes within a key. Not so, for these are slips
     or another program's way: `key value`, `key: value`, `--flag`, `+key=value`, capitals, printers' quotes.
     """
-    found, rest = [], deque(words)
+    read, rest = [], list(words)
     while rest:
-        word = rest.popleft()
-        taken, count = _taken(word, rest)
-        for _ in range(count):
-            rest.popleft()
-        found.append(taken)
-    return found
+        word, count = _taken(rest[0], rest[1:])
+        read.append(word)
+        rest = rest[1 + count :]
+    return read
 
 
 def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
-    """What a word says with those after it, and how many of them it needs."""
+    """A word with those after it that belong to it, and how many these are."""
     following = rest[0] if rest else ""
     if word in FLAGS or not word.strip(DASHES):
         return Word(word), 0
@@ -79,9 +71,9 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
         return _set(word, key, value, fine=False), 0
     opened = "=[" in word and "]" not in word and not is_path_or_text(_name(word.partition("=")[0]))
     closes = next((count for count, later in enumerate(rest, 1) if later.endswith("]")), 0) if opened else 0
-    if closes and not any("=" in later for later in [*rest][:closes]):
-        typed = " ".join((word, *[*rest][:closes]))
-        listed = re.sub(r"\[,|,\]", lambda found: found[0].strip(","), re.sub(r"[\s,]+", ",", typed))
+    if closes and not any("=" in later for later in rest[:closes]):
+        typed = " ".join((word, *rest[:closes]))
+        listed = re.sub(r"\[,|,\]", lambda match: match[0].strip(","), re.sub(r"[\s,]+", ",", typed))
         key, _, value = listed.partition("=")
         return _set(typed, key, value, fine=False), closes
     if following == "=" and len(rest) > 1 and "=" not in word:

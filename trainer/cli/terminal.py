@@ -30,18 +30,18 @@ def _blocks(lines: Sequence[str], width: int) -> Iterator[list[str]]:
     at = 0
     while at < len(lines):
         end = _end(lines, at)
-        first, own = lines[at], lines[at:end]
+        first, block = lines[at], lines[at:end]
         if _fence(first):
-            yield [f"{INDENT}{line}".rstrip() for line in textwrap.dedent("\n".join(own[1:-1])).splitlines()]
+            yield [f"{INDENT}{line}".rstrip() for line in textwrap.dedent("\n".join(block[1:-1])).splitlines()]
         elif first.startswith("#"):
             title = _plain(first.lstrip("# "))
             yield [title, ("=" if first.startswith("# ") else "-") * len(title)]
         elif first.startswith("|"):
-            yield _table([cells(_plain(row)) for number, row in enumerate(own) if number != 1], width)
+            yield _table([cells(_plain(row)) for number, row in enumerate(block) if number != 1], width)
         elif _ITEM.match(first):
-            yield [line for item in _items(own) for line in _wrapped(item, width)]
+            yield [line for item in _items(block) for line in _wrapped(item, width)]
         elif first.strip() and not first.startswith("<!--"):
-            yield _wrapped(" ".join(own), width)
+            yield _wrapped(" ".join(block), width)
         at = end
 
 

@@ -73,7 +73,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     found = evaluate(strategy, loader.evaluation(), world)
     loader.close()
     if world.is_main:
-        told = task.told(metrics_of(found))
+        told = task.text(metrics_of(found))
         images = f"{found['val_samples']:,} held-out images of {data.name}"
         print(as_typed(f"{path}: val {told} on {images}"), flush=True)
     world.barrier()

@@ -92,7 +92,7 @@ def _cards(nodes: Sequence[str]) -> str:
 
 def _openable(nodes: Iterable[str]) -> list[str]:
     """Those that this process may use: a container or SLURM denies others, and a card that failed cannot be opened."""
-    found = []
+    allowed = []
     for node in nodes:
         try:
             os.close(os.open(node, os.O_RDWR))
@@ -100,8 +100,8 @@ def _openable(nodes: Iterable[str]) -> list[str]:
             continue
         except OSError:
             pass
-        found.append(node)
-    return found
+        allowed.append(node)
+    return allowed
 
 
 def visible(text: str | None) -> list[str] | None:
@@ -115,29 +115,29 @@ def visible(text: str | None) -> list[str] | None:
     names = [name.strip() for name in text.split(",")]
     if "-1" in names:  # CUDA reads up to there
         names = names[: names.index("-1")]
-    said = f"CUDA_VISIBLE_DEVICES={text[:80]}"
+    word = f"CUDA_VISIBLE_DEVICES={text[:80]}"
     for name in names:
         if not re.fullmatch(r"\d{1,4}|GPU-[0-9a-fA-F-]+|MIG-[\w/-]+", name):
             raise RecipeError(
-                f"{said}: '{name[:40]}' is not a card; type CUDA_VISIBLE_DEVICES=0,1 (numbers, or names as nvidia-smi "
+                f"{word}: '{name[:40]}' is not a card; type CUDA_VISIBLE_DEVICES=0,1 (numbers, or names as nvidia-smi "
                 "-L prints them), or leave it unset for all cards"
             )
     if len(set(names)) < len(names):
         once = ",".join(dict.fromkeys(names))
-        raise RecipeError(f"{said} names a card twice, and CUDA then sees none: type CUDA_VISIBLE_DEVICES={once}")
+        raise RecipeError(f"{word} names a card twice, and CUDA then sees none: type CUDA_VISIBLE_DEVICES={once}")
     return names
 
 
 def _fewer(shown: str, names: Sequence[str], count: int) -> str:
-    said = f"CUDA_VISIBLE_DEVICES={shown[:80]}"
+    word = f"CUDA_VISIBLE_DEVICES={shown[:80]}"
     if count and names[count].startswith("MIG-"):
         return (
-            f"{said}: CUDA gives a process one part of a divided card: name one, CUDA_VISIBLE_DEVICES={names[0]}, or "
+            f"{word}: CUDA gives a process one part of a divided card: name one, CUDA_VISIBLE_DEVICES={names[0]}, or "
             "start a training for each part"
         )
     rest = f"type CUDA_VISIBLE_DEVICES={','.join(names[:count])} for those before it, " if count else ""
     return (
-        f"{said}: there is no card {names[count]}, and CUDA leaves out what follows it: {rest}or leave it unset for "
+        f"{word}: there is no card {names[count]}, and CUDA leaves out what follows it: {rest}or leave it unset for "
         "all cards; nvidia-smi -L lists them"
     )
 
@@ -159,41 +159,26 @@ def runtime_count() -> tuple[int, str]:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:
             return 0, " ".join(str(error).split())
-    return 0, " ".join(str(one.message) for one in caught)
+    return 0, " ".join(str(warning.message) for warning in caught)
 
 
 # What CUDA says when it finds no device, why, and what helps.
 REASONS = (
-    (
-        "No HIP GPUs",
-        "torch {torch} is built for ROCm and finds no GPU",
-        "join the groups render and video, or see whether rocminfo lists it",
-    ),
+    ("No HIP GPUs", "torch {torch} is built for ROCm and finds no GPU", "join the groups render and video, or see "
+     "whether rocminfo lists it"),
     ("too old", "the NVIDIA driver{driver} is too old for torch {torch}", "update the driver, or install {cuda12}"),
-    (
-        "Found no NVIDIA driver",
-        "the driver's library libcuda.so.1 is missing",
-        "install NVIDIA's driver; in a container, start it with docker run --gpus all",
-    ),
-    (
-        "unsupported display driver",
-        "the driver's library and its kernel module differ",
-        "restart the machine; in a container, its libcuda must be the machine's",
-    ),
+    ("Found no NVIDIA driver", "the driver's library libcuda.so.1 is missing", "install NVIDIA's driver; in a "
+     "container, start it with docker run --gpus all"),
+    ("unsupported display driver", "the driver's library and its kernel module differ", "restart the machine; in a "
+     "container, its libcuda must be the machine's"),
     ("forward compatibility", "this card needs a newer driver", "update the driver, or install {cuda12}"),
     ("not yet initialized", "the cards' links are not ready", "start them: sudo systemctl start nvidia-fabricmanager"),
-    (
-        "busy or unavailable",
-        "another process holds the cards (exclusive mode)",
-        "end it, or sudo nvidia-smi -c DEFAULT",
-    ),
-    (
-        "GPUs are available",
-        "CUDA finds none",
-        "in a container, start it with docker run --gpus all; else see whether nvidia-smi lists them",
-    ),
+    ("busy or unavailable", "another process holds the cards (exclusive mode)", "end it, or sudo nvidia-smi -c "
+     "DEFAULT"),
+    ("GPUs are available", "CUDA finds none", "in a container, start it with docker run --gpus all; else see whether "
+     "nvidia-smi lists them"),
     ("unknown error", "CUDA fails with an unknown error", "sudo modprobe nvidia_uvm, or restart the machine"),
-)
+)  # fmt: skip
 
 
 def explain_none(reason: str, nodes: Sequence[str], version: str) -> str:
@@ -202,8 +187,8 @@ def explain_none(reason: str, nodes: Sequence[str], version: str) -> str:
     cause, remedy = f"CUDA cannot use it: {reason[:200] or 'it gives no reason'}", "see whether nvidia-smi lists it"
     for sign, known, helps in REASONS:
         if sign.lower() in reason.lower():
-            found = re.search(r"found version (\d+)", reason)
-            knows = f" (knows CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10})" if found else ""
+            match = re.search(r"found version (\d+)", reason)
+            knows = f" (knows CUDA {int(match[1]) // 1000}.{int(match[1]) % 1000 // 10})" if match else ""
             words = {"driver": f" {driver_version()}".rstrip() + knows, "torch": version, "cuda12": CUDA_12}
             cause, remedy = known.format(**words), helps.format(**words)
             break
@@ -215,6 +200,6 @@ def driver_version() -> str:
     with suppress(OSError), open("/sys/module/nvidia/version") as file:
         return file.read().strip()
     with suppress(OSError), open("/proc/driver/nvidia/version") as file:
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read())
-        return found[1] if found else ""
+        match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read())
+        return match[1] if match else ""
     return ""

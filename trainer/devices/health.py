@@ -66,23 +66,18 @@ def runs_on(capability: tuple[int, int], builds: Iterable[str]) -> bool:
     PTX (compute_86) on every later one; code for one chip (sm_90a) or family (sm_100f) no further than that."""
     card = 10 * capability[0] + capability[1]
     for build in builds:
-        found = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", build)
-        if not found:
+        match = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", build)
+        if not match:
             continue
-        number, only = int(found[2]), found[3]
-        if only == "a":
-            fits = card == number
-        elif found[1] == "compute" and not only:
-            fits = card >= number
-        else:
-            fits = card // 10 == number // 10 and card >= number
-        if fits:
+        number, only = int(match[2]), match[3]
+        last = number if only == "a" else 999 if match[1] == "compute" and not only else number // 10 * 10 + 9
+        if number <= card <= last:
             return True
     return False
 
 
 def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -> str:
-    numbers = sorted(int(found[0]) for build in builds if (found := re.findall(r"\d+", build)))
+    numbers = sorted(int(digits[0]) for build in builds if (digits := re.findall(r"\d+", build)))
     card = 10 * capability[0] + capability[1]
     old = bool(numbers) and card < numbers[0]
     has = ", ".join(f"{number // 10}.{number % 10}" for number in numbers)
@@ -112,9 +107,6 @@ def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device 
                 return device
             time.sleep(1e-4)
     return None
-
-
-# --- from card to card ------------------------------------------------------------------------------------------------
 
 
 def edges(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:

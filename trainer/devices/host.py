@@ -25,8 +25,8 @@ def total_memory() -> int:
 
 def free_memory() -> int:
     """Bytes that this process can still have: what the computer has left, and every control group around it."""
-    told = _table(PROC / "meminfo").get("MemAvailable")
-    free = total_memory() if told is None else told * 1024
+    available = _table(PROC / "meminfo").get("MemAvailable")
+    free = total_memory() if available is None else available * 1024
     for folder in _groups("memory"):
         limit = _number(folder, "memory.max", "memory.limit_in_bytes")
         used = _number(folder, "memory.current", "memory.usage_in_bytes")
@@ -53,17 +53,17 @@ def group_setting(controller: str, *names: str) -> str:
 
 def _groups(controller: str) -> list[Path]:
     """Folders of this process's control group and of those around it, of both versions, from the inside out."""
-    own = ["0::/", f"1:{controller}:/"]  # of a container, to which its own group is the outermost
+    lines = ["0::/", f"1:{controller}:/"]  # in a container its group is the outermost
     with suppress(OSError):
-        own += (PROC / "self" / "cgroup").read_text().splitlines()
-    found = set[Path]()
-    for line in own:
+        lines += (PROC / "self" / "cgroup").read_text().splitlines()
+    folders = set[Path]()
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             inner = Path(path.lstrip("/"))
             home = GROUPS / controller if controllers else GROUPS
-            found |= {home / folder for folder in (inner, *inner.parents)}
-    return sorted(found, key=lambda folder: -len(folder.parts))
+            folders |= {home / folder for folder in (inner, *inner.parents)}
+    return sorted(folders, key=lambda folder: -len(folder.parts))
 
 
 def _number(folder: Path, *names: str) -> int | None:

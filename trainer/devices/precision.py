@@ -43,7 +43,7 @@ def computed_in(precision: str, device: torch.device) -> str:
     return "fp32" if precision == "tf32" and not has_tf32(device) else precision
 
 
-def told(precision: str, device: torch.device) -> str:
+def described(precision: str, device: torch.device) -> str:
     """The precision for the banner."""
     if computed_in(precision, device) != precision:
         return f"{precision}, computed as fp32: this device has no TF32"
@@ -56,7 +56,7 @@ def told(precision: str, device: torch.device) -> str:
 
 @functools.cache
 def cpu_speed(precision: str) -> float:
-    """How many times as fast as in fp32 this CPU computes in bf16 or fp16: measured, for its flags do not tell.
+    """How many times as fast as in fp32 this CPU computes in bf16 or fp16: measured, for its flags do not say.
 
     A processor that lists avx512_bf16 may multiply in bf16 at half of fp32's speed, or at twice. A convolution with its
     gradients is timed in both, in turn, and the fastest of each counts. About 0.1 s, or two pairs if they take longer:
@@ -66,7 +66,7 @@ def cpu_speed(precision: str) -> float:
     others have the core is not, and threads of one convolution would wait for each other.
 
     Returns:
-        nan where the times scatter so much that they do not tell: it is neither faster nor slower than anything.
+        nan where the times scatter too much to say: it is neither faster nor slower than anything.
     """
     other, fp32 = _convolution(AUTOCAST[precision]), _convolution(torch.float32)
     times: dict[Callable[[], object], list[float]] = {other: [], fp32: []}
@@ -89,7 +89,7 @@ def cpu_speed(precision: str) -> float:
 def _ratio(fp32: Sequence[float], other: Sequence[float]) -> float:
     """How many times as fast the other is, by the fastest of each; nan where the next fastest say something else."""
     (fastest, near), (others, others_near) = (
-        (found[0], found[min(len(found), NEAR) - 1]) for found in (sorted(fp32), sorted(other))
+        (times[0], times[min(len(times), NEAR) - 1]) for times in (sorted(fp32), sorted(other))
     )
     low, high = fastest / others_near, near / others
     advice = [(ratio >= CLEAR) - (ratio <= 1 / CLEAR) for ratio in (low, high)]

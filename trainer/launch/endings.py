@@ -1,6 +1,6 @@
-"""How ranks end: what one leaves when it fails, which failure explains the others, and who says it.
+"""How ranks end: the line that a failing rank writes, which failure caused the others, and who prints it.
 
-A rank writes its line where torchrun looks for it; the launcher passes on the one that counts, with its exit code.
+A rank writes its line where torchrun looks for it; the launcher passes on that of the first cause, with its exit code.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from trainer.processes.started import as_typed
 from trainer.processes.watchdog_process import GIVEN_UP
 
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
-DEATHS = {  # what may be behind a signal that nobody sent on purpose
+CAUSES = {  # what may be behind a signal that nobody sent on purpose
     "SIGKILL": " (the system may be short of memory)",
     "SIGABRT": " (NCCL does so where another rank is lost or silent; so does a library that finds a fault of its own)",
     "SIGSEGV": " (a fault in torch or another library)",
     GIVEN_UP.name: " (its Python did not run after a signal)",
     "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",
 }
-SLOWER = 5.0  # seconds that the first rank may begin later than another
+SLOWER = 5.0  # seconds that rank 0 may begin later than another
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
         return follows.get(public_code(end.code), 0), no_cause, end.time, end.rank
 
     first = min(endings, key=precedence)
-    return Ending(first.rank, public_code(first.code), first.line or _obituary(first), first.time)
+    return Ending(first.rank, public_code(first.code), first.line or _how_it_ended(first), first.time)
 
 
 def public_code(code: int) -> int:
@@ -72,44 +72,39 @@ def public_code(code: int) -> int:
     return interrupts.exit_code(-code) if asked else PeerError.code
 
 
-def _obituary(end: Ending) -> str:
+def _how_it_ended(end: Ending) -> str:
     if end.code >= 0:
         return f"rank {end.rank} ended with exit code {end.code}"
     try:
         name = signal.Signals(-end.code).name
     except ValueError:
         name = f"signal {-end.code}"
-    return f"rank {end.rank} was killed by {name}{DEATHS.get(name, '')}"
+    return f"rank {end.rank} was killed by {name}{CAUSES.get(name, '')}"
 
 
 def reports(logs: Path) -> dict[int, Ending]:
     """What the ranks of this node wrote when they failed, by rank."""
-    found: dict[int, Ending] = {}
+    endings: dict[int, Ending] = {}
     for path in logs.glob("*/attempt_*/*/error.json"):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):
             message = json.loads(path.read_text())["message"]
             extra = message["extraInfo"]
-            end = Ending(extra["rank"], message["errorCode"], extra["py_callstack"], extra["time"])
-            found[end.rank] = end
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return found
+            rank = extra["rank"]
+            endings[rank] = Ending(rank, message["errorCode"], extra["py_callstack"], extra["time"])
+    return endings
 
 
-# --- in a rank --------------------------------------------------------------------------------------------------------
+def write_report(line: str, code: int, now: float) -> None:
+    """Write this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it.
 
-
-def leave_report(line: str, code: int, now: float) -> None:
-    """Leave this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it.
-
-    `now` is the time of the failure itself: who found a rank stopped and woke it must not seem to come after it.
+    `now` is the time of the failure itself: a rank that found another stopped, and woke it, came first.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    line = line if has_speaker() else line.partition("\n")[0]  # torchrun's summary shows it for every rank
-    told = int(now) + (code == PeerError.code)  # torchrun takes the earliest for the cause, and a lost peer is none
-    extra = {"py_callstack": line, "timestamp": str(told), "time": now, "rank": place().rank}
+    line = line if launcher_prints() else line.partition("\n")[0]  # torchrun's summary shows it for every rank
+    seconds = int(now) + (code == PeerError.code)  # torchrun takes the earliest for the cause, and a lost peer is none
+    extra = {"py_callstack": line, "timestamp": str(seconds), "time": now, "rank": place().rank}
     draft = f"{path}.{os.getpid()}"  # torchrun may look at any moment, and cannot read half of it
     with suppress(OSError):  # the exit code still tells
         Path(draft).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
@@ -127,8 +122,8 @@ def with_stack(line: str, error: BaseException) -> str:
     return f"{sentence(error)}; the stack is in {file}" if file else f"{sentence(error)}\n{line}"
 
 
-def last_look(line: str, code: int, error: BaseException) -> str:
-    """The line of a rank that lost another, which names those that were silent because somebody had stopped them."""
+def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
+    """The line of a rank that lost others, which names those that were stopped."""
     stopped = family.wake() if code == PeerError.code else []
     if not stopped:
         return line
@@ -139,22 +134,21 @@ def last_look(line: str, code: int, error: BaseException) -> str:
 
 
 def say(line: str, code: int) -> None:
-    """Print a run's last word: one line on stderr (and the stack of a bug that has no file)."""
+    """Print how a run ended: one line on stderr (and the stack of a bug that has no file)."""
     prefix = "trainer: " if code in (0, 130, 143) else "trainer: error: "
     with suppress(OSError):  # the terminal may be gone
         print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
 
 
-def let_main_speak(code: int) -> None:
-    """Under a torchrun of the user's own, which stops all ranks once one has failed: stay a moment.
+def let_rank_0_print(code: int) -> None:
+    """Wait a moment under the user's torchrun, which stops all ranks once one has failed.
 
-    A mistake in what was typed, or a folder that is not there, every rank finds by itself, and only the first rank
-    prints it: it has to come so far.
+    Every rank finds a mistake in what was typed, or a missing folder, by itself, and only rank 0 prints it.
     """
     if code in (RecipeError.code, SetupError.code):
         time.sleep(SLOWER)
 
 
-def has_speaker() -> bool:
+def launcher_prints() -> bool:
     """Whether a launcher of ours prints for this rank."""
     return family.PARENT in os.environ and place().launched

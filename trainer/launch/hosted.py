@@ -1,4 +1,4 @@
-"""Ranks for a program: `python -m trainer` in a child; what it prints, asks and gives comes back to the caller."""
+"""Ranks for a program: `python -m trainer` in a child; its output, questions and result come back to the caller."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trainer.processes import children
 from trainer.recipe import Recipe
 from trainer.saving.run_folder import fresh_folder
 
-CALLER = "TRAINER_CALLER"  # the socket of the program that rank 0 asks
-WANTED = "TRAINER_CALLER_WANTS"  # what it wants to be told
-POLL = 0.2  # seconds between two looks at whether the child lives
-LISTENING = 1.0  # seconds that what was printed may take to arrive after the child's end
+CALLER = "TRAINER_CALLER"  # the socket of the calling program
+WANTED = "TRAINER_CALLER_WANTS"  # which reports it wants
+POLL = 0.2  # seconds between two checks whether the child lives
+DRAIN = 1.0  # seconds that output may take to arrive after the child's end
 
-Answer = Callable[[dict[str, Any]], bool]  # to what rank 0 tells: whether it goes on
+Answer = Callable[[dict[str, Any]], bool]  # to a report of rank 0: whether training continues
 
 
 def train_in_children(
@@ -42,8 +42,8 @@ def train_in_children(
     Args:
         plugin, nproc: as on the command line.
         given: files that lie beside the ranks' own modules, by name, such as the module that `plugin` names.
-        answer: is told what rank 0 tells, in this thread; where it raises, the run ends and this raises the same.
-        wanted: what rank 0 is to tell, as it knows it.
+        answer: called in this thread with each report of rank 0; where it raises, the run ends, and this raises it.
+        wanted: which reports rank 0 sends.
 
     Raises:
         TrainerError: of the kind that the child's exit code names, with its line. `Interrupted` after Ctrl-C.
@@ -56,18 +56,18 @@ def train_in_children(
         server = closing.enter_context(_Server(Path(temporary, ".caller"), answer)) if answer is not None else None
         if server is not None:
             variables |= {CALLER: server.address, WANTED: wanted}
-        own_output = sys.stdout is not sys.__stdout__  # a notebook's, say, which a child does not know
+        redirected = sys.stdout is not sys.__stdout__  # a notebook's, say, which a child does not know
         stopped, printed, errors, code = False, None, None, Interrupted.code
         try:
             with children.started(
                 command,
                 leaves=lambda child: child.wait(),
                 environment=variables,
-                stdout=subprocess.PIPE if own_output else None,
+                stdout=subprocess.PIPE if redirected else None,
                 stderr=subprocess.PIPE,
             ) as child:
                 errors = _Copy(child.stderr, lambda: sys.stderr)
-                printed = _Copy(child.stdout, lambda: sys.stdout) if own_output else None
+                printed = _Copy(child.stdout, lambda: sys.stdout) if redirected else None
                 try:
                     if server is not None:
                         server.serve(child)
@@ -80,7 +80,7 @@ def train_in_children(
         if errors is not None:
             code = endings.public_code(child.returncode)
         for copy in filter(None, (printed, errors)):
-            copy.join(LISTENING)
+            copy.join(DRAIN)
     if server is not None and server.raised is not None:
         raise server.raised
     if stopped and code != 0:
@@ -102,7 +102,7 @@ def _written(recipe: Recipe, output: Path, home: Path) -> Path:
 
 
 def _environment(given: Mapping[str, bytes], modules: Path) -> dict[str, str]:
-    """The child's: its ranks find what this program finds, wherever it looks, and what is given, in a new folder."""
+    """The child's: its ranks import from wherever this program does, and what is given, in a new folder."""
     modules.mkdir()
     for name, content in given.items():
         Path(modules, name).write_bytes(content)
@@ -111,11 +111,11 @@ def _environment(given: Mapping[str, bytes], modules: Path) -> dict[str, str]:
 
 
 class _Copy(threading.Thread):
-    """Copies a child's output to ours until it ends; an error is kept back, to be raised.
+    """Copies a child's output to ours until it ends, but for its error, which is raised.
 
     Attributes:
-        last: the last line that the child itself says of its end.
-        end: the last line of all, for a child that said nothing of its end.
+        last: the last line that the child printed of its end.
+        end: the last line of all, for a child that printed nothing of its end.
     """
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:
@@ -135,7 +135,7 @@ class _Copy(threading.Thread):
 
 
 class _Server:
-    """Where rank 0 of a child tells how far it is, and hears whether to go on."""
+    """Receives the reports of a child's rank 0, and answers whether to continue."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self.answer = answer
@@ -188,10 +188,10 @@ class _Server:
 
 
 def connect(address: str) -> socket.socket:
-    """In rank 0: the line to the program."""
+    """In rank 0: the connection to the program."""
     host, _, port = address.rpartition(":")
     if host:
         return socket.create_connection((host, int(port)))
-    found = socket.socket(socket.AF_UNIX)
-    found.connect(address)
-    return found
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return connection

@@ -36,7 +36,7 @@ SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, 
 
 
 def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
-    """Hold a recipe against processes and devices before anything heavy starts.
+    """Check a recipe against processes and devices before anything heavy starts.
 
     Returns:
         What to `start`, or None when this process trains: it is a rank already, or there is only one.
@@ -46,21 +46,21 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
         SetupError: a logger that it names is not installed, or this is one of several ranks that cannot meet.
     """
     check_loggers(recipe)
-    me = place()
-    if me.launched:
-        if nproc is not None and nproc != str(me.local_size):
+    rank = place()
+    if rank.launched:
+        if nproc is not None and nproc != str(rank.local_size):
             raise RecipeError(
-                f"nproc={nproc} but torchrun started {me.local_size} here: leave nproc= out, "
+                f"nproc={nproc} but torchrun started {rank.local_size} here: leave nproc= out, "
                 f"or type torchrun --nproc_per_node={nproc}"
             )
-        check_meeting(me)
-        launch, size = Launch(me.local_size), me.size
+        check_meeting(rank)
+        launch, size = Launch(rank.local_size), rank.size
     else:
         launch = choose_launch(os.environ, nproc, recipe, world.cuda_count, world.cores())
         size = launch.size
     check_processes(recipe, size, size // launch.nproc)
     assign_devices(recipe, launch.nproc, world.cuda_wanted(recipe))
-    return None if me.launched or size == 1 else launch
+    return None if rank.launched or size == 1 else launch
 
 
 def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
@@ -104,9 +104,6 @@ def load_plugin(name: str | None) -> None:
         raise RecipeError(f"plugin={name} imports {error.name}, which is not installed") from None
     except (TypeError, ValueError) as error:
         raise RecipeError(f"plugin={name} is not a module's name: {error}") from None
-
-
-# --- starting torchrun ------------------------------------------------------------------------------------------------
 
 
 def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
@@ -160,14 +157,14 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
 
 
 def without_timers(show: Callable[[Any], object]) -> Callable[[Any], None]:
-    """To be told of errors that nobody can catch, but for one of torch's.
+    """A `sys.unraisablehook` that shows all errors but one of torch's.
 
-    The thread of its rendezvous's timer may be the last to let go of that, and then tries to wait for itself.
+    The thread of its rendezvous's timer may hold the last reference to that, and then tries to join itself.
     """
 
-    def hook(found: Any) -> None:
-        if str(found.exc_value) != "cannot join current thread":
-            show(found)
+    def hook(error: Any) -> None:
+        if str(error.exc_value) != "cannot join current thread":
+            show(error)
 
     return hook
 
@@ -188,8 +185,8 @@ def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
 def _signals(run: Any, recipe: Recipe) -> list[str]:
     """Options of torchrun, where it has them: which signals it passes on, and how long before it kills.
 
-    What means save and go reaches the ranks as SIGTERM, as it goes to their loader workers too. Under nohup a terminal
-    that closes means nothing.
+    Signals that ask to save and end reach the ranks as SIGTERM, which their loader workers get too. Under nohup SIGHUP
+    is ignored.
     """
     known = set(run.get_args_parser()._option_string_actions)
     options = []
@@ -212,13 +209,13 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
         with interrupts.children_begin_deaf():
             torchrun()
     except ChildFailedError as failed:
-        found = endings.reports(logs)
+        written = endings.reports(logs)
         return endings.first_cause(
-            found.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
+            written.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
             for rank, failure in failed.failures.items()
         )
     except SignalException as stopped:
-        # The agent has passed the signal on and waited. A rank that could not save tells by a code of its own.
+        # The agent has passed the signal on and waited. A rank that could not save ends with another code.
         code = interrupts.exit_code(stopped.sigval)
         ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())
         others = [end for end in endings.reports(logs).values() if end.code != PeerError.code]

@@ -94,26 +94,26 @@ def _ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe, cuda
 def _whole(variables: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
     text = variables.get(name, str(default))
     if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
-        theirs = TORCHRUNS.get(name, "")
-        said = theirs if variables.get(theirs) == text else name
-        raise RecipeError(f"{said}={text[:40]} must be a whole number from {low} to {high}")
+        other = TORCHRUNS.get(name, "")
+        typed = other if variables.get(other) == text else name
+        raise RecipeError(f"{typed}={text[:40]} must be a whole number from {low} to {high}")
     return int(text)
 
 
 def _torchruns(environment: Mapping[str, str]) -> dict[str, str]:
     """The launcher's variables as torchrun reads them, PET_NPROC_PER_NODE and so on: what operators of clusters set."""
-    found = {name: environment[theirs] for name, theirs in TORCHRUNS.items() if theirs in environment}
+    variables = {name: environment[other] for name, other in TORCHRUNS.items() if other in environment}
     host, _, port = environment.get("PET_RDZV_ENDPOINT", "").rpartition(":")
     if host and port.isdigit():
-        found = {"MASTER_ADDR": host, "MASTER_PORT": port, **found}
-    if found.get("NPROC") in ("auto", "gpu", "cpu", "xpu"):
-        del found["NPROC"]  # as many as there are, which is what happens anyway
-    low, _, high = found.get("NNODES", "1").partition(":")
+        variables = {"MASTER_ADDR": host, "MASTER_PORT": port, **variables}
+    if variables.get("NPROC") in ("auto", "gpu", "cpu", "xpu"):
+        del variables["NPROC"]  # as many as there are, which is what happens anyway
+    low, _, high = variables.get("NNODES", "1").partition(":")
     if high and high != low:
         raise RecipeError(
             f"PET_NNODES={low}:{high}: a run has one number of nodes: set NNODES={high}, or start torchrun yourself"
         )
-    return {**found, "NNODES": low} if "NNODES" in found else found
+    return {**variables, "NNODES": low} if "NNODES" in variables else variables
 
 
 def task_of_node(environment: Mapping[str, str]) -> int:
@@ -162,7 +162,7 @@ def bound_by_mpi(environment: Mapping[str, str]) -> bool:
 
 
 def _mpi(environment: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's variables as mpirun and its like tell them, where they started several processes."""
+    """The launcher's variables as mpirun and its like set them, where they started several processes."""
     for names in MPI:
         local, here, rank, size = (environment.get(name, "") for name in names)
         if not here and size.isdigit() and environment.get("FLUX_JOB_NNODES", "").isdigit():
@@ -183,17 +183,17 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
     if "SLURM_STEP_ID" not in environment or not nodes:
         return {}
-    found = {"NNODES": nodes, "NODE_RANK": environment.get("SLURM_NODEID", "0")}
+    variables = {"NNODES": nodes, "NODE_RANK": environment.get("SLURM_NODEID", "0")}
     tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if tasks and int(tasks[0]) > 1:
-        found["NPROC"] = tasks[0]
+        variables["NPROC"] = tasks[0]
     listed = hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     if listed:
-        found["MASTER_ADDR"] = listed[0]
+        variables["MASTER_ADDR"] = listed[0]
     job = environment.get("SLURM_JOB_ID", "")
     if job.isdigit():
-        found["MASTER_PORT"] = str(10000 + int(job) % 20000)  # below the ports that systems hand out themselves
-    return found
+        variables["MASTER_PORT"] = str(10000 + int(job) % 20000)  # below the ports that systems hand out themselves
+    return variables
 
 
 def hosts(text: str) -> list[str]:

@@ -38,14 +38,14 @@ class MuonAdamW(torch.optim.Optimizer):
         eps: float,
     ) -> None:
         """`groups` are as torch's optimizers take them; `betas` and `eps` are AdamW's, the other numbers Muon's."""
-        mine = [{**group, "params": [p], "lr": lr} for group in groups for p in group["params"] if p in matrices]
+        muon = [{**group, "params": [p], "lr": lr} for group in groups for p in group["params"] if p in matrices]
         others = [{**group, "params": [p for p in group["params"] if p not in matrices]} for group in groups]
         others = [group for group in others if group["params"]]
         self.adamw = AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
-        theirs = self.adamw.param_groups if self.adamw is not None else []
-        super().__init__([*mine, *theirs] or groups, {"lr": lr})
+        adamw = self.adamw.param_groups if self.adamw is not None else []
+        super().__init__([*muon, *adamw] or groups, {"lr": lr})
         self._step_supports_amp_scaling = True
-        self.own = self.param_groups[: len(mine)]
+        self.muon_groups = self.param_groups[: len(muon)]
         self.momentum, self.nesterov = momentum, nesterov
         if self.adamw is not None:
             self.adamw.state = self.state
@@ -54,13 +54,13 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step on the gradients there are."""
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
-        for group in self.own:
+        for group in self.muon_groups:
             (parameter,) = group["params"]
             if parameter.grad is None:
                 continue
-            found = _matrices(parameter, self.state[parameter]["momentum_buffer"], parameter.grad)
-            kind = (found[0].shape, parameter.dtype, parameter.device, group["lr"], group["weight_decay"])
-            alike.setdefault(kind, []).append(found)
+            views = _matrices(parameter, self.state[parameter]["momentum_buffer"], parameter.grad)
+            kind = (views[0].shape, parameter.dtype, parameter.device, group["lr"], group["weight_decay"])
+            alike.setdefault(kind, []).append(views)
         for (*_, lr, decay), some in alike.items():
             matrices, buffers, gradients = (list(tensors) for tensors in zip(*some, strict=True))
             self._update(matrices, buffers, gradients, lr, decay)
@@ -88,16 +88,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def orthogonal(matrices: Tensor) -> Tensor:
     """About the nearest orthogonal matrix to each of (N, rows, columns), in bf16: as torch's Muon, several at once."""
-    found = matrices.bfloat16()
-    tall = found.shape[1] > found.shape[2]
-    found = found.mT if tall else found
-    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
     a, b, c = QUINTIC
     for _ in range(ITERATIONS):
-        gram = found @ found.mT
+        gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.baddbmm(found, gram, found, beta=a)
-    return found.mT if tall else found
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x.mT if tall else x
 
 
 def _matrices(weight: Tensor, buffer: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""What happens to gradients and weights: learning rate, finite guard, fp16 scaling, moving average.
+"""What happens to gradients and weights: learning rate, finite check, fp16 scaling, moving average.
 
-`training.loop` calls these in this order; each has a state of its own.
+`training.loop` calls these in this order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def loss_scaler(recipe: Recipe, device: torch.device) -> torch.amp.GradScaler | 
 
 
 class Updater:
-    """Applies gradients: finite guard or fp16 scaler, clipping, optimizer step. Nothing here waits for the device.
+    """Applies gradients: finite check or fp16 scaler, clipping, optimizer step. Nothing here waits for the device.
 
     `bad` is a sticky flag on the device: from the first gradient that is not finite on, optimizers skip every
     update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
@@ -77,7 +77,7 @@ class Updater:
         self.limit = recipe.clip_grad_norm
         self.bad = torch.zeros((), device=device)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # A split model has parameters on several devices: a flag each, and `bad` is their maximum.
+        # A split model has parameters on several devices: a flag each, and `bad` is their maximum. A scale of 1.
         self.parts = [
             (
                 [p for p in self.parameters if p.device == where],
@@ -102,19 +102,19 @@ class Updater:
             The gradient's norm before clipping, where it was computed.
         """
         if self.scaler is None:
-            for parameters, flag, one in self.parts:
+            for parameters, flag, scale in self.parts:
                 gradients = [p.grad for p in parameters if p.grad is not None]
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale)
             _merge(self.bad, (flag for _, flag, _ in self.parts))
             strategy.reduce_overflow(self.bad)
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
             self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
             self.scaler.unscale_(self.optimizer)
-            found: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
-            if not found:  # a stage that is frozen
-                found[self.bad.device] = torch.zeros_like(self.bad)
-            first, *others = found.values()
+            flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
+            if not flags:  # a stage that is frozen
+                flags[self.bad.device] = torch.zeros_like(self.bad)
+            first, *others = flags.values()
             _merge(first, others)
             for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
                 flag.zero_()

@@ -13,11 +13,11 @@ from trainer.optim.muon import MuonAdamW
 from trainer.optim.trainable import Roles
 from trainer.recipe import OptimizerRecipe
 
-EVERYWHERE = Roles()
+NO_ROLES = Roles()
 
 
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe, roles: Roles = EVERYWHERE
+    parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe, roles: Roles = NO_ROLES
 ) -> list[dict[str, Any]]:
     """Groups of one weight decay and one share of the learning rate each (`rate`), of what trains.
 
@@ -29,12 +29,12 @@ def parameter_groups(
         if p.requires_grad:
             decay = flat if p.ndim <= 1 else recipe.weight_decay
             groups.setdefault((decay, roles.rates.get(name, 1.0)), []).append(p)
-    found = [{"params": own, "weight_decay": decay, "rate": rate} for (decay, rate), own in groups.items()]
-    return found or [{"params": [], "weight_decay": recipe.weight_decay, "rate": 1.0}]  # a stage without any
+    rows = [{"params": some, "weight_decay": decay, "rate": rate} for (decay, rate), some in groups.items()]
+    return rows or [{"params": [], "weight_decay": recipe.weight_decay, "rate": 1.0}]  # a stage without any
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe, roles: Roles = EVERYWHERE
+    parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe, roles: Roles = NO_ROLES
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer, its state complete before the first step; what is frozen has none.
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import RecipeError
-from trainer.models.blocks import CONVOLUTIONS, Block, blocks, frozen, frozen_norms, head
+from trainer.models.blocks import CONVOLUTIONS, blocks, frozen, frozen_norms, head
 from trainer.recipe import Recipe
 
 
@@ -17,7 +17,7 @@ class Roles(NamedTuple):
     """What parameters are in the whole model, by their plain names; a rank may hold a part of them.
 
     Attributes:
-        rates: the share of the learning rate that each has; 1 where it is not here.
+        rates: factors of the learning rate; 1 where it is not here.
         matrices: those that Muon trains, convolutions among them.
     """
 
@@ -34,16 +34,9 @@ def roles_of(model: nn.Module, recipe: Recipe) -> Roles:
     decay, rates = recipe.optimizer.layer_decay, {}
     if decay is not None:
         row = blocks(model)
-        rates = {name: _share(row, at, decay) for at, block in enumerate(row) for name in block.parameters}
+        # As for fine-tuning ELECTRA (Clark et al., arXiv:2003.10555) and BEiT (Bao et al., arXiv:2106.08254).
+        rates = {name: float(decay ** (len(row) - 1 - n)) for n, block in enumerate(row) for name in block.parameters}
     return Roles(rates, hidden_matrices(model, recipe) if recipe.optimizer.name == "muon" else frozenset())
-
-
-def _share(row: list[Block], at: int, decay: float) -> float:
-    """Of the learning rate: all in the last block, and `decay` of the next one's in each before it.
-
-    As for fine-tuning ELECTRA (Clark et al., arXiv:2003.10555) and BEiT (Bao et al., arXiv:2106.08254).
-    """
-    return float(decay ** (len(row) - 1 - at))
 
 
 def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
@@ -66,18 +59,18 @@ def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
         for name, p in model.named_parameters()
         if (p.ndim == 2 or name in whole) and name not in outside and "bias" not in name.rpartition(".")[2]
     }
-    found = {name for name, trains in hidden.items() if trains}
-    if hidden and not found:
+    trained = frozenset(name for name, trains in hidden.items() if trains)
+    if hidden and not trained:
         raise RecipeError(
             f"optimizer.name=muon trains hidden layers, and model.freeze leaves none of {recipe.model.name}'s to "
             "train: use optimizer.name=sgd or adamw, or freeze fewer layers"
         )
-    if not found:
+    if not trained:
         raise RecipeError(
             f"optimizer.name=muon trains hidden layers, and {recipe.model.name} has none that train: the first "
             "convolution and the last layer are AdamW's. Use optimizer.name=sgd or adamw, or a model of more layers"
         )
-    return frozenset(found)
+    return trained
 
 
 def normalises_batches(model: nn.Module, recipe: Recipe) -> bool:
@@ -103,7 +96,7 @@ def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
         rate += f": {optimizer.lr:g} for {optimizer.lr_per} images a step, and batch_size={recipe.batch_size}"
     if optimizer.layer_decay is not None:
         row = blocks(model)
-        low = recipe.peak_lr * _share(row, 0, optimizer.layer_decay)
+        low = recipe.peak_lr * optimizer.layer_decay ** (len(row) - 1)
         rate += f"; that in the last of {len(row)} blocks ({row[-1].name}), times {optimizer.layer_decay:g} in each "
         rate += f"before it, so {low:.3g} in the first ({row[0].name})"
     if optimizer.lr_per is not None or optimizer.layer_decay is not None:

@@ -1,4 +1,4 @@
-"""What torch has since which version, and what is done below it. Nothing else in the house asks for a version.
+"""This version, and what torch has since which version, and what is done below it. Nothing else asks for one.
 
 To raise the lowest torch in pyproject.toml: delete the rows it has reached, and the `torch_has` that ask for them.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from importlib import metadata
 from typing import NamedTuple
+
+VERSION = "0.1.0"  # as in pyproject.toml
 
 
 class Since(NamedTuple):

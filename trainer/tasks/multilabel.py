@@ -61,9 +61,9 @@ class Multilabel(Task):
         """(classes,): what a label counts beside its absence. `balanced`: as much as all the absences together."""
         if self.recipe.loss.class_weights != "balanced":
             return given_weights(self.recipe, self.names)
-        found = known(self.recipe, targets).double()
-        present = found.sum(0)
-        return ((len(found) - present) / present.clamp_min(1)).float()
+        labels = known(self.recipe, targets).double()
+        present = labels.sum(0)
+        return ((len(labels) - present) / present.clamp_min(1)).float()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and labels (N, classes) between 0 and 1."""
@@ -75,11 +75,11 @@ class Multilabel(Task):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs = self._of_names(outputs)
-        found, labels = outputs > 0, targets > 0.5
+        predicted, labels = outputs > 0, targets > 0.5
         return {
             "loss": binary_cross_entropy_with_logits(outputs, targets) * len(targets),
-            "both": (found & labels).sum(0),
-            "either": found.sum(0) + labels.sum(0),
+            "both": (predicted & labels).sum(0),
+            "either": predicted.sum(0) + labels.sum(0),
         }
 
     def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ class Task:
         larger_is_better: whether the best is the largest.
         tells: the names of all `metrics`; `loss` and `metric` where nothing else is said.
         titles: what people call a metric, where that is another name.
-        fractions: the metrics that are told in percent.
+        fractions: the metrics that are shown in percent.
         mixes: whether targets can be mixed as mixup and cutmix mix images: see `shares`.
         uses: the keys of the recipe's `loss` that the `loss` of this very class looks at. The others are refused.
         recipe: the whole recipe.
@@ -55,12 +55,12 @@ class Task:
 
     @classmethod
     def metric_names(cls) -> tuple[str, ...]:
-        """Of all that is told of the held-out samples."""
+        """Of all metrics of the held-out samples."""
         return cls.tells or tuple(dict.fromkeys(("loss", cls.metric)))
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
-        """A data set's targets (N, ...), as `loss` wants them. They come from a user: hold them against the names.
+        """A data set's targets (N, ...), as `loss` wants them. They come from a user: check them against the names.
 
         Raises:
             ValueError: they are no targets of this task; it says what they must be.
@@ -121,15 +121,11 @@ class Task:
             return True
         return value > best if self.larger_is_better else value < best
 
-    def told(self, metrics: Mapping[str, float | None]) -> str:
+    def text(self, metrics: Mapping[str, float | None]) -> str:
         """The metrics in words, for people; `loss` comes first."""
-        return "  ".join(
-            f"{self.titles.get(name, name)} {value:.2%}"
-            if name in self.fractions
-            else f"{self.titles.get(name, name)} {figure(value)}"
-            for name, value in metrics.items()
-            if value is not None
-        )
+        known = {name: value for name, value in metrics.items() if value is not None}
+        figures = {name: f"{value:.2%}" if name in self.fractions else figure(value) for name, value in known.items()}
+        return "  ".join(f"{self.titles.get(name, name)} {text}" for name, text in figures.items())
 
     @classmethod
     def headline(cls) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import trainer
 from trainer.data.photos import contact_sheet
 from trainer.devices import precision
+from trainer.recipe.versions import VERSION
 from trainer.training.run import Run
 
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
@@ -14,7 +14,7 @@ FEW = 16
 
 def banner(run: Run) -> str:
     """What is about to run, in a few lines."""
-    return f"trainer {trainer.__version__}: {run.recipe.name}\n" + "\n".join(
+    return f"trainer {VERSION}: {run.recipe.name}\n" + "\n".join(
         f"  {key:<8} {value}" for key, value in facts(run).items()
     )
 
@@ -29,7 +29,7 @@ def facts(run: Run) -> dict[str, str]:
     part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
-    options.insert(0, precision.told(recipe.precision, world.device))
+    options.insert(0, precision.described(recipe.precision, world.device))
     local = recipe.batch_size // parts
     batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
     batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""

@@ -11,8 +11,8 @@ import torch
 import torchvision
 from torch import Tensor
 
-import trainer
 from trainer.devices import precision
+from trainer.recipe.versions import VERSION
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.readable import as_size
 from trainer.telemetry.tracking import without_nan
@@ -121,8 +121,8 @@ def _mfu(run: Run, samples_per_sec: float) -> float | None:
 def epoch_line(run: Run, epoch: int) -> str:
     """One line an epoch."""
     return (
-        f"epoch {epoch + 1}/{run.recipe.epochs}  train {run.task.told({'loss': run.history.losses[-1]})}  "
-        f"val {run.task.told(metrics_of(run.history.validation))}  {run.seconds():.0f} s"
+        f"epoch {epoch + 1}/{run.recipe.epochs}  train {run.task.text({'loss': run.history.losses[-1]})}  "
+        f"val {run.task.text(metrics_of(run.history.validation))}  {run.seconds():.0f} s"
     )
 
 
@@ -144,7 +144,7 @@ def last_line(run: Run, result: Result) -> str:
         text = f"measured on synthetic images: {rate}; peak memory {memory}"
         return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
     metric = run.task.metric
-    held_out = run.task.told({metric: run.history.validation.get(f"val_{metric}")})
+    held_out = run.task.text({metric: run.history.validation.get(f"val_{metric}")})
     held_out += _best(run) + f" on {result['data']['val_samples']:,} held-out images"
     text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
     if result["data"]["skipped"]:
@@ -171,7 +171,7 @@ def _best(run: Run) -> str:
     history, metric = run.history, run.task.metric
     if history.best_epoch is None or history.best == history.validation.get(f"val_{metric}"):
         return ""
-    best = run.task.told({metric: history.best})
+    best = run.task.text({metric: history.best})
     return f" (best {best} in epoch {history.best_epoch + 1}: best.safetensors)"
 
 
@@ -243,7 +243,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
 def versions() -> dict[str, str | None]:
     """What the figures depend on."""
     return {
-        "trainer": trainer.__version__,
+        "trainer": VERSION,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,

@@ -43,7 +43,7 @@ def patience_line(run: Run) -> str:
     epochs = f"{patience} epoch{'s' * (patience != 1)}"
     if best is None:
         return f"stopped: {run.task.metric} was no number in {epochs} (stop.patience={patience})"
-    told = run.task.told({run.task.metric: run.history.best})
+    told = run.task.text({run.task.metric: run.history.best})
     return f"stopped: {epochs} without a better {told}, which was epoch {best}'s (stop.patience={patience})"
 
 

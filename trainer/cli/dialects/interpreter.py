@@ -1,6 +1,6 @@
 """What `key=value` of another program, or a slip, is in our words: by the rows of `other_values`, then by a rule.
 
-Reads the schema and names, no device.
+Numbers and lists of them are read as people write them: 1e2, 3.0, 1,000, 1k, 10%, 0,1, 224x224, (0.9, 0.999).
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from trainer.cli.dialects.meaning import Around, Meaning, plain, put
-from trainer.cli.dialects.numbers import is_figure, listed, number
+from trainer.cli.dialects.meaning import CommandLine, Meaning, plain, put
 from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
 from trainer.cli.dialects.rules import RULES
 from trainer.cli.known_keys import EVERY_WORD, FOLDERS, is_name, is_path_or_text, our_name
@@ -19,36 +18,39 @@ from trainer.recipe.reflection import choices, defaults, kinds, sections
 
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
 REGISTERED = ("model.name", "data.name", "task.name")  # a plugin may have registered any name
+OFF_AT_ZERO = ("model.freeze", "stop.patience")  # whole numbers for which 0 means null
+ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay",)  # null takes another key's instead
+NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 
 
-def meaning(key: str, value: str, around: Around) -> Meaning | None:
+def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
     """What `key=value` is in our words; None where it is one of ours, or nobody knows.
 
     Args:
         key: as `spelling` brings it.
         value: as typed.
-        around: the rest of the command line.
+        line: the rest of the command line.
     """
     section, _, inner = key.partition(".")
     if section in FOREIGN and inner and not is_name(key):  # trainer.fast_dev_run, args.lr
-        return meaning(inner, value, around) or (put(inner, value) if inner in defaults() else None)
+        return meaning(inner, value, line) or (put(inner, value) if inner in defaults() else None)
     if not value or value.startswith("{"):  # a section as YAML writes it
         return None
-    if (several := _several(key, value, around)) is not None:
+    if (several := _several(key, value, line)) is not None:
         return several
-    ours = our_name(key, around.own)
-    if ours == key or ours not in around.own:
-        found = _told(key, key, value, around)
-        if found is not None or key in around.own:
-            return found
+    ours = our_name(key, line.options)
+    if ours == key or ours not in line.options:
+        answer = _meaning_of(key, key, value, line)
+        if answer is not None or key in line.options:
+            return answer
     if value == "true" and key in shipped_recipes():
         return put("recipe", key)
-    if ours == key or not (ours in defaults() or ours in sections() or ours in around.own):
+    if ours == key or not (ours in defaults() or ours in sections() or ours in line.options):
         return None
-    return _told(ours, key, value, around) or unknown(ours, value) or put(ours, value)
+    return _meaning_of(ours, key, value, line) or unknown(ours, value) or put(ours, value)
 
 
-def _several(key: str, value: str, around: Around) -> Meaning | None:
+def _several(key: str, value: str, line: CommandLine) -> Meaning | None:
     """Words that stand in one: recipe=digits,epochs=3."""
     first, *rest = re.split(r"[,;\s]+(?=[A-Za-z_][\w.\-]*=)", value)
     text = is_path_or_text(key) and not (key.endswith(".name") or (key == "recipe" and not os.path.exists(value)))
@@ -57,44 +59,47 @@ def _several(key: str, value: str, around: Around) -> Meaning | None:
     pairs = [(key, first), *(word.split("=", 1) for word in rest)]
     if not all(name in OTHER_VALUES or is_name(name) for name, _ in pairs):
         return None
-    found = [(meaning(name, said, around), f"{name}={said}") for name, said in pairs]
-    return Meaning(tuple(word for means, typed in found for word in (means.words if means else (typed,))))
+    words: list[str] = []
+    for name, part in pairs:
+        answer = meaning(name, part, line)
+        words += answer.words if answer else [f"{name}={part}"]
+    return Meaning(tuple(words))
 
 
-def _told(name: str, key: str, value: str, around: Around) -> Meaning | None:
+def _meaning_of(name: str, key: str, value: str, line: CommandLine) -> Meaning | None:
     """What the value is for `name`, which was typed as `key`; None where it is right, or nobody knows."""
-    registered = name in REGISTERED and "plugin" in around.values
-    elsewhere = name in EVERY_WORD and name not in around.own and name not in defaults()
+    registered = name in REGISTERED and "plugin" in line.values
+    elsewhere = name in EVERY_WORD and name not in line.options and name not in defaults()
     if registered or elsewhere or value in choices().get(name, ()):
         return None
-    found = _of_row(name, value, around)
-    if found is None and name in RULES:
-        found = RULES[name](key, value, around)
-    found = found or number(name, value) or _written(name, value)
-    if found is None or found.words == (f"{key}={value}",):
+    answer = _of_row(name, value, line)
+    if answer is None and name in RULES:
+        answer = RULES[name](key, value, line)
+    answer = answer or _number(name, value) or _of_key(name, value)
+    if answer is None or answer.words == (f"{key}={value}",):
         return None
-    target, _, said = "".join(found.words[:1]).partition("=")
-    if said != "{value}":
-        return found
-    ours = our_name(target, around.own)
-    read = meaning(target, value, around) or unknown(ours, value) or put(ours, value)
-    return Meaning(read.words, read.note or found.note)
+    target, _, text = "".join(answer.words[:1]).partition("=")
+    if text != "{value}":
+        return answer
+    ours = our_name(target, line.options)
+    read = meaning(target, value, line) or unknown(ours, value) or put(ours, value)
+    return Meaning(read.words, read.note or answer.note)
 
 
-def _of_row(name: str, value: str, around: Around) -> Meaning | None:
+def _of_row(name: str, value: str, line: CommandLine) -> Meaning | None:
     """What the row of a name says: words of ours, or a value; in brackets a note."""
-    row = OTHER_VALUES.get(f"{around.command}:{name}") or OTHER_VALUES.get(name) or {}
-    figure = is_figure(value)  # 1 is no yes for a key that takes numbers
-    said = row.get(value.lower()) or row.get("" if figure else plain(value)) or row.get("*")
+    row = OTHER_VALUES.get(f"{line.command}:{name}") or OTHER_VALUES.get(name) or {}
+    figure = _is_number(value)  # 1 is no yes for a key that takes numbers
+    text = row.get(value.lower()) or row.get("" if figure else plain(value)) or row.get("*")
     numeric = figure and {int, float} & {*kinds().get(name, ())}
-    if said is None or numeric or (name in FOLDERS and os.path.exists(os.path.expanduser(value))):
+    if text is None or numeric or (name in FOLDERS and os.path.exists(os.path.expanduser(value))):
         return None
-    typed, _, note = said.partition("(")
+    typed, _, note = text.partition("(")
     words = [word if "=" in word else f"{name}={word}" for word in typed.split()]
     return Meaning(tuple(words), note.removesuffix(")").replace("{value}", value))
 
 
-def _written(name: str, value: str) -> Meaning | None:
+def _of_key(name: str, value: str) -> Meaning | None:
     """A value of one of our keys, in the way that YAML has it: switches, null, choices, lists."""
     taken, allowed, low = kinds().get(name, ()), choices().get(name, ()), value.lower()
     if allowed[:2] == ("true", "false"):
@@ -111,15 +116,63 @@ def _written(name: str, value: str) -> Meaning | None:
         return Meaning((), f"{name} is a number: leave it out to keep the recipe's own")
     elif float in taken and low in NONE:
         return put(name, "0")
-    return listed(name, value)
+    return _list(name, value)
 
 
 def unknown(key: str, value: str) -> Meaning | None:
     """For a value that is none of a list's: what there is. For one that is no number: that it ought to be."""
     allowed, taken = choices().get(key, ()), {*kinds().get(key, ())}
-    if taken and taken <= {int, float, type(None)} and not is_figure(value):
+    if taken and taken <= {int, float, type(None)} and not _is_number(value):
         whole = "" if float in taken else "whole "
         return None if value == "null" else Meaning((), f"{key} is a {whole}number, and {value[:40]} is none")
     if not allowed or value in allowed or {str, list, int} & taken:
         return None
     return Meaning((), f"{key} is {', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+def _number(key: str, value: str) -> Meaning | None:
+    """A number as YAML reads it, for a key that takes one; None where the value is none.
+
+    Elsewhere -1 says that there is no limit, and 0 that something is off.
+    """
+    taken = kinds().get(key, ())
+    written = _as_yaml(value, float in taken) if {int, float} & {*taken} else None
+    if written is None:
+        return None
+    off = value == "-1" and key != "model.freeze"
+    off |= value == "0" and (float in taken or key in OFF_AT_ZERO) and key not in ZERO_IS_A_VALUE
+    return put(key, "null" if off and type(None) in taken else written)
+
+
+def _is_number(value: str) -> bool:
+    """As YAML reads it."""
+    return re.fullmatch(NUMBER, value.lower()) is not None
+
+
+def _list(key: str, value: str) -> Meaning | None:
+    """A list without its brackets, or in others."""
+    taken = list in kinds().get(key, ()) and key != "devices"
+    if not taken or value.startswith("[") or not re.search(r"[\d\w][, ]+[\d\w.]|^\(.*\)$", value):
+        return None
+    parts = [part for part in re.split(r"[, ]+", value.strip("()[]'\" ")) if part]
+    return put(key, f"[{','.join(parts)}]")
+
+
+def _as_yaml(value: str, real: bool) -> str | None:
+    """A number as YAML reads it; `real`: it need not be whole. None where it is no number."""
+    text = re.sub("[\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}]", "-", value.strip("'\"").strip().lower())
+    text = re.sub(r"(?<=\d) ?(px|s|sec|seconds)$", "", text)
+    if real and re.fullmatch(r"\d+,\d+(e[+-]?\d+)?", text):
+        return text.replace(",", ".")
+    if real and re.fullmatch(rf"{NUMBER}%", text):
+        return f"{float(text[:-1]) / 100:g}"
+    if not real:
+        twice = re.fullmatch(r"[\[(]?(\d+) ?[x,*] ?\1[\])]?", text)
+        text = twice[1] if twice else text
+        text = text.replace(",", "") if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text) else text
+        text = f"{text[:-1]}000" if re.fullmatch(r"\d+k", text) else text
+    if not re.fullmatch(NUMBER, text):
+        return None
+    if real or text.lstrip("+-").isdigit() or not float(text).is_integer():
+        return value if text == value.lower() else text
+    return str(int(float(text)))

@@ -1,4 +1,4 @@
-"""What a word says in our words, and what else was typed around it."""
+"""What a word of a command line is in our words, and the rest of that line."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Meaning:
 
 
 @dataclass(frozen=True)
-class Around:
-    """What else was typed: the command, its own words, the other keys, and all as it was typed."""
+class CommandLine:
+    """The command, words that are its own and no recipe's, the keys with their values, and all as it was typed."""
 
     command: str
-    own: tuple[str, ...]
+    options: tuple[str, ...]
     values: dict[str, str] = field(default_factory=dict)
     typed: tuple[str, ...] = ()
 
@@ -50,11 +50,11 @@ class Around:
     @cached_property
     def images(self) -> tuple[str, ...]:
         """Images for predict, as a shell writes out photos/*.jpg, and folders of images."""
-        there = os.path.exists if "checkpoint" in self.own else os.path.isdir
+        there = os.path.exists if "checkpoint" in self.options else os.path.isdir
         others = (*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py")
         paths = {word: os.path.expanduser(word.removeprefix("data.root=")) for word in self.typed}
-        found = (word for word, path in paths.items() if there(path) and not path.endswith(others) and not is_run(path))
-        return tuple(word for word in found if "checkpoint" in self.values or not holds_runs(paths[word]))
+        words = (word for word, path in paths.items() if there(path) and not path.endswith(others) and not is_run(path))
+        return tuple(word for word in words if "checkpoint" in self.values or not holds_runs(paths[word]))
 
     @property
     def data_name(self) -> str:

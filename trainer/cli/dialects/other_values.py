@@ -183,14 +183,12 @@ _LEFT_OUT = {
     "training images are shuffled in every epoch": "shuffle",
 }
 _SAY_SO = {"YES": YES, "NO": NO, "NONE": NONE}
-_ROWS = {name: row for names, row in _VALUES.items() for name in names.split()}
 # By key: what is said here for each value.
 OTHER_VALUES: dict[str, dict[str, str]] = {
-    **{name: {"*": f"({why}: leave it out)"} for why, names in _LEFT_OUT.items() for name in names.split()},
-    **{
-        name: {
-            one: said for said, values in row.items() for word in values.split() for one in _SAY_SO.get(word, [word])
-        }
-        for name, row in _ROWS.items()
-    },
+    name: {"*": f"({why}: leave it out)"} for why, names in _LEFT_OUT.items() for name in names.split()
 }
+for _names, _row in _VALUES.items():
+    _texts = {
+        value: text for text, words in _row.items() for word in words.split() for value in _SAY_SO.get(word, [word])
+    }
+    OTHER_VALUES |= dict.fromkeys(_names.split(), _texts)

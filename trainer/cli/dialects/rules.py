@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, Around, Meaning, holds_runs, plain, put
+from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, CommandLine, Meaning, holds_runs, plain, put
 from trainer.cli.dialects.other_values import NONE, OTHER_VALUES
 from trainer.cli.known_keys import our_name
 from trainer.errors import RecipeError
@@ -24,34 +24,34 @@ RUN_NAMES = ("name", "exp", "experiment", "run_id", "run_name")  # a run's name,
 BETAS = (("adam_beta1", "beta_1", "beta1"), ("adam_beta2", "beta_2", "beta2"))  # of Adam, elsewhere: both of its two
 
 
-def _mode(_: str, value: str, around: Around) -> Meaning | None:
+def _mode(_: str, value: str, line: CommandLine) -> Meaning | None:
     """Several modes."""
     several = [name for name in re.split(r"[\[\], ]+", value) if name]
     if len(several) < 2 or not {*several} <= {*MODES}:
         return None
     modes = f"modes=[{','.join(several)}]"
-    if around.command == "compare":
+    if line.command == "compare":
         return Meaning((modes,))
     return put("mode", several[0], f"to compare them: compare {modes}")
 
 
-def _modes(_: str, value: str, __: Around) -> Meaning | None:
+def _modes(_: str, value: str, __: CommandLine) -> Meaning | None:
     names = value.strip("[]()").replace(" ", "").split(",")
     return put("modes", f"[{','.join(names)}]") if not value.startswith("[") and all(names) else None
 
 
-def _sweep(_: str, value: str, __: Around) -> Meaning | None:
+def _sweep(_: str, value: str, __: CommandLine) -> Meaning | None:
     """A key and its values: batch_size=32,64 and lr:[0.1,0.2] as batch_size:[32,64] and optimizer.lr:[0.1,0.2]."""
-    found = re.fullmatch(r"([A-Za-z_][\w.\-]*)\s*[=:]\s*[\[(]?([^\[\]()]*[^\[\]() ])[\])]?", value)
-    if found is None:
+    match = re.fullmatch(r"([A-Za-z_][\w.\-]*)\s*[=:]\s*[\[(]?([^\[\]()]*[^\[\]() ])[\])]?", value)
+    if match is None:
         return None
-    name = found[1].replace("-", "_")
+    name = match[1].replace("-", "_")
     key = our_name(name, ("nproc",))
-    word = f"{key if key in (*defaults(), 'nproc') else name}:[{','.join(re.split('[, ]+', found[2]))}]"
+    word = f"{key if key in (*defaults(), 'nproc') else name}:[{','.join(re.split('[, ]+', match[2]))}]"
     return put("sweep", word) if word != re.sub(r",\s+", ",", value) else None
 
 
-def _recipe(key: str, value: str, around: Around) -> Meaning | None:
+def _recipe(key: str, value: str, line: CommandLine) -> Meaning | None:
     path, shipped = Path(value), shipped_recipes()
     try:
         find(value)
@@ -63,7 +63,7 @@ def _recipe(key: str, value: str, around: Around) -> Meaning | None:
     if alike is not None:
         return put("recipe", alike)
     if os.path.isdir(os.path.expanduser(value)):
-        return run_within(key, value, around) or Meaning(("recipe=finetune", f"data.root={value}"))
+        return run_within(key, value, line) or Meaning(("recipe=finetune", f"data.root={value}"))
     known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}
     if name not in known:
         return None
@@ -73,44 +73,44 @@ def _recipe(key: str, value: str, around: Around) -> Meaning | None:
     return Meaning(("recipe=resnet50", model), f"with your own photos: recipe=finetune {model} data.root=FOLDER")
 
 
-def run_within(_: str, value: str, around: Around) -> Meaning | None:
+def run_within(_: str, value: str, line: CommandLine) -> Meaning | None:
     """For a folder of runs: one of them is wanted."""
     holds = holds_runs(os.path.expanduser(value))
-    key = "checkpoint" if "checkpoint" in around.own else "recipe"
+    key = "checkpoint" if "checkpoint" in line.options else "recipe"
     return put(key, f"{value.rstrip('/')}/RUN", f"one of the runs in {value}") if holds else None
 
 
-def _resume(_: str, value: str, around: Around) -> Meaning:
+def _resume(_: str, value: str, line: CommandLine) -> Meaning:
     """A run to go on with."""
     run = str(Path(value.partition("/checkpoints")[0]))
     run = str(Path(run).parent) if run.endswith(WEIGHTS) else run
-    missing = [f"{key}={run}" for key in ("recipe", "output") if key not in around.values]
+    missing = [f"{key}={run}" for key in ("recipe", "output") if key not in line.values]
     return Meaning((*missing, "resume=auto"))
 
 
-def _output(key: str, value: str, around: Around) -> Meaning | None:
+def _output(key: str, value: str, line: CommandLine) -> Meaning | None:
     """A run's folder: elsewhere its name is typed apart from it, or a file to be written."""
     if key in RUN_NAMES:
-        keys_of_folders = (name for name in around.values if our_name(name, ()) == "output" and name not in RUN_NAMES)
-        folder = next((around.values[name] for name in keys_of_folders if around.values[name]), "")
+        keys_of_folders = (name for name in line.values if our_name(name, ()) == "output" and name not in RUN_NAMES)
+        folder = next((line.values[name] for name in keys_of_folders if line.values[name]), "")
         folder = folder or ("" if "/" in value else "runs")
         return put("output", f"{folder.rstrip('/')}/{value}" if folder else value)
-    named = next((around.values[name] for name in RUN_NAMES if around.values.get(name)), "")
+    named = next((line.values[name] for name in RUN_NAMES if line.values.get(name)), "")
     if named:
         return put("output", f"{value.rstrip('/')}/{named}")
-    if around.command not in ("compare", "predict") or not value.endswith(TABLES):
+    if line.command not in ("compare", "predict") or not value.endswith(TABLES):
         return None
     path = Path(value)
     output = f"output={path.parent if path.parent != Path() else path.with_suffix('')}"
-    if around.command == "predict" and path.suffix == ".jsonl" and "predict.format" not in around.values:
+    if line.command == "predict" and path.suffix == ".jsonl" and "predict.format" not in line.values:
         return Meaning((output, "predict.format=jsonl"), "a folder")
-    return Meaning((output,), "a folder" + ", for predictions.csv" * (around.command == "predict"))
+    return Meaning((output,), "a folder" + ", for predictions.csv" * (line.command == "predict"))
 
 
-def _devices(key: str, value: str, around: Around) -> Meaning | None:
+def _devices(key: str, value: str, line: CommandLine) -> Meaning | None:
     """A list of devices, one, or their number."""
     if key.rpartition(".")[2] in ("devices", "gpus") and value.isdigit():
-        traits = TRAITS.get(around.values.get("mode", ""))
+        traits = TRAITS.get(line.values.get("mode", ""))
         one_process = traits is not None and traits.processes == "one" and traits.many_devices
         if value != "0" and not one_process:
             return put("nproc", value, f"the card number {value}: devices=[cuda:{value}]")
@@ -118,9 +118,9 @@ def _devices(key: str, value: str, around: Around) -> Meaning | None:
             cards = [f"cuda:{number}" for number in range(min(int(value), MOST))]
             return put("devices", f"[{','.join(cards) or 'cpu'}]")
     names = _device_names(value)
-    found = f"[{','.join(names)}]"
-    right = key == "devices" and value.startswith("[") and "".join(value.split()) == found
-    return put("devices", found) if names and not right and all(re.fullmatch(DEVICE, name) for name in names) else None
+    text = f"[{','.join(names)}]"
+    right = key == "devices" and value.startswith("[") and "".join(value.split()) == text
+    return put("devices", text) if names and not right and all(re.fullmatch(DEVICE, name) for name in names) else None
 
 
 def _device_names(value: str) -> list[str]:
@@ -136,9 +136,9 @@ def _device_names(value: str) -> list[str]:
     return names
 
 
-def _model(_: str, value: str, around: Around) -> Meaning:
+def _model(_: str, value: str, line: CommandLine) -> Meaning:
     """The section's name: a file or a run with weights, or a model's name."""
-    if "checkpoint" in around.own and ("/" in value or value.endswith(WEIGHTS)):
+    if "checkpoint" in line.options and ("/" in value or value.endswith(WEIGHTS)):
         return put("checkpoint", value)
     stem = os.path.basename(value).partition(".")[0]
     if value.endswith(WEIGHTS) and stem in torchvision_classifiers() and not os.path.exists(value):
@@ -147,7 +147,7 @@ def _model(_: str, value: str, around: Around) -> Meaning:
     return put("model.init_from" if weights else "model.name", value if weights else "{value}")
 
 
-def _model_name(_: str, value: str, __: Around) -> Meaning | None:
+def _model_name(_: str, value: str, __: CommandLine) -> Meaning | None:
     """A model's name: ours, torchvision's, timm's, or its address at Hugging Face."""
     names = {plain(name): name for name in (*SMALL_MODELS, *torchvision_classifiers())}
     if value in names.values() or value.startswith(TIMM):
@@ -161,29 +161,29 @@ def _model_name(_: str, value: str, __: Around) -> Meaning | None:
     if not hub or value.endswith(WEIGHTS) or os.path.exists(value) or value.startswith((".", "runs/")):
         return None
     name = (hub[1] or hub[2]).replace("-", "_").lower()
-    own = names.get(plain(name)) or OTHER_VALUES["hub"].get(plain(name))
-    if own is not None or name in timm_models():
-        return put("model.name", own or f"{TIMM}{name}")
+    shipped = names.get(plain(name)) or OTHER_VALUES["hub"].get(plain(name))
+    if shipped is not None or name in timm_models():
+        return put("model.name", shipped or f"{TIMM}{name}")
     return Meaning((), f"models of Hugging Face are here by timm's name for them, as model.name={TIMM}{TIMMS}")
 
 
-def _weights(_: str, value: str, around: Around) -> Meaning | None:
+def _weights(_: str, value: str, line: CommandLine) -> Meaning | None:
     """A file of weights."""
     if "/" not in value and not value.endswith(WEIGHTS):
         return None
-    return put("checkpoint" if "checkpoint" in around.own else "model.init_from", value)
+    return put("checkpoint" if "checkpoint" in line.options else "model.init_from", value)
 
 
-def _data(_: str, value: str, around: Around) -> Meaning:
+def _data(_: str, value: str, line: CommandLine) -> Meaning:
     """The section's name: the name of a data set, or a folder."""
     if plain(value) in {*map(plain, DATASETS), *OTHER_VALUES["data.name"]}:
         return put("data.name", "{value}")
-    if around.data_name in OWN_PHOTOS and (around.data_name == "shards" or not value.endswith(SHARDS)):
+    if line.data_name in OWN_PHOTOS and (line.data_name == "shards" or not value.endswith(SHARDS)):
         return put("data.root", value)
     return Meaning((f"data.name={'shards' if value.endswith(SHARDS) else 'imagefolder'}", f"data.root={value}"))
 
 
-def _image_size(_: str, value: str, __: Around) -> Meaning | None:
+def _image_size(_: str, value: str, __: CommandLine) -> Meaning | None:
     """Pixels a side; elsewhere the channels stand before them, or behind."""
     sizes = [size for size in re.split(r"[ ,x]+", value.lower().strip("[]() ")) if size]
     if len(sizes) == 3 and all(map(str.isdigit, sizes)):
@@ -195,26 +195,26 @@ def _image_size(_: str, value: str, __: Around) -> Meaning | None:
     return Meaning((), f"images are square here: give one number, data.image_size={sizes[0]}")
 
 
-def _warmup(_: str, value: str, __: Around) -> Meaning | None:
-    told = "schedule.warmup_epochs= is a number of epochs, not a share of them"
-    return Meaning((), told) if value.endswith("%") else None
+def _warmup(_: str, value: str, __: CommandLine) -> Meaning | None:
+    note = "schedule.warmup_epochs= is a number of epochs, not a share of them"
+    return Meaning((), note) if value.endswith("%") else None
 
 
-def _betas(key: str, value: str, around: Around) -> Meaning:
+def _betas(key: str, value: str, line: CommandLine) -> Meaning:
     """One of Adam's two, which are one key here, with the other where that was typed too."""
     first = key in BETAS[0]
-    other = next((around.values[name] for name in BETAS[first] if around.values.get(name)), None)
+    other = next((line.values[name] for name in BETAS[first] if line.values.get(name)), None)
     return put("optimizer.betas", f"[{value},{other or 0.999}]" if first else f"[{other or 0.9},{value}]")
 
 
-def _recompute(_: str, value: str, around: Around) -> Meaning | None:
-    if value.lower() in NONE or around.staged:
+def _recompute(_: str, value: str, line: CommandLine) -> Meaning | None:
+    if value.lower() in NONE or line.staged:
         return None
     return Meaning((), "only mode=split and mode=pipeline have it, as pipeline.recompute=true; guide memory tells more")
 
 
-# By key, of ours or another's: what was typed as the key, the value, and what stands around them.
-RULES: dict[str, Callable[[str, str, Around], Meaning | None]] = {
+# By key, of ours or another's: called with the key and value as typed, and the command line.
+RULES: dict[str, Callable[[str, str, CommandLine], Meaning | None]] = {
     "mode": _mode, "modes": _modes, "sweep": _sweep, "recipe": _recipe, "checkpoint": run_within, "resume": _resume,
     "output": _output, **dict.fromkeys(RUN_NAMES, _output), "devices": _devices, "model": _model,
     "model.name": _model_name, "model.weights": _weights, "data": _data,

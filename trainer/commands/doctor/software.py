@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.commands.doctor.findings import Findings
 from trainer.commands.doctor.process_groups import Group
 from trainer.devices import cards
-from trainer.recipe.versions import installed
+from trainer.recipe.versions import VERSION, installed
 
 SOFTWARE, PROCESSES = "software", "between processes"
 
@@ -18,7 +18,7 @@ SOFTWARE, PROCESSES = "software", "between processes"
 def versions(report: Findings) -> bool:
     """Of everything that a report of a bug should name; returns whether torch and torchvision could be loaded."""
     problems = len(report.problems)
-    report.row(SOFTWARE, "trainer", f"{installed('trainer')} ({Path(__file__).parents[2]})")
+    report.row(SOFTWARE, "trainer", f"{VERSION} ({Path(__file__).parents[2]})")
     report.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable})")
     report.row(SOFTWARE, "system", platform.platform())
     for name in ("torch", "torchvision"):

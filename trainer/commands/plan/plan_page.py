@@ -21,7 +21,7 @@ from trainer.commands.plan.run_plan import (
     StepFigures,
 )
 from trainer.recipe import TRAITS
-from trainer.recipe.versions import installed
+from trainer.recipe.versions import VERSION
 from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size, duration
 
@@ -31,7 +31,7 @@ PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "ac
 
 def page_of(found: RunPlan) -> str:
     """The page."""
-    lines = [f"trainer {installed('trainer')}: plan of {found.recipe}"]
+    lines = [f"trainer {VERSION}: plan of {found.recipe}"]
     size, devices = found.world_size, found.devices
     facts = {
         "mode": f"{found.mode}, {size} process{'es' * (size > 1)} on {len(devices)} device"

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.compare import entries
-from trainer.commands.compare.comparing import Comparison
-from trainer.commands.compare.comparison_folder import claim
+from trainer.commands.compare.comparing import Comparison, claim
 from trainer.commands.compare.comparison_report import ComparisonRequest
 from trainer.errors import RecipeError
 from trainer.launch import launching
@@ -29,19 +28,10 @@ __all__ = ["command", "compare"]
 
 def command(words: Sequence[str]) -> int:
     """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
-    own, rest = split_words(words, entries.OWN_WORDS)
-    report = compare(
-        own.get("recipe", ""),
-        entries.parse_modes(own["modes"]) if "modes" in own else None,
-        words=rest,
-        repeats=_whole("repeats", own["repeats"]) if own.get("repeats", "auto") != "auto" else None,
-        sweep=own.get("sweep"),
-        nproc=_whole("nproc", own["nproc"]) if "nproc" in own else None,
-        plugin=own.get("plugin"),
-        output=own.get("output"),
-        resume=own.get("resume"),
-        steps=_whole("steps", own["steps"]) if "steps" in own else None,
-    )
+    options, rest = split_words(words, entries.OWN_WORDS)
+    if options.get("repeats") == "auto":
+        del options["repeats"]
+    report = compare(options.pop("recipe", ""), words=rest, **options)  # type: ignore[arg-type]  # none is `predicted`
     if any(row["samples_per_sec"] for row in report["entries"]):
         return 0
     codes = [row["exit_code"] for row in report["entries"] if row["exit_code"]]
@@ -55,13 +45,13 @@ def compare(
     modes: Sequence[str] | str | None = None,
     *,
     words: Sequence[str] = (),
-    repeats: int | None = None,
+    repeats: int | str | None = None,
     sweep: str | None = None,
-    nproc: int | None = None,
+    nproc: int | str | None = None,
     plugin: str | None = None,
     output: str | Path | None = None,
     resume: str | None = None,
-    steps: int | None = None,
+    steps: int | str | None = None,
     predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Run every entry several times in fresh processes and return what compare.json holds.
@@ -90,14 +80,12 @@ def compare(
     modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
     _check_kinds(words, sweep, output)
     output = None if output is None else str(output)
-    repeats, nproc, steps = (
-        None if value is None else _whole(key, str(value))
-        for key, value in (("repeats", repeats), ("nproc", nproc), ("steps", steps))
-    )
+    ranks, measured = _whole("nproc", nproc), _whole("steps", steps)
+    repeats = _whole("repeats", repeats)
     _check_words(recipe, output, resume)
     swept = entries.parse_sweep(sweep) if sweep else None
     source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
-    found = entries.entries(source, words, modes, swept, str(nproc) if nproc else None, plugin)
+    rows = entries.entries(source, words, modes, swept, str(ranks) if ranks else None, plugin)
     base = load_recipe(source, *words)
     name = recipe.name if isinstance(recipe, Recipe) else base.name
     launching.load_plugin(plugin)
@@ -106,15 +94,15 @@ def compare(
         modes=list(modes) if modes is not None else None,
         words=sorted(words),
         sweep=sweep,
-        nproc=nproc,
+        nproc=ranks,
         plugin=plugin,
-        steps=steps,
+        steps=measured,
         repeats=repeats,
         settings=base.replace(output=None, resume=None).model_dump(mode="json"),
     )
     with claim(output, name, resume is not None, asdict(asked)) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
-        return Comparison(folder, name, base, found, swept, asked, word, predicted or {}).run().to_dict()
+        return Comparison(folder, name, base, rows, swept, asked, word, predicted or {}).run().to_dict()
 
 
 def _check_kinds(words: object, sweep: object, output: object) -> None:
@@ -146,7 +134,7 @@ def _recipe_file(folder: Path, recipe: Recipe) -> str:
     return str(file)
 
 
-def _whole(key: str, text: str) -> int:
-    if not re.fullmatch(r"\d{1,6}", text) or int(text) < 1:
-        raise RecipeError(f"{key}={text[:40]} must be a whole number, 1 or more")
-    return int(text)
+def _whole(key: str, value: int | str | None) -> int | None:
+    if value is not None and (not re.fullmatch(r"\d{1,6}", str(value)) or int(value) < 1):
+        raise RecipeError(f"{key}={str(value)[:40]} must be a whole number, 1 or more")
+    return None if value is None else int(value)

@@ -1,30 +1,74 @@
-"""One comparison from its checks to its pictures."""
+"""One comparison, from its folder and its checks to its pictures."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainer.commands.compare import comparison_plots, comparison_table, ranking, running, significance
-from trainer.commands.compare.comparison_folder import previous
 from trainer.commands.compare.comparison_report import ComparisonReport, ComparisonRequest, SweepFigures
 from trainer.commands.compare.conditions import Others, this_machine
 from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.exactness import batch_dependent
 from trainer.commands.compare.predictions import predictions
 from trainer.commands.compare.running import Failed, Length, Repeats, Runner
-from trainer.errors import Interrupted
+from trainer.errors import FolderInUseError, Interrupted, RecipeError
 from trainer.processes.started import as_typed
 from trainer.recipe import Recipe
+from trainer.saving import locks
+from trainer.saving.files import usable_json
+from trainer.saving.run_folder import write_atomically
 from trainer.telemetry.readable import number
 
 START = 4.0  # seconds, about, before a process has its libraries
+
+
+@contextmanager
+def claim(output: str | None, name: str, resume: bool, asked: dict[str, Any]) -> Iterator[Path]:
+    """The comparison's folder, held under a lock.
+
+    Raises:
+        FolderInUseError: it holds another comparison, finished or alive.
+        RecipeError: it is continued with other words.
+        SetupError: it cannot be written.
+    """
+    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(output).expanduser() if output else Path(stem)
+    number = 1
+    while not output and path.exists():
+        number += 1
+        path = Path(f"{stem}-{number}")
+    lock = locks.hold(path, "run")
+    try:
+        before = previous(path).get("asked")
+        before = before if isinstance(before, dict) else None
+        used = before is not None or any((path / file).exists() for file in ("runs", "recipe.yaml", "result.json"))
+        if used and not resume:
+            raise FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
+        if used and before is None:
+            raise FolderInUseError(f"{path} holds something else than a comparison; choose another output=")
+        for key, value in asked.items() if before else ():
+            if before and key != "repeats" and before.get(key) != value:
+                what = f"compares with {key} {before.get(key)}, not {value}; put it back or"
+                what = "compares another recipe, it was changed;" if key == "settings" else what
+                raise RecipeError(f"resume=auto: {path} {what} choose another output=")
+        write_atomically(path / "compare.json", json.dumps({**previous(path), "asked": asked}, indent=2) + "\n")
+        yield path
+    finally:
+        os.close(lock)
+
+
+def previous(folder: Path) -> dict[str, Any]:
+    """compare.json of an earlier part; empty where there is none."""
+    return usable_json(folder / "compare.json")
 
 
 class Comparison:
@@ -196,13 +240,13 @@ class Comparison:
 def _parts(entries: Sequence[Entry]) -> dict[str, list[str]]:
     """What in each entry's model depends on how a batch is divided."""
     models: dict[str, list[str]] = {}
-    found = {}
+    parts = {}
     for entry in entries:
         key = entry.recipe.model.model_dump_json()
         if key not in models:
             models[key] = batch_dependent(entry.recipe)
-        found[entry.name] = models[key]
-    return found
+        parts[entry.name] = models[key]
+    return parts
 
 
 def _say(text: str) -> None:

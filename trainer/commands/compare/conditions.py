@@ -63,4 +63,4 @@ def _busy() -> float | None:
 def _ours() -> float:
     """Those of this process and the ended ones that it started."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

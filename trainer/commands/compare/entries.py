@@ -100,21 +100,24 @@ def entries(
     if modes is None:
         modes = [base.mode] if given or sweep else list(MODES)
     if not modes:
-        raise RecipeError(f"modes=[] compares nothing: write modes=[single,ddp], or leave it out for all: {_listed()}")
+        raise RecipeError(
+            f"modes=[] compares nothing: write modes=[single,ddp], or leave it out for all: {', '.join(MODES)}"
+        )
     if sweep and sweep.key in shared:
         raise RecipeError(f"{shared[sweep.key]} and sweep={sweep.key}:[...] give one key twice: keep the sweep")
-    found: list[Entry] = []
+    rows: list[Entry] = []
     for text in modes:
-        mode, own = _mode_and_words(text)
-        own = {key: word for key, word in own.items() if key != "nproc"} | _nproc(own, nproc, mode)
-        if sweep and sweep.key in own:
+        mode, mode_words = _mode_and_words(text)
+        if "nproc" not in mode_words and nproc and _looks_at(TRAITS[mode], "nproc"):
+            mode_words["nproc"] = f"nproc={nproc}"
+        if sweep and sweep.key in mode_words:
             raise RecipeError(f"'{text}' and sweep={sweep.key}:[...] give one key twice: keep the sweep")
         used = sweep is not None and _looks_at(TRAITS[mode], sweep.key)
         for value in sweep.values if sweep and used else (None,):
             point = {sweep.key: sweep.word(value)} if sweep and used else {}
             name = " ".join([text, *point.values()])
-            found.append(_entry(source, name, mode, {**shared, **own, **point}, value, text))
-    return _share_cores(_told_apart(found), sweep)
+            rows.append(_entry(source, name, mode, {**shared, **mode_words, **point}, value, text))
+    return _with_threads(_with_distinct_names(rows), sweep)
 
 
 def parse_modes(text: str) -> list[str]:
@@ -123,11 +126,11 @@ def parse_modes(text: str) -> list[str]:
     Raises:
         RecipeError: it is not a list of modes.
     """
-    found = _yaml(text)
-    found = [found] if isinstance(found, str) else found
-    if not isinstance(found, list) or not all(isinstance(mode, str) for mode in found):
+    modes = _yaml(text)
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not all(isinstance(mode, str) for mode in modes):
         raise RecipeError(f'modes={text[:80]} must be a list, as in modes=[single,ddp,"pipeline nproc=2"]')
-    return [" ".join(mode.split()) for mode in found]
+    return [" ".join(mode.split()) for mode in modes]
 
 
 def parse_sweep(text: str) -> Sweep:
@@ -178,10 +181,6 @@ def _yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
         return None
 
 
-def _listed() -> str:
-    return ", ".join(MODES)
-
-
 def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
     try:
         mode, *words = shlex.split(text) or [""]
@@ -192,7 +191,7 @@ def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
         raise RecipeError(
             f"modes: '{mode[:80]}' is not a mode; "
             + (f"did you mean {guess}? " if guess else "")
-            + f"there are: {_listed()}"
+            + f"there are: {', '.join(MODES)}"
         )
     odd = next((word for word in words if word.partition("=")[0] in {*OWN_WORDS, "mode"} - {"nproc"}), None)
     if odd:
@@ -215,13 +214,6 @@ def _looks_at(traits: Traits, key: str) -> bool:
     return traits.exchanges == "weights" or not key.startswith("local_sgd.")
 
 
-def _nproc(own: Mapping[str, str], nproc: str | None, mode: str) -> dict[str, str]:
-    """An entry's own nproc= first; the comparison's goes to the modes that can have several processes."""
-    if "nproc" in own:
-        return {"nproc": own["nproc"]}
-    return {"nproc": f"nproc={nproc}"} if nproc and _looks_at(TRAITS[mode], "nproc") else {}
-
-
 def _entry(
     source: str | Mapping[str, Any], name: str, mode: str, words: dict[str, str], value: Any, series: str
 ) -> Entry:
@@ -236,29 +228,29 @@ def _entry(
         launch = launching.launch_to_start(chosen, nproc)
     except RecipeError as error:
         return Entry(name, listed, chosen, value, series, problem=(str(error), error.code))
-    if launch is None:  # one process; said again, or the run would start as many as the machine suggests
+    if launch is None:  # one process; nproc= stays, or the run would start as many as the machine suggests
         return Entry(name, (*listed, f"nproc={nproc}") if nproc else listed, chosen, value, series)
     if launch.nnodes > 1:
         raise RecipeError(f"compare runs on one node, and NNODES or SLURM say {launch.nnodes}: unset them for it")
     return Entry(name, (*listed, f"nproc={launch.nproc}"), chosen, value, series, launch.nproc)
 
 
-def _told_apart(found: list[Entry]) -> list[Entry]:
-    """The second of the same, wanted to see what noise there is, gets a number; so does what would share a folder."""
+def _with_distinct_names(entries: list[Entry]) -> list[Entry]:
+    """Identical entries, which show the noise, get a number; so do entries whose folders would have one name."""
     seen: dict[str, int] = {}
     apart: list[Entry] = []
-    for entry in found:
+    for entry in entries:
         count = seen[entry.slug] = seen.get(entry.slug, 0) + 1
         number = f" ({count})" if count > 1 else ""
         apart.append(replace(entry, name=entry.name + number, series=entry.series + number))
     return apart
 
 
-def _share_cores(found: list[Entry], sweep: Sweep | None) -> list[Entry]:
-    """Every row gets the same cores, unless the user says otherwise; over nproc every rank does, or nothing scales."""
-    cores, most = world.cores(), max(entry.ranks for entry in found)
+def _with_threads(entries: list[Entry], sweep: Sweep | None) -> list[Entry]:
+    """Every entry gets the same cores, unless the user says otherwise; in a sweep over nproc every rank does."""
+    cores, most = world.cores(), max(entry.ranks for entry in entries)
     shared: list[Entry] = []
-    for entry in found:
+    for entry in entries:
         ranks = most if sweep and sweep.key == "nproc" else entry.ranks
         threads = entry.recipe.threads or max(1, cores // ranks)
         words = entry.words if entry.recipe.threads else (*entry.words, f"threads={threads}")

@@ -78,8 +78,8 @@ def exactness_of(
 def _deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference."""
     pairs = zip(losses, expected, strict=False)
-    found = (abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) else math.inf for a, b in pairs)
-    return max(found, default=0.0)
+    deviations = (abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) else math.inf for a, b in pairs)
+    return max(deviations, default=0.0)
 
 
 def batch_dependent(recipe: Recipe) -> list[str]:
@@ -90,7 +90,7 @@ def batch_dependent(recipe: Recipe) -> list[str]:
 
     from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 
-    found: set[str] = set()
+    layers: set[str] = set()
     with suppress(TrainerError, RuntimeError, NotImplementedError):
         if recipe.data.name in DATASETS:  # which need not be here, or counted, for this
             shape = recipe.data.channels or 3, recipe.data.image_size or 224
@@ -101,8 +101,8 @@ def batch_dependent(recipe: Recipe) -> list[str]:
             model = facts.model(recipe, starting=False)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                found.add("batch norm")
+                layers.add("batch norm")
             dropped = isinstance(module, nn.modules.dropout._DropoutNd | StochasticDepth) and module.p > 0
             if dropped or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0):
-                found.add("dropout")
-    return sorted(found)
+                layers.add("dropout")
+    return sorted(layers)

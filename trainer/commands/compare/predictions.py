@@ -27,19 +27,19 @@ def predictions(
     source = next(
         (folder for entry, folder in zip(entries, folders, strict=True) if entry.traits.reference and folder), None
     )
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     for entry in entries:
         several = entry.ranks > 1
         if entry.traits.reference or entry.problem or _stands_in(entry) or not (several or source):
             continue
         measured = "here" if several else str(source)
         try:
-            speed = plan(entry.recipe.replace(threads=entry.threads), entry.ranks, measured=measured, plugin=plugin)
+            planned = plan(entry.recipe.replace(threads=entry.threads), entry.ranks, measured=measured, plugin=plugin)
         except (TrainerError, RuntimeError, ValueError):  # as of another model or precision than was measured
             continue
-        if speed["predicted_samples_per_sec"] is not None:
-            found[entry.name] = speed["predicted_samples_per_sec"]
-    return found
+        if planned["predicted_samples_per_sec"] is not None:
+            speeds[entry.name] = planned["predicted_samples_per_sec"]
+    return speeds
 
 
 def _stands_in(entry: Entry) -> bool:

@@ -156,8 +156,8 @@ def _checked(runner: Runner, entry: Entry, repeat: int, more: Mapping[str, str])
 
 def run_timed(runner: Runner, entry: Entry, rows: Repeats, repeat: int, length: Length) -> None:
     """A run that counts; what the user's words say of its length and logging goes before `length`."""
-    own = {word.partition("=")[0]: word.partition("=")[2] for word in entry.words}
-    result = runner.run(entry, repeat, merged(entry.words, {**QUIET, **length.words(), **own}))
+    typed = {word.partition("=")[0]: word.partition("=")[2] for word in entry.words}
+    result = runner.run(entry, repeat, merged(entry.words, {**QUIET, **length.words(), **typed}))
     rows.results[repeat] = result
     if result["throughput"]:
         rate = speed(steps_of(runner.path(entry, repeat)), result["throughput"]["samples_per_sec"])
@@ -259,12 +259,12 @@ def _linger(child: subprocess.Popen[str]) -> None:
 
 
 def failure_line(log: Path, code: int) -> str:
-    """What a failed run said last: its error's line, or that of a traceback."""
+    """The last line of a failed run: its error, or the end of a traceback."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("trainer: error: ")]
-    if told:
-        return told[-1].removeprefix("trainer: error: ")
+    errors = [line for line in lines if line.startswith("trainer: error: ")]
+    if errors:
+        return errors[-1].removeprefix("trainer: error: ")
     if code < 0:
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
-    return lines[-1] if lines else f"ended with exit code {code} and without a word"
+    return lines[-1] if lines else f"ended with exit code {code} and no output"

@@ -57,29 +57,29 @@ def differences(
     """
     tested = [(a, b, _paired(speeds[a], speeds[b])) for a, b in among or combinations(speeds, 2)]
     tested = [(a, b, logs) for a, b, logs in tested if logs]
-    clearest = [min(_estimates(logs), key=lambda one: one.p(math.log1p(margin))) for _, _, logs in tested]
+    clearest = [min(_estimates(logs), key=lambda estimate: estimate.p(math.log1p(margin))) for _, _, logs in tested]
     chances = [estimate.p(math.log1p(margin)) for estimate in clearest]
     levels = dict(_holm(chances, error))
-    found = []
+    pairs = []
     for number, ((first, second, logs), estimate) in enumerate(zip(tested, clearest, strict=True)):
         low, high = estimate.interval(levels[number]) if len(logs) > 1 else (None, None)
         verdict = ("faster" if estimate.centre > 0 else "slower") if chances[number] <= levels[number] else None
         ratio = math.exp(estimate.centre)
-        found.append(Difference(first, second, len(logs), ratio, low, high, chances[number], verdict))
-    return found
+        pairs.append(Difference(first, second, len(logs), ratio, low, high, chances[number], verdict))
+    return pairs
 
 
-def unclear(found: Iterable[Difference], hidden: float = HIDDEN) -> list[Difference]:
+def unclear(pairs: Iterable[Difference], hidden: float = HIDDEN) -> list[Difference]:
     """Those not shown to differ that may well differ so much: more repeats would tell."""
     reach = 1 + hidden
     return [
-        d for d in found if not d.verdict and (d.low is None or d.high is None or d.low * reach < 1 or d.high > reach)
+        d for d in pairs if not d.verdict and (d.low is None or d.high is None or d.low * reach < 1 or d.high > reach)
     ]
 
 
-def fastest(names: Sequence[str], found: Sequence[Difference]) -> list[str]:
+def fastest(names: Sequence[str], pairs: Sequence[Difference]) -> list[str]:
     """Those that no other is shown to be faster than: one is the fastest, of several no difference is shown."""
-    beaten = {d.second if d.verdict == "faster" else d.first for d in found if d.verdict}
+    beaten = {d.second if d.verdict == "faster" else d.first for d in pairs if d.verdict}
     return [name for name in names if name not in beaten]
 
 
@@ -126,13 +126,13 @@ def _estimates(logs: Sequence[float]) -> list[_Estimate]:
     """Of all pairs, and where there are enough of those without the least and the greatest fifth."""
     count, cut = len(logs), len(logs) // 5
     mean, std = mean_and_std(logs)
-    found = [_Estimate(mean, std / math.sqrt(count), count - 1, 2 if cut else 1)]
+    estimates = [_Estimate(mean, std / math.sqrt(count), count - 1, 2 if cut else 1)]
     if cut:
         kept = sorted(logs)[cut : count - cut]
         _, std = mean_and_std([*kept[:1] * cut, *kept, *kept[-1:] * cut])  # winsorised
         error = std * math.sqrt((count - 1) / (len(kept) * (len(kept) - 1)))
-        found.append(_Estimate(math.fsum(kept) / len(kept), error, len(kept) - 1, 2))
-    return found
+        estimates.append(_Estimate(math.fsum(kept) / len(kept), error, len(kept) - 1, 2))
+    return estimates
 
 
 def _holm(chances: Sequence[float], error: float) -> Iterator[tuple[int, float]]:

@@ -351,7 +351,7 @@ def test_a_folder_of_something_else_is_left_alone(machine, tmp_path):
 
 
 def test_two_comparisons_do_not_share_a_folder(machine, tmp_path):
-    from trainer.commands.compare.comparison_folder import claim
+    from trainer.commands.compare.comparing import claim
 
     with claim("out", "digits", False, {}), pytest.raises(FolderInUseError, match="in use"):
         compared("single", resume="auto")

@@ -109,6 +109,9 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
     sys.path[0] = {"-m": job["cwd"], "file": os.path.dirname(os.path.abspath(what))}.get(kind, "")
     if not job["serves"]:
         _have_nursery()
+    if any((Path(folder) / "sitecustomize.py").exists() for folder in os.environ.get("PYTHONPATH", "").split(":")):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")  # as Python does first of all
     if job["serves"] or kind == "-m":
         _leave_after(lambda: _execute_python(kind, what))
     atexit.register(gc.unfreeze)  # else the interpreter cannot take apart what nanobind then says is leaked

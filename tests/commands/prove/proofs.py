@@ -29,10 +29,15 @@ def begin(folder, *names, **done):
     return folder
 
 
+def faulty(*faults):
+    """The environment of a machine with faults."""
+    return {"FAULTY_MACHINE": " ".join(faults), "PYTHONPATH": f"{FAULTY}:{PROJECT}"}
+
+
 def prove(folder, *words, fault="", env=None, **options):
-    """The real command, on a machine with a fault."""
-    if fault:  # then nothing is forked warm: each Python has to begin there
-        env = {"FAULTY_MACHINE": fault, "PYTHONPATH": f"{FAULTY}:{PROJECT}", **(env or {})}
+    """The real command, on a machine with faults."""
+    if fault:
+        env = {**faulty(fault), **(env or {})}
     return trainer("prove", "devices=[cpu,cpu]", f"output={folder}", *(words or ["minutes=60"]), env=env, **options)
 
 

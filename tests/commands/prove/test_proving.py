@@ -17,12 +17,13 @@ import pytest
 
 from tests import warm
 from tests.command_line import PROJECT, environment
-from tests.commands.prove.proofs import CHECKS, DEVICES, FAULTY, begin, found, proof, prove, row
+from tests.commands.prove.proofs import CHECKS, DEVICES, FAULTY, begin, faulty, found, proof, prove, row
 from trainer.commands.prove import kept, proving
 from trainer.commands.prove.check_runner import Check, Outcome, measured, right
 from trainer.errors import RecipeError
 
 FAULTS = {  # put in by hand, with the checks that have to see it and what they say
+    "few_files": (["doctor"], "only 300 files may be open at once"),
     "wrong_copy": (["copies"], r"\d+ of 24 came out wrong: cpu to cpu, by message, 1,048,579 of uint8: element"),
     "wrong_sum": (["sums"], r"\d+ of 24 came out wrong: on cpu, 1,023 of uint8: element 5 is"),
     "other_each_time": (["repeat"], "losses, norms, weights, optimizer differ between two equal runs"),
@@ -38,34 +39,27 @@ FAULTS = {  # put in by hand, with the checks that have to see it and what they 
     "throttled": (["rates"], "cpu:1 is throttled: its matrix products fall to"),
     "slow_link": (["links"], "slow from 1 to 0: "),
 }
-SAMPLE = ("wrong_copy", "counted_twice", "slow_link")
+SAMPLE = ("few_files", "wrong_copy", "counted_twice", "slow_link")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_machine_with_a_fault_is_told(fault, tmp_path, full):
-    if fault not in SAMPLE and not full:
-        pytest.skip("three of fourteen faults in the fast tests: --all")
-    names, says = FAULTS[fault]
-    folder = begin(tmp_path / "proof", *names)
-    done = prove(folder, fault=fault, timeout=600)
+def apart(fault):
+    return pytest.param([fault], marks=pytest.mark.full("four of fifteen faults in the fast tests"), id=fault)
+
+
+@pytest.mark.parametrize("faults", [SAMPLE, *map(apart, FAULTS)], ids=" ".join)
+def test_a_machine_with_faults_is_told(faults, tmp_path):
+    folder = begin(tmp_path / "proof", *(name for fault in faults for name in FAULTS[fault][0]))
+    done = prove(folder, fault=" ".join(faults), timeout=600)
     for left in Path("/dev/shm").glob("left-by-a-test-*"):
         left.unlink()
     assert done.returncode == 3, done.stdout + done.stderr
-    row = found(folder, names[-1])
-    assert row["status"] == "wrong" and re.search(says, row["line"]), row
-    assert row["todo"] and f"try: {row['todo']}" in done.stdout and "WRONG" in done.stdout.splitlines()[-1]
+    for names, says in map(FAULTS.get, faults):
+        row = found(folder, names[-1])
+        assert row["status"] == "wrong" and re.search(says, row["line"]), row
+        assert row["todo"] and f"try: {row['todo']}" in done.stdout
+    assert "WRONG" in done.stdout.splitlines()[-1]
     assert proof(folder)["status"] == "wrong" and "**WRONG**" in (folder / "proof.md").read_text()
     assert "Traceback" not in done.stdout + done.stderr
-
-
-def test_too_few_open_files_are_what_doctor_finds(tmp_path):
-    folder = begin(tmp_path / "proof", "doctor")
-    words = [sys.executable, "-m", "trainer", "prove", "devices=[cpu,cpu]", f"output={folder}", "minutes=60"]
-    line = f"ulimit -n 300; exec {' '.join(words)}"
-    done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, timeout=180)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "only 300 files may be open at once" in found(folder, "doctor")["line"]
-    assert found(folder, "doctor")["todo"] == "python -m trainer doctor"
 
 
 def test_slow_readers_are_the_slow_part(tmp_path):
@@ -142,15 +136,12 @@ def test_a_machine_that_was_found_wrong_stays_wrong_after_a_stop(again, tmp_path
         pytest.skip("one of two ways to go on in the fast tests: --all")
     folder = begin(tmp_path / "proof", "copies", "links")
     words = [sys.executable, "-m", "trainer", "prove", "devices=[cpu,cpu]", f"output={folder}", "minutes=60"]
-    fault = {"FAULTY_MACHINE": "wrong_copy", "PYTHONPATH": f"{FAULTY}:{PROJECT}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = subprocess.Popen(words, env=environment(**fault), **pipes)
-    end = time.monotonic() + 120
-    while "copies" not in json.loads((folder / kept.KEPT).read_text())["checks"] and time.monotonic() < end:
-        time.sleep(0.05)
+    started = warm.Popen(words, env=environment(**faulty("wrong_copy")), **pipes)
+    assert any("WRONG" in line for line in started.stdout)  # read until then
     started.send_signal(signal.SIGTERM)
     out, err = started.communicate(timeout=60)
-    assert started.returncode == 143 and "WRONG" in out, out + err
+    assert started.returncode == 143, out + err
     assert proof(folder)["status"] == "wrong" and "links" not in json.loads((folder / kept.KEPT).read_text())["checks"]
     done = prove(folder, *again, fault="wrong_copy")
     assert done.returncode == 3, done.stdout + done.stderr

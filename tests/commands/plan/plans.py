@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.contexts import mode_of
 from trainer import load_recipe
 from trainer.commands.plan.dataset_facts import dataset_facts
-from trainer.commands.plan.shadow import Shadow
+from trainer.commands.plan.fake_model import FakeModel
 from trainer.data import Batch
 from trainer.models.zoo import build
 from trainer.processes.rank import Place
@@ -34,8 +34,8 @@ def sized(name, *words):
     return recipe_of(f"model.name={name}", f"data.image_size={MODELS[name]}", "batch_size=16", *words)
 
 
-def shadow_of(recipe):
-    return Shadow(recipe, dataset_facts(recipe), "cpu")
+def fake_of(recipe):
+    return FakeModel(recipe, dataset_facts(recipe), "cpu")
 
 
 def alone(devices=1):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.commands.plan.plans import recipe_of, shadow_of, size
+from tests.commands.plan.plans import fake_of, recipe_of, size
 from trainer import load_recipe, plan
 from trainer.commands.plan import planned_memory
 from trainer.commands.plan.planned_layout import Layout, every_mode, lay_out
@@ -37,8 +37,8 @@ def test_disk_is_what_a_checkpoint_holds(tmp_path, words):
 def test_devices_of_modes():
     """What a mode adds to, or takes from, a device."""
     recipe = recipe_of("model.name=cnn", "data.image_size=32", "batch_size=64", "precision=fp32", "ema=0.9")
-    shadow = shadow_of(recipe)
-    modes = {mode: footprint(shadow, layout) for mode, layout in every_mode(recipe, 2).items()}
+    fake = fake_of(recipe)
+    modes = {mode: footprint(fake, layout) for mode, layout in every_mode(recipe, 2).items()}
     single, ddp = modes["single"][0], modes["ddp"][0]
     assert len(modes["ddp"]) == 2
     assert ddp.activations < single.activations
@@ -53,7 +53,7 @@ def test_devices_of_modes():
 
 def test_replicas_of_data_parallel():
     recipe = recipe_of("model.name=cnn", "batch_size=30").replace(mode="dp", devices=["cuda:0", "cuda:1", "cuda:2"])
-    first, *others = footprint(shadow_of(recipe), lay_out(recipe))
+    first, *others = footprint(fake_of(recipe), lay_out(recipe))
     assert first.optimizer and not any(device.optimizer for device in others)
     assert len({device.parameters for device in (first, *others)}) == 1
     assert first.images == 3 * others[0].images

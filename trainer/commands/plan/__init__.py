@@ -1,7 +1,7 @@
 """`python -m trainer plan`: what a run would take and how fast it would be, without running it.
 
 The model is built of shapes alone, so a plan for eight GPUs takes seconds on a laptop. Nothing is launched, save by
-`measured=here`, which computes for a few seconds. What is wrong with the words is said before torch is imported.
+`measured=here`, which computes for a few seconds. Wrong words are refused before torch is imported.
 Imports: errors, recipe, devices, processes, saving, tasks, data, launch, models, telemetry, caching, modes, training.
 """
 
@@ -32,22 +32,22 @@ Arguments = ParamSpec("Arguments")
 def command(words: Sequence[str]) -> int:
     """Print the plan that the words ask for; its exit code."""
     typed = [word for word in words if word != JSON]
-    own, rest = split_words(typed, ("recipe", "plugin", *OWN))
-    chosen = recipes.load(own.get("recipe"), *rest)
-    if "plugin" not in own:
+    given, rest = split_words(typed, ("recipe", "plugin", *OWN))
+    chosen = recipes.load(given.get("recipe"), *rest)
+    if "plugin" not in given:
         checks.check_model_name(chosen.model.name)
         checks.check_dataset_name(chosen.data.name)
         checks.check_task_name(chosen.task.name)
-    options = {key: own.get(key) for key in ("plugin", *OWN)}
+    options = {key: given.get(key) for key in ("plugin", *OWN)}
     again = [word for word in typed if word.partition("=")[0] not in OWN]
     every = not any(word.startswith("mode=") for word in rest)
-    found = planned(chosen, **options, every=every, words=again)
+    run_plan = planned(chosen, **options, every=every, words=again)
     if JSON in words:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(run_plan.to_dict(), indent=2))
     else:
         from trainer.commands.plan.plan_page import page_of
 
-        print(as_typed(page_of(found)))
+        print(as_typed(page_of(run_plan)))
     return 0
 
 

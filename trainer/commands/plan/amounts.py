@@ -30,15 +30,15 @@ def parse_bandwidth(word: str) -> float:
 
 
 def _amount(key: str, word: str, units: dict[str, float], example: str, listed: str) -> float:
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z/]*)", word)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z/]*)", word)
     names = {unit.lower(): unit for unit in units}
-    unit = names.get(found[2].lower()) if found else None
-    if found is None or (found[2] and unit is None):
+    unit = names.get(match[2].lower()) if match else None
+    if match is None or (match[2] and unit is None):
         raise RecipeError(f"{key}={word[:40]} is not an amount: write {key}={example}, in {listed}")
     if unit is None:
         wanted = example.lstrip("0123456789")
         raise RecipeError(f"{key}={word} has no unit: write {key}={word}{wanted}, in {listed}")
-    amount = float(found[1]) * units[unit]
+    amount = float(match[1]) * units[unit]
     if amount < 1:
         raise RecipeError(f"{key}={word} must be above 0, as in {key}={example}")
     return amount

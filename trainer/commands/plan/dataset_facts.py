@@ -16,7 +16,7 @@ from trainer.data.sets import CLASS
 from trainer.data.shards.opening import there
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_own_input
-from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe import Recipe
 from trainer.recipe.checks import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
 from trainer.training.initial_model import model_for
@@ -78,11 +78,11 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
     facts = _facts(with_own_input(recipe))
     if facts.plain is not None or facts.targets != CLASS:
         return facts
-    kind, told = tasks.kind(recipe), torch.zeros(1, dtype=torch.int64)
+    kind, label = tasks.kind(recipe), torch.zeros(1, dtype=torch.int64)
     if recipe.data.labels is not None and kind.reads != "class":  # a table that is not on this machine
-        told = torch.zeros(1, facts.classes)
+        label = torch.zeros(1, facts.classes)
     try:
-        example = kind.checked(told, range_names(facts.classes))
+        example = kind.checked(label, range_names(facts.classes))
     except ValueError as error:
         raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
     return replace(facts, targets=TensorSpec.of(example))
@@ -91,12 +91,6 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
 def range_names(count: int) -> tuple[str, ...]:
     """Names for classes of which only the number is known."""
     return tuple(map(str, range(count)))
-
-
-def _is_here(data: DataRecipe) -> bool:
-    """Whether what data.root names is on this machine."""
-    root = str(data.root)
-    return there(root) if data.name == "shards" else Path(root).expanduser().is_dir()
 
 
 def _facts(recipe: Recipe) -> DatasetFacts:
@@ -111,7 +105,8 @@ def _facts(recipe: Recipe) -> DatasetFacts:
         if stands_in:  # a number of steps would be one of the stand-in's
             return DatasetFacts(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
         return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
-    if data.name in OWN_PHOTOS and data.root is not None and not _is_here(data):
+    is_here = there if data.name == "shards" else lambda root: Path(root).expanduser().is_dir()
+    if data.name in OWN_PHOTOS and data.root is not None and not is_here(str(data.root)):
         classes, channels, size = IMAGENET
         if tasks.kind(recipe).reads == "values":
             classes = 1
@@ -120,20 +115,16 @@ def _facts(recipe: Recipe) -> DatasetFacts:
     cropped = recipe.augment.crop == "resized"
     if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
         recipe = recipe.replace(augment__crop="resized")
-    found = open_datasets(recipe)
+    data_set = open_datasets(recipe)
+    decoded_once = data_set.image_size <= TINY and not cropped  # as training does with small ones
     return DatasetFacts(
-        len(found.train),
-        len(found.val),
-        len(found.classes),
-        found.channels,
-        found.image_size,
+        len(data_set.train),
+        len(data_set.val),
+        len(data_set.classes),
+        data_set.channels,
+        data_set.image_size,
         "counted here",
-        found.targets,
-        found.plain,
-        found.train if isinstance(found.train, EncodedPhotos) and not _tiny(found.image_size, cropped) else None,
+        data_set.targets,
+        data_set.plain,
+        data_set.train if isinstance(data_set.train, EncodedPhotos) and not decoded_once else None,
     )
-
-
-def _tiny(size: int, cropped: bool) -> bool:
-    """Whether photos are decoded once and for all, as training does with small ones."""
-    return size <= TINY and not cropped

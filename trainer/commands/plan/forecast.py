@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.commands.plan import schedules
+from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.measured import Timings, ring
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.run_plan import ScalingFigures
 from trainer.commands.plan.schedules import Cut
-from trainer.commands.plan.shadow import Shadow
 from trainer.errors import RecipeError
 from trainer.models.balance import stage_seconds
 from trainer.modes.pipeline import orders
@@ -38,7 +38,7 @@ class Forecast:
         return self.compute + self.communication + self.optimizer + self.other
 
 
-def forecast(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None) -> Forecast:
+def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: float | None) -> Forecast:
     """A step of the layout.
 
     Args:
@@ -57,15 +57,15 @@ def forecast(shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float
         measured = replace(
             measured, assumptions=(*measured.assumptions, f"devices exchange {as_size(bandwidth)}/s, as stated")
         )
-    return _of_stages(shadow, layout, measured) if layout.staged else _of_replicas(shadow, layout, measured)
+    return _of_stages(fake, layout, measured) if layout.staged else _of_replicas(fake, layout, measured)
 
 
-def _of_replicas(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
+def _of_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast:
     notes = list(measured.assumptions)
     if layout.rows != measured.rows:
         notes.append(f"an image costs as much in passes of {layout.rows} as in passes of {measured.rows}")
     compute = measured.image * layout.rows * layout.recipe.accumulate
-    seconds, how = _all_reduce(shadow, layout, measured)
+    seconds, how = _all_reduce(fake, layout, measured)
     if how:
         notes.append(how)
     hidden = 0.0
@@ -78,32 +78,31 @@ def _of_replicas(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
     return Forecast(compute, seconds - hidden, measured.optimizer, measured.other, assumptions=tuple(notes))
 
 
-def _all_reduce(shadow: Shadow, layout: Layout, measured: Timings) -> tuple[float, str]:
+def _all_reduce(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[float, str]:
     """Seconds a step in which ranks exchange gradients, or weights, and how that is known."""
     count, exchanges = layout.processes, layout.recipe.traits.exchanges
     if count == 1 or exchanges not in ("gradients", "weights"):
         return 0.0, ""
-    share = 1.0
+    per_step = 1.0
     if exchanges == "weights":
         every = layout.recipe.local_sgd.every
         if every is None:
             return 0.0, "averaging once an epoch costs nothing beside its steps"
-        share = 1 / every
+        per_step = 1 / every
     if measured.exposed is not None:
         seconds, ranks = measured.exposed
         scale = ring(count) / ring(ranks)
-        return seconds * scale * share, f"communication as measured among {ranks} ranks, times {scale:.2f}"
-    size = shadow.resident(shadow.model).gradients
+        return seconds * scale * per_step, f"communication as measured among {ranks} ranks, times {scale:.2f}"
+    size = fake.resident(fake.model).gradients
     if measured.bandwidth is None:
         return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
     seconds = ring(count) * size / measured.bandwidth + 2 * (count - 1) * measured.latency
-    return seconds * share, f"a ring all-reduce of {as_size(size)} among {count}"
+    return seconds * per_step, f"a ring all-reduce of {as_size(size)} among {count}"
 
 
-def _of_stages(shadow: Shadow, layout: Layout, measured: Timings) -> Forecast:
+def _of_stages(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast:
     """Of the numbers of micro-batches that were measured the fastest, as training would choose."""
-    found = [_of_cut(shadow, layout, measured, m) for m in _microbatches(layout, measured)]
-    return min(found, key=lambda one: one.step)
+    return min((_of_cut(fake, layout, measured, m) for m in _microbatches(layout, measured)), key=lambda f: f.step)
 
 
 def _microbatches(layout: Layout, measured: Timings) -> list[int]:
@@ -114,29 +113,27 @@ def _microbatches(layout: Layout, measured: Timings) -> list[int]:
     return [schedules.default_microbatches(layout)]
 
 
-def _of_cut(shadow: Shadow, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
+def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
     rows, count = -(-layout.rows // microbatches), layout.workers * layout.virtual
     notes = list(measured.assumptions)
     ran = measured.stages
     if measured.blocks:
         costs = measured.blocks[rows]
-        cut = schedules.cut(shadow, layout, microbatches, costs)
-        seconds = stage_seconds(shadow.traced, cut.names, costs)
+        cut = schedules.cut(fake, layout, microbatches, costs)
+        seconds = stage_seconds(fake.traced, cut.names, costs)
         notes.append(f"each block's seconds were measured in micro-batches of {rows}")
     elif ran and len(ran.cuts) == count - 1 and ran.split_size == rows and _same_cuts(layout, ran.cuts):
-        own = layout.recipe.replace(pipeline__cuts=ran.cuts)
-        cut = schedules.cut(shadow, replace(layout, recipe=own), microbatches)
-        each = [busy / ran.microbatches for busy in ran.seconds]
-        seconds = _halves(each)
+        cut = schedules.cut(fake, replace(layout, recipe=layout.recipe.replace(pipeline__cuts=ran.cuts)), microbatches)
+        seconds = _halves([busy / ran.microbatches for busy in ran.seconds])
         notes.append("cuts, micro-batches and each stage's seconds as in that run")
     else:
-        cut = schedules.cut(shadow, layout, microbatches)
+        cut = schedules.cut(fake, layout, microbatches)
         total = sum(stage.flops for stage in cut.stages)
         seconds = _halves([measured.image * rows * stage.flops / total for stage in cut.stages])
         notes.append(
             f"stages take their share of FLOPs; an image costs as much in passes of {rows} as of {measured.rows}"
         )
-    return _step(shadow, layout, measured, cut, seconds, notes)
+    return _step(fake, layout, measured, cut, seconds, notes)
 
 
 def _same_cuts(layout: Layout, names: Sequence[str]) -> bool:
@@ -149,7 +146,7 @@ def _halves(each: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _step(
-    shadow: Shadow,
+    fake: FakeModel,
     layout: Layout,
     measured: Timings,
     cut: Cut,
@@ -176,14 +173,14 @@ def _step(
         listed = pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
         length, bubble = orders.length_and_bubble(listed, orders.seconds_of(stages), transfer)
     exchange = 0.0
-    held = cut.of_workers([shadow.resident(stage).gradients for stage in shadow.traced.stages(cut.names)])
+    held = cut.of_workers([fake.resident(stage).gradients for stage in fake.traced.stages(cut.names)])
     if layout.shards > 1 and measured.bandwidth is not None:
         exchange = ring(layout.shards) * max(held) / measured.bandwidth
-    share = max(held) / sum(held) if layout.processes > 1 else 1.0
+    of_optimizer = max(held) / sum(held) if layout.processes > 1 else 1.0
     return Forecast(
         length * recipe.accumulate,
         exchange,
-        measured.optimizer * share,
+        measured.optimizer * of_optimizer,
         measured.other,
         bubble,
         cut,
@@ -192,18 +189,18 @@ def _step(
 
 
 def over_device_counts(
-    shadow: Shadow, layout: Layout, measured: Timings, bandwidth: float | None
+    fake: FakeModel, layout: Layout, measured: Timings, bandwidth: float | None
 ) -> list[ScalingFigures]:
     """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
     if layout.staged or layout.recipe.processes == "one":
         return []
-    found: list[ScalingFigures] = []
+    rows: list[ScalingFigures] = []
     recipe = layout.recipe
     for count in sorted({2**n for n in range(13) if 2**n < layout.processes} | {layout.processes}):
         if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
             continue
-        step = forecast(shadow, replace(layout, processes=count), measured, bandwidth).step
+        step = forecast(fake, replace(layout, processes=count), measured, bandwidth).step
         rate = recipe.batch_size / step
-        first = found[0].samples_per_sec if found else rate
-        found.append(ScalingFigures(count, step, rate, rate / (count * first)))
-    return found
+        first = rows[0].samples_per_sec if rows else rate
+        rows.append(ScalingFigures(count, step, rate, rate / (count * first)))
+    return rows

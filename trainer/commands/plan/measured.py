@@ -111,8 +111,8 @@ def _of_run(
     if str(result["devices"][0]).startswith("cpu") and recipe.threads and result["throughput"]:
         slower = result["throughput"]["threads"] / recipe.threads
         image *= slower
-    found = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
-    found += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
+    computing = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
+    computing += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
     reduced = was.traits.exchanges == "gradients" and apart["communication"]
     return Timings(
         image,
@@ -124,7 +124,7 @@ def _of_run(
         if busy
         else None,
         assumptions=(
-            found,
+            computing,
             *([f"threads={recipe.threads} computes {1 / slower:.3g} times as fast as there"] if slower != 1 else []),
             "images arrive and are logged as fast as there",
         ),

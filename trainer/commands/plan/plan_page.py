@@ -29,39 +29,39 @@ WIDTH = 108
 PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
 
 
-def page_of(found: RunPlan) -> str:
+def page_of(plan: RunPlan) -> str:
     """The page."""
-    lines = [f"trainer {VERSION}: plan of {found.recipe}"]
-    size, devices = found.world_size, found.devices
+    lines = [f"trainer {VERSION}: plan of {plan.recipe}"]
+    size, devices = plan.world_size, plan.devices
     facts = {
-        "mode": f"{found.mode}, {size} process{'es' * (size > 1)} on {len(devices)} device"
+        "mode": f"{plan.mode}, {size} process{'es' * (size > 1)} on {len(devices)} device"
         + f"{'s' * (len(devices) > 1)}: {_devices(devices)}",
-        "model": _model(found.model),
-        "data": _data(found.data),
-        "batch": _batch(found.batch),
-        "steps": _steps(found.steps, found.learning_rate),
-        **_wider(found.batch, len(devices)),
-        "disk": _disk(found.disk),
-        "traffic": _traffic(found),
-        **_reading(found.reading),
+        "model": _model(plan.model),
+        "data": _data(plan.data),
+        "batch": _batch(plan.batch),
+        "steps": _steps(plan.steps, plan.learning_rate),
+        **_wider(plan.batch, len(devices)),
+        "disk": _disk(plan.disk),
+        "traffic": _traffic(plan),
+        **_reading(plan.reading),
     }
     for key, value in facts.items():
         lines += _field(key, value)
-    lines += ["", *_memory(found)]
-    if found.pipeline:
-        lines += ["", *_pipeline(found.pipeline)]
-    if found.prediction:
-        lines += ["", *_prediction(found.prediction, found.scaling)]
-    if found.modes:
-        lines += ["", *_modes(found.modes)]
-    if found.assumptions:
+    lines += ["", *_memory(plan)]
+    if plan.pipeline:
+        lines += ["", *_pipeline(plan.pipeline)]
+    if plan.prediction:
+        lines += ["", *_prediction(plan.prediction, plan.scaling)]
+    if plan.modes:
+        lines += ["", *_modes(plan.modes)]
+    if plan.assumptions:
         lines += ["", "  assumed"]
-        lines += [line for note in found.assumptions for line in _bullet(note)]
-    short = found.fits is False and found.memory_limit is not None
-    how = f", with {found.advice[0].words} or another of the words above" if short and found.advice else ""
+        lines += [line for note in plan.assumptions for line in _bullet(note)]
+    short = plan.fits is False and plan.memory_limit is not None
+    how = f", with {plan.advice[0].words} or another of the words above" if short and plan.advice else ""
     lines += ["", f"  to train{how}" + (" (it does not fit here as it is)" if short else "")]
-    lines += [f"    {command}" for command in found.commands]
-    if found.needs_folder:
+    lines += [f"    {command}" for command in plan.commands]
+    if plan.needs_folder:
         lines.append("    FOLDER holds train/<class> and val/<class>; without data.root= only the speed is measured")
     return "\n".join(lines)
 
@@ -133,10 +133,10 @@ def _reading(reading: ReadingFigures | None) -> dict[str, str]:
         "decoding": reading.decode_seconds,
         "transforming": reading.transform_seconds,
     }
-    told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
     many = reading.processes > 1
     line = f"{reading.samples_per_sec:,.4g} images/s by {reading.processes} process{'es' * many} of this machine"
-    line += f" ({told} a photo)"
+    line += f" ({parts} a photo)"
     if reading.bound is not None:
         line += f": at that speed the {reading.bound} bounds the run"
     cache = f"data.cache=disk: {reading.cached_samples_per_sec:,.4g} images/s, {as_size(reading.cache_bytes)} "
@@ -144,8 +144,8 @@ def _reading(reading: ReadingFigures | None) -> dict[str, str]:
     return {"reading": line, "cache": cache + duration(reading.cache_seconds)}
 
 
-def _traffic(found: RunPlan) -> str:
-    traffic, exchanges = found.communication, TRAITS[found.mode].exchanges
+def _traffic(plan: RunPlan) -> str:
+    traffic, exchanges = plan.communication, TRAITS[plan.mode].exchanges
     parts = []
     if traffic.all_reduce_bytes_per_device:
         what = "weights" if exchanges == "weights" else "gradients"
@@ -159,25 +159,27 @@ def _traffic(found: RunPlan) -> str:
     return line + (f"; {duration(traffic.seconds)} if nothing hides it" if parts and traffic.seconds else "")
 
 
-def _memory(found: RunPlan) -> list[str]:
+def _memory(plan: RunPlan) -> list[str]:
     groups: dict[tuple[int, ...], list[str]] = {}  # devices that hold the same
-    for device in found.memory_per_device:
+    for device in plan.memory_per_device:
         groups.setdefault(tuple(getattr(device, key) for key in PARTS), []).append(device.device)
-    used = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
-    rows = [["memory", *(PARTS[n] for n in used)]]
-    rows += [[_devices(names), *(as_size(sizes[n]) for n in used)] for sizes, names in groups.items()]
+    shown = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
+    rows = [["memory", *(PARTS[n] for n in shown)]]
+    rows += [[_devices(names), *(as_size(sizes[n]) for n in shown)] for sizes, names in groups.items()]
     lines = _table(rows)
-    limit = found.memory_limit
+    limit = plan.memory_limit
     if limit is None:
         return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
-    share = f"{as_size(found.peak)} of {as_size(limit.bytes)} ({limit.source})"
-    if found.fits:
-        cuda = found.devices[0].startswith("cuda")
+    used_of = f"{as_size(plan.peak)} of {as_size(limit.bytes)} ({limit.source})"
+    if plan.fits:
+        cuda = plan.devices[0].startswith("cuda")
         what = "CUDA's context, NCCL's buffers and holes between blocks" if cuda else "what a plan cannot count"
-        return [*lines, f"  fits: {share}", f"    {as_size(limit.bytes - limit.usable)} are kept free for {what}"]
-    lines.append(f"  DOES NOT FIT: {share}, of which {as_size(limit.usable)} can be used")
-    lines += [f"    {one.words:<28} {as_size(one.peak):>10}  {one.note}" for one in found.advice]
-    return lines if found.advice else [*lines, "    more devices or a smaller model: no words of ours help"]
+        return [*lines, f"  fits: {used_of}", f"    {as_size(limit.bytes - limit.usable)} are kept free for {what}"]
+    lines.append(f"  DOES NOT FIT: {used_of}, of which {as_size(limit.usable)} can be used")
+    lines += [f"    {advice.words:<28} {as_size(advice.peak):>10}  {advice.note}" for advice in plan.advice]
+    if not plan.advice:
+        lines.append("    no change of the recipe makes it fit: take more devices or a smaller model")
+    return lines
 
 
 def _pipeline(pipe: PipelineFigures) -> list[str]:
@@ -201,9 +203,9 @@ def _pipeline(pipe: PipelineFigures) -> list[str]:
     counts = sorted({row.microbatches for row in pipe.bubbles})
     rows = [["ideal bubble", *(f"m={m}" for m in counts), "in flight at most"]]
     for schedule in dict.fromkeys(row.schedule for row in pipe.bubbles):
-        own = {row.microbatches: row for row in pipe.bubbles if row.schedule == schedule}
-        cells = [f"{own[m].bubble:.1%}" if m in own else "-" for m in counts]
-        rows.append([schedule, *cells, str(max(row.in_flight for row in own.values()))])
+        by_count = {row.microbatches: row for row in pipe.bubbles if row.schedule == schedule}
+        cells = [f"{by_count[m].bubble:.1%}" if m in by_count else "-" for m in counts]
+        rows.append([schedule, *cells, str(max(row.in_flight for row in by_count.values()))])
     return [*lines, *_table(rows)]
 
 

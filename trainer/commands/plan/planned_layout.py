@@ -78,7 +78,7 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) 
     processes = choose_launch(os.environ, word, recipe, world.cuda_count, world.cores()).size
     checks.check_processes(recipe, processes)
     assigned = assign_devices(recipe, processes, _pretended(recipe, processes, gpus))
-    names = assigned[0] if processes == 1 else [own[0] for own in assigned]
+    names = assigned[0] if processes == 1 else [devices[0] for devices in assigned]
     return Layout(recipe, processes, tuple(numbered(names)))
 
 
@@ -99,18 +99,18 @@ def every_mode(recipe: Recipe, nproc: str | int | None = None, gpus: bool = Fals
     kind = "cpu" if recipe.devices == "auto" and not (gpus or world.cuda_count()) else "cuda"
     if recipe.devices != "auto":
         kind = recipe.devices[0].partition(":")[0]
-    found: dict[str, Layout | RecipeError] = {}
+    layouts: dict[str, Layout | RecipeError] = {}
     for mode, traits in TRAITS.items():
         names = ["cpu"] * count if kind == "cpu" else [f"cuda:{n}" for n in range(count)]
         if kind == "cuda" and traits.shared_memory:
-            found[mode] = RecipeError("computes in the CPU's memory only, and this plan is for GPUs")
+            layouts[mode] = RecipeError("computes in the CPU's memory only, and this plan is for GPUs")
             continue
         try:
             chosen = recipe.replace(mode=mode, devices=names[:1] if traits.single_device else names)
-            found[mode] = lay_out(chosen, 1 if chosen.processes == "one" else count)
+            layouts[mode] = lay_out(chosen, 1 if chosen.processes == "one" else count)
         except RecipeError as error:
-            found[mode] = error
-    return found
+            layouts[mode] = error
+    return layouts
 
 
 def _devices_wanted(recipe: Recipe, nproc: str | int | None) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from trainer.commands.plan import schedules
+from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import Layout, lay_out
 from trainer.commands.plan.run_plan import Advice, Device, DiskFigures, LimitFigures
 from trainer.commands.plan.schedules import Cut
-from trainer.commands.plan.shadow import Shadow
 from trainer.devices import cards
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
@@ -31,70 +31,68 @@ STAGES_TRIED = (2, 4, 8)
 AVERAGING = 20  # bytes for each element that local SGD averages: itself, as float64, and its share
 
 
-def footprint(shadow: Shadow, layout: Layout, cut: Cut | None = None) -> list[Device]:
+def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[Device]:
     """Bytes on each of the layout's devices; `cut` for a model in stages."""
     if layout.staged:
-        return _of_stages(shadow, layout, cut or schedules.cut(shadow, layout))
+        return _of_stages(fake, layout, cut or schedules.cut(fake, layout))
     if layout.recipe.traits.exchanges == "copies":
-        return _of_replicas(shadow, layout)
-    device = _of_whole(shadow, layout)
+        return _of_replicas(fake, layout)
+    device = _of_whole(fake, layout)
     return [replace(device, device=name) for name in layout.devices]
 
 
-def _of_whole(shadow: Shadow, layout: Layout) -> Device:
-    own, recipe = shadow.resident(shadow.model), layout.recipe
-    images = sum(shadow.batch_bytes(layout.rows))
+def _of_whole(fake: FakeModel, layout: Layout) -> Device:
+    resident, recipe = fake.resident(fake.model), layout.recipe
+    images = sum(fake.batch_bytes(layout.rows))
     several, exchanges = layout.processes > 1, recipe.traits.exchanges
     stays = recipe.accumulate > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
-    activations = shadow.whole(layout.rows, gradients=True).peak
+    activations = fake.whole(layout.rows, gradients=True).peak
     if stays:
-        working = own.gradients + activations
+        working = resident.gradients + activations
     else:
-        working = max(own.gradients, shadow.whole(layout.rows, gradients=False).peak)
-    peak = sum(own) - own.gradients + images + working
+        working = max(resident.gradients, fake.whole(layout.rows, gradients=False).peak)
+    peak = sum(resident) - resident.gradients + images + working
     if exchanges == "weights" and several:
-        averaging = AVERAGING * min(BUCKET, own.parameters // 4)
-        peak = max(peak, sum(own) - own.gradients + averaging)
-    return Device("", *own, images=images, activations=activations, peak=peak)
+        averaging = AVERAGING * min(BUCKET, resident.parameters // 4)
+        peak = max(peak, sum(resident) - resident.gradients + averaging)
+    return Device("", *resident, images=images, activations=activations, peak=peak)
 
 
-def _of_replicas(shadow: Shadow, layout: Layout) -> list[Device]:
+def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:
     """nn.DataParallel: the first device has the optimizer and all images, the others copies of the weights for a pass.
 
     Without CUDA torch passes everything through to one device.
     """
     if layout.kind == "cpu":
-        return [replace(_of_whole(shadow, layout), device="cpu")]
-    own, found = shadow.resident(shadow.model), []
-    for n, (name, rows) in enumerate(
-        zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False)
-    ):
-        here = own if n == 0 else own._replace(optimizer=0, ema=0)
-        images = sum(shadow.batch_bytes(layout.rows if n == 0 else rows))
-        activations = shadow.whole(rows, gradients=True).peak
-        found.append(Device(name, *here, images=images, activations=activations, peak=0))
-    return [_added_up(device) for device in found]
+        return [replace(_of_whole(fake, layout), device="cpu")]
+    resident, devices, all_rows = fake.resident(fake.model), [], layout.rows
+    for name, rows in zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False):
+        activations = fake.whole(rows, gradients=True).peak
+        devices.append(_with_peak(Device(name, *resident, sum(fake.batch_bytes(all_rows or rows)), activations, 0)))
+        resident, all_rows = resident._replace(optimizer=0, ema=0), 0
+    return devices
 
 
-def _of_stages(shadow: Shadow, layout: Layout, cut: Cut) -> list[Device]:
-    modules = shadow.traced.stages(cut.names)
-    owns = [shadow.resident(module) for module in modules]
+def _of_stages(fake: FakeModel, layout: Layout, cut: Cut) -> list[Device]:
+    modules = fake.traced.stages(cut.names)
+    residents = [fake.resident(module) for module in modules]
     listed = pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
-    images, targets = shadow.batch_bytes(layout.rows)
-    found = []
+    images, targets = fake.batch_bytes(layout.rows)
+    devices = []
     for index, name in enumerate(layout.devices):
         worker = index % layout.workers
         stages = [stage for stage, holder in enumerate(cut.holders) if holder == worker]
-        own = Resident(*map(sum, zip(*(owns[stage] for stage in stages), strict=True)))
+        resident = Resident(*map(sum, zip(*(residents[stage] for stage in stages), strict=True)))
         activations = held(listed[worker], [stage.memory for stage in cut.stages])
         if layout.shards > 1:  # all gradients in one block, to be averaged
-            activations = max(activations, own.gradients)
-        batch = images * (0 in stages) + targets * (len(owns) - 1 in stages)
-        found.append(_added_up(Device(name, *own, images=batch, activations=activations, peak=0)))
-    return found
+            activations = max(activations, resident.gradients)
+        batch = images * (0 in stages) + targets * (len(residents) - 1 in stages)
+        devices.append(_with_peak(Device(name, *resident, images=batch, activations=activations, peak=0)))
+    return devices
 
 
-def _added_up(device: Device) -> Device:
+def _with_peak(device: Device) -> Device:
+    """The sum of all parts."""
     return replace(device, peak=sum(size for part, size in asdict(device).items() if part not in ("device", "peak")))
 
 
@@ -118,8 +116,8 @@ def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
 
 def limit(devices: Sequence[Device], layout: Layout, room: int | None) -> LimitFigures | None:
     """What each device has, `room` where that was stated; None where that is not known."""
-    own = (room, "as stated") if room is not None else own_memory(layout, len(devices))
-    return None if own is None else LimitFigures(own[0], usable(devices, own[0], layout), own[1])
+    memory = (room, "as stated") if room is not None else own_memory(layout, len(devices))
+    return None if memory is None else LimitFigures(memory[0], usable(devices, memory[0], layout), memory[1])
 
 
 def fullest(devices: Sequence[Device]) -> int:
@@ -153,37 +151,37 @@ def fits(devices: Sequence[Device], memory: int, layout: Layout) -> bool:
     return fullest(devices) <= usable(devices, memory, layout)
 
 
-def advice(shadow: Shadow, layout: Layout, memory: int) -> list[Advice]:
+def advice(fake: FakeModel, layout: Layout, memory: int) -> list[Advice]:
     """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
     recipe, tried = layout.recipe, []
-    pieces = _accumulation(shadow, layout, memory)
+    pieces = _accumulation(fake, layout, memory)
     if pieces is not None:
-        tried.append(_tried(shadow, layout, memory, "the same maths in smaller pieces", accumulate=pieces))
+        tried.append(_tried(fake, layout, memory, "the same maths in smaller pieces", accumulate=pieces))
     if layout.staged and not recipe.pipeline.recompute:
         tried.append(
-            _tried(shadow, layout, memory, "the same maths, activations computed twice", pipeline__recompute=True)
+            _tried(fake, layout, memory, "the same maths, activations computed twice", pipeline__recompute=True)
         )
     if not layout.staged and recipe.devices in ("auto", ["cpu"]):
         wider = (
-            _tried(shadow, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
+            _tried(fake, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
         )
         tried.append(next(filter(None, wider), None))
     if recipe.precision not in AUTOCAST:
-        tried.append(_tried(shadow, layout, memory, "16-bit activations", precision="bf16"))
+        tried.append(_tried(fake, layout, memory, "16-bit activations", precision="bf16"))
     if pieces is not None:
         smaller = recipe.batch_size * recipe.accumulate // pieces
         rate = "scale optimizer.lr with it" if recipe.optimizer.lr_per is None else "lr is scaled with it"
-        tried.append(_tried(shadow, layout, memory, f"other maths: {rate}", batch_size=smaller))
-    return [one for one in tried if one is not None]
+        tried.append(_tried(fake, layout, memory, f"other maths: {rate}", batch_size=smaller))
+    return [advice for advice in tried if advice is not None]
 
 
 def _tried(
-    shadow: Shadow, layout: Layout, memory: int, note: str, processes: int | None = None, **changes: Any
+    fake: FakeModel, layout: Layout, memory: int, note: str, processes: int | None = None, **changes: Any
 ) -> Advice | None:
     """The words for `changes` and what they lead to, where that fits."""
     try:
         changed = lay_out(layout.recipe.replace(**changes), processes or layout.processes, layout.kind == "cuda")
-        devices = footprint(Shadow(changed.recipe, shadow.images, layout.kind), changed)
+        devices = footprint(FakeModel(changed.recipe, fake.images, layout.kind), changed)
     except RecipeError:
         return None
     words = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in changes.items()]
@@ -191,7 +189,7 @@ def _tried(
     return Advice(" ".join(words), fullest(devices), note) if fits(devices, memory, changed) else None
 
 
-def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
+def _accumulation(fake: FakeModel, layout: Layout, memory: int) -> int | None:
     """The fewest pieces of a batch, more than the recipe's, of which one fits at a time."""
     recipe = layout.recipe
     rows = recipe.batch_size // layout.shards
@@ -201,15 +199,15 @@ def _accumulation(shadow: Shadow, layout: Layout, memory: int) -> int | None:
             possible.append(lay_out(recipe.replace(accumulate=pieces), layout.processes, layout.kind == "cuda"))
         except RecipeError:  # no equal pieces, or none that divide into the micro-batches or pairs that are wanted
             continue
-    first = bisect_left(possible, True, key=lambda one: fits(footprint(shadow, one), memory, one))
+    first = bisect_left(possible, True, key=lambda tried: fits(footprint(fake, tried), memory, tried))
     return possible[first].recipe.accumulate if first < len(possible) else None
 
 
-def disk(shadow: Shadow, layout: Layout) -> DiskFigures:
+def disk(fake: FakeModel, layout: Layout) -> DiskFigures:
     """Bytes of a checkpoint, of a weights file, and of a run folder when it is fullest."""
-    own = shadow.resident(shadow.model)
-    weights = own.parameters + saved_buffers(shadow.model)
-    state = {"model": weights, "optimizer": own.optimizer, "ema": own.ema}
+    resident = fake.resident(fake.model)
+    weights = resident.parameters + saved_buffers(fake.model)
+    state = {"model": weights, "optimizer": resident.optimizer, "ema": resident.ema}
     private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
     checkpoint = sum(state.values()) + layout.processes * private
     files = 2 * weights  # last and best

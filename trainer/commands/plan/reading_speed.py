@@ -23,8 +23,8 @@ def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | 
     """
     if images.photos is None:
         return None
-    found = pace(images.photos, recipe, images.size, images.channels)
-    if found is None:
+    seconds = pace(images.photos, recipe, images.size, images.channels)
+    if seconds is None:
         return None
     wish = recipe.data.workers
     processes = min(cores(), readers * max(1, wish if isinstance(wish, int) else allowed(readers, 0)))
@@ -32,17 +32,17 @@ def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | 
     size = recipe.data.cache_size or shorter_side(images.size)
     black_white = wanted_of(recipe.data)
     raw, jpeg = (estimate(paths, Format(kind, size, images.channels, black_white)) for kind in ("raw", "jpeg"))
-    share = 1 + (images.val or 0) / len(paths)  # what is held out is kept, too
-    speed = processes / (found.cached if recipe.data.cache != "off" else found.whole)
+    whole_set = 1 + (images.val or 0) / len(paths)  # the cache holds the held-out images too
+    speed = processes / (seconds.cached if recipe.data.cache != "off" else seconds.whole)
     return ReadingFigures(
         processes=processes,
-        read_seconds=found.read,
-        decode_seconds=found.decode,
-        transform_seconds=found.transform,
-        samples_per_sec=processes / found.whole,
-        cached_samples_per_sec=processes / found.cached,
-        cache_bytes=round(share * raw.bytes),
-        jpeg_cache_bytes=round(share * jpeg.bytes),
-        cache_seconds=share * raw.seconds / cores(),
+        read_seconds=seconds.read,
+        decode_seconds=seconds.decode,
+        transform_seconds=seconds.transform,
+        samples_per_sec=processes / seconds.whole,
+        cached_samples_per_sec=processes / seconds.cached,
+        cache_bytes=round(whole_set * raw.bytes),
+        jpeg_cache_bytes=round(whole_set * jpeg.bytes),
+        cache_seconds=whole_set * raw.seconds / cores(),
         bound=None if wanted is None else ("loader" if speed < wanted else "model"),
     )

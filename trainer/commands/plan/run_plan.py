@@ -236,6 +236,5 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """As `plan --json` prints it."""
-        found = asdict(self)
-        found["batch"] = {"global" if key == "whole" else key: value for key, value in found["batch"].items()}
-        return found
+        batch = {"global" if key == "whole" else key: value for key, value in asdict(self.batch).items()}
+        return asdict(self) | {"batch": batch}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.commands.plan.fake_model import FakeModel, StagePass
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.run_plan import BubbleFigures
-from trainer.commands.plan.shadow import Shadow, StagePass
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost, cuts_for
 from trainer.modes.pipeline import orders, tuning
@@ -47,7 +47,7 @@ class Cut:
         return [sum(v for holder, v in pairs if holder == worker) for worker in range(max(self.holders) + 1)]
 
 
-def cut(shadow: Shadow, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()) -> Cut:
+def cut(fake: FakeModel, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()) -> Cut:
     """Cut the recipe's model as it says, or where the slowest stage is fastest.
 
     Args:
@@ -61,14 +61,14 @@ def cut(shadow: Shadow, layout: Layout, microbatches: int | None = None, costs: 
         microbatches = default_microbatches(layout)
     rows = -(-layout.rows // microbatches)
     stages, wanted = layout.workers * layout.virtual, layout.recipe.pipeline.cuts
-    names = cuts_for(shadow.traced, wanted, stages, costs or shadow.blocks(rows))
+    names = cuts_for(fake.traced, wanted, stages, costs or fake.blocks(rows))
     wired = layout.staged and layout.processes > 1
     return Cut(
         names,
         microbatches,
         rows,
         tuple(ranks_of_stages(layout.schedule, layout.workers, layout.virtual)),
-        tuple(shadow.stages(names, rows, wired)),
+        tuple(fake.stages(names, rows, wired)),
         orders.ideal_bubble(layout.workers, microbatches, layout.virtual),
         "recipe" if layout.recipe.pipeline.cuts != "auto" else "seconds" if costs else "flops",
     )
@@ -98,7 +98,7 @@ def in_flight(actions: Sequence[Action]) -> int:
 def bubbles(layout: Layout) -> list[BubbleFigures]:
     """The ideal bubble of each schedule over as many processes, for the numbers of micro-batches that it may have."""
     workers = layout.workers
-    found: list[BubbleFigures] = []
+    rows: list[BubbleFigures] = []
     for schedule in SCHEDULES:
         virtual = VIRTUAL.get(schedule, 1)
         chosen = layout.recipe.replace(pipeline__schedule=schedule, pipeline__virtual_stages=None)
@@ -112,5 +112,5 @@ def bubbles(layout: Layout) -> list[BubbleFigures]:
             seconds = orders.seconds_of([(1.0, 2.0)] * (workers * virtual))
             listed = pipeline_order(schedule, workers, virtual, possible[0])
             bubble = orders.length_and_bubble(listed, seconds)[1]
-            found.append(BubbleFigures(schedule, microbatches, bubble, max(map(in_flight, listed))))
-    return found
+            rows.append(BubbleFigures(schedule, microbatches, bubble, max(map(in_flight, listed))))
+    return rows

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
+from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.forecast import Forecast
 from trainer.commands.plan.measured import from_run, ring
 from trainer.commands.plan.planned_layout import Layout, every_mode
@@ -25,7 +26,6 @@ from trainer.commands.plan.run_plan import (
     TrafficFigures,
 )
 from trainer.commands.plan.schedules import Cut
-from trainer.commands.plan.shadow import Shadow
 from trainer.data import Shard, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
@@ -48,16 +48,16 @@ def summarise(
     recipe = layout.recipe
     images = dataset_facts(recipe)
     steps = _steps(layout, images)
-    shadow = Shadow(recipe, images, layout.kind)
+    fake = FakeModel(recipe, images, layout.kind)
     source = predicted = cut = None
     if measured is not None:
         source = speed_probe.here(layout, images, plugin) if measured == "here" else from_run(measured, recipe, images)
-        predicted = forecast.forecast(shadow, layout, source, bandwidth)
+        predicted = forecast.forecast(fake, layout, source, bandwidth)
         cut = predicted.cut
     speed = None if predicted is None else recipe.batch_size / predicted.step
     if layout.staged and cut is None:
-        cut = schedules.cut(shadow, layout)
-    devices = planned_memory.footprint(shadow, layout, cut)
+        cut = schedules.cut(fake, layout)
+    devices = planned_memory.footprint(fake, layout, cut)
     limit = planned_memory.limit(devices, layout, room)
     fits = None if limit is None else planned_memory.fits(devices, limit.bytes, layout)
     return RunPlan(
@@ -65,7 +65,7 @@ def summarise(
         mode=recipe.mode,
         world_size=layout.processes,
         devices=list(layout.devices),
-        model=ModelFigures(recipe.model.name, shadow.size, shadow.forward_flops(1), recipe.precision),
+        model=ModelFigures(recipe.model.name, fake.size, fake.forward_flops(1), recipe.precision),
         data=DataFigures(
             recipe.data.name, images.train, images.val, images.classes, images.channels, images.size, images.note
         ),
@@ -76,18 +76,18 @@ def summarise(
         memory_limit=limit,
         peak=planned_memory.fullest(devices),
         fits=fits,
-        advice=planned_memory.advice(shadow, layout, limit.bytes) if limit is not None and fits is False else [],
-        pipeline=None if cut is None else _stages(shadow, layout, cut),
-        communication=_communication(shadow, layout, cut, bandwidth),
-        disk=planned_memory.disk(shadow, layout),
+        advice=planned_memory.advice(fake, layout, limit.bytes) if limit is not None and fits is False else [],
+        pipeline=None if cut is None else _stages(fake, layout, cut),
+        communication=_communication(fake, layout, cut, bandwidth),
+        disk=planned_memory.disk(fake, layout),
         reading=reading(recipe, images, layout.shards, speed),
         prediction=None if predicted is None else _prediction(recipe, predicted),
-        scaling=[] if source is None else forecast.over_device_counts(shadow, layout, source, bandwidth),
+        scaling=[] if source is None else forecast.over_device_counts(fake, layout, source, bandwidth),
         predicted_samples_per_sec=speed,
         commands=commands(recipe, layout, words),
         needs_folder=needs_folder(recipe),
         assumptions=[*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
-        modes=_modes(shadow, layout, nproc, room) if every else None,
+        modes=_modes(fake, layout, nproc, room) if every else None,
     )
 
 
@@ -124,9 +124,9 @@ def _rates(recipe: Recipe, steps: int | None) -> RateFigures:
     return RateFigures(schedule.name, schedule.warmup_epochs, recipe.peak_lr, first, last)
 
 
-def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> PipelineFigures:
+def _stages(fake: FakeModel, layout: Layout, cut: Cut) -> PipelineFigures:
     """Cuts, stages and bubbles."""
-    modules = shadow.traced.stages(cut.names)
+    modules = fake.traced.stages(cut.names)
     return PipelineFigures(
         schedule=layout.schedule,
         microbatches=cut.microbatches,
@@ -148,31 +148,31 @@ def _stages(shadow: Shadow, layout: Layout, cut: Cut) -> PipelineFigures:
     )
 
 
-def _communication(shadow: Shadow, layout: Layout, cut: Cut | None, bandwidth: float | None) -> TrafficFigures:
+def _communication(fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: float | None) -> TrafficFigures:
     """Bytes that go between devices in a step, and what that takes at a stated bandwidth."""
     recipe, count, exchanges = layout.recipe, layout.processes, layout.recipe.traits.exchanges
-    own = shadow.resident(shadow.model)
-    reduced = crossing = 0.0
+    resident = fake.resident(fake.model)
+    reduced = averaged = crossing = 0.0
     if exchanges == "gradients":
-        reduced = ring(count) * own.gradients
-    elif exchanges == "weights" and count > 1:
-        every = recipe.local_sgd.every
-        reduced = ring(count) * (own.gradients + own.buffers) / every if every else 0.0
+        reduced = ring(count) * resident.gradients
+    elif exchanges == "weights":
+        averaged = ring(count) * (resident.gradients + resident.buffers)
+        reduced = averaged / recipe.local_sgd.every if recipe.local_sgd.every else 0.0
     elif exchanges == "copies" and layout.kind == "cuda":  # the first device sends copies and gets gradients
-        crossing = (len(layout.devices) - 1) * (own.parameters + own.gradients) * recipe.accumulate
+        crossing = (len(layout.devices) - 1) * (resident.parameters + resident.gradients) * recipe.accumulate
     if cut is not None:
         passes = cut.microbatches * recipe.accumulate
         crossing = 2.0 * passes * sum(stage.sent for stage in cut.stages[:-1])
         if layout.shards > 1:
-            modules = shadow.traced.stages(cut.names)
-            held = cut.of_workers([shadow.resident(module).gradients for module in modules])
+            modules = fake.traced.stages(cut.names)
+            held = cut.of_workers([fake.resident(module).gradients for module in modules])
             reduced = ring(layout.shards) * max(held)
     total = reduced + crossing
     return TrafficFigures(
         all_reduce_bytes_per_device=round(reduced),
         crossing_bytes=round(crossing),
         every_steps=recipe.local_sgd.every if exchanges == "weights" else 1,
-        epoch_bytes_per_device=round(ring(count) * (own.gradients + own.buffers)) if exchanges == "weights" else 0,
+        epoch_bytes_per_device=round(averaged),
         seconds=None if bandwidth is None else total / bandwidth,
     )
 
@@ -218,31 +218,31 @@ def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
     return notes
 
 
-def _modes(shadow: Shadow, layout: Layout, nproc: int | str | None, room: int | None) -> list[ModeFigures]:
+def _modes(fake: FakeModel, layout: Layout, nproc: int | str | None, room: int | None) -> list[ModeFigures]:
     """Each mode on as many devices: the fullest device's bytes, and whether they fit; or why it cannot be."""
     return [
-        _mode(shadow, mode, layout, room)
+        _mode(fake, mode, layout, room)
         for mode, layout in every_mode(layout.recipe, nproc, layout.kind == "cuda").items()
     ]
 
 
-def _mode(shadow: Shadow, mode: str, layout: Layout | RecipeError, room: int | None) -> ModeFigures:
+def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | None) -> ModeFigures:
     try:
         if isinstance(layout, RecipeError):
             raise layout
-        cut = schedules.cut(shadow, layout) if layout.staged else None
-        devices = planned_memory.footprint(shadow, layout, cut)
+        cut = schedules.cut(fake, layout) if layout.staged else None
+        devices = planned_memory.footprint(fake, layout, cut)
     except RecipeError as error:
         return ModeFigures(mode, error=str(error))
-    own = room if room is not None else (planned_memory.own_memory(layout, len(devices)) or (None,))[0]
+    memory = room if room is not None else (planned_memory.own_memory(layout, len(devices)) or (None,))[0]
     return ModeFigures(
         mode,
         world_size=layout.processes,
         devices=len(layout.devices),
         peak=planned_memory.fullest(devices),
         activations=max(device.activations for device in devices),
-        fits=None if own is None else planned_memory.fits(devices, own, layout),
-        traffic=_a_step(_communication(shadow, layout, cut, None)),
+        fits=None if memory is None else planned_memory.fits(devices, memory, layout),
+        traffic=_a_step(_communication(fake, layout, cut, None)),
         bubble=None if cut is None else _waiting(layout, cut),
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.commands.plan.plans import MODELS, alone, measured_peak, real, recipe_of, shadow_of, size, sized
+from tests.commands.plan.plans import MODELS, alone, fake_of, measured_peak, real, recipe_of, size, sized
 from trainer.__main__ import answer
 from trainer.commands.plan import schedules
 from trainer.commands.plan.dataset_facts import dataset_facts
@@ -43,22 +43,22 @@ def sample(rows, columns, *chosen):
 )
 def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     recipe = sized(name, *OPTIMIZERS[optimizer])
-    images, shadow = dataset_facts(recipe), shadow_of(recipe)
+    images, fake = dataset_facts(recipe), fake_of(recipe)
     model = build(recipe.model, images.classes, images.channels, images.size)
     parameters = dict(model.named_parameters())
     state = optimizer_state(build_optimizer(parameters, recipe.optimizer), parameters)
-    own = shadow.resident(shadow.model)
+    own = fake.resident(fake.model)
     assert own.parameters == own.gradients == size(parameters.values())
     assert own.optimizer == size(state.values())
     assert own.buffers == size(model.buffers())
     assert own.ema == (size(model.state_dict().values()) if recipe.ema else 0)
-    assert shadow.size == sum(p.numel() for p in model.parameters())
+    assert fake.size == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["vit_tiny", "resnet18"])
 def test_muon_has_one_tensor_a_matrix_and_what_is_frozen_none(name):
     recipe = sized(name, "optimizer.name=muon", "model.freeze=2")
-    images, own = dataset_facts(recipe), (shadow := shadow_of(recipe)).resident(shadow.model)
+    images, own = dataset_facts(recipe), (fake := fake_of(recipe)).resident(fake.model)
     model = build(recipe.model, images.classes, images.channels, images.size)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, recipe.optimizer, roles_of(model, recipe))
@@ -74,14 +74,14 @@ def test_activations_of_a_model_that_is_frozen_in_part(words):
     strategy, batch = real(recipe)
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
-    (device,) = footprint(shadow_of(recipe), lay_out(recipe.replace(accumulate=2, batch_size=32)))
+    (device,) = footprint(fake_of(recipe), lay_out(recipe.replace(accumulate=2, batch_size=32)))
     assert device.activations == pytest.approx(peak, rel=0.15)
 
 
 def test_nothing_is_allocated():
-    shadow = shadow_of(recipe_of("model.name=resnet50", "data.image_size=224", "batch_size=256"))
-    assert all(isinstance(tensor, FakeTensor) for tensor in shadow.model.state_dict().values())
-    assert shadow.whole(256, gradients=True).peak > 20 * 2**30
+    fake = fake_of(recipe_of("model.name=resnet50", "data.image_size=224", "batch_size=256"))
+    assert all(isinstance(tensor, FakeTensor) for tensor in fake.model.state_dict().values())
+    assert fake.whole(256, gradients=True).peak > 20 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_activations_are_those_that_the_profiler_sees(name, precision):
     recipe = sized(name, f"precision={precision}")
     strategy, batch = real(recipe)
     strategy.forward_backward(batch, 1 / 16)
-    shadow = shadow_of(recipe)
+    fake = fake_of(recipe)
     again = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))  # gradients are there to be added to
-    assert shadow.whole(16, gradients=True).peak == pytest.approx(again, rel=0.15)
+    assert fake.whole(16, gradients=True).peak == pytest.approx(again, rel=0.15)
     strategy.module.zero_grad()
     first = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
-    assert shadow.whole(16, gradients=False).peak == pytest.approx(first, rel=0.15)
+    assert fake.whole(16, gradients=False).peak == pytest.approx(first, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_activations_under_options(words):
         batch = Batch(batch.inputs, torch.full((rows, 10), 0.1), rows)
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
-    (device,) = footprint(shadow_of(recipe), lay_out(recipe))
+    (device,) = footprint(fake_of(recipe), lay_out(recipe))
     assert device.activations == pytest.approx(peak, rel=0.15)
 
 
@@ -140,7 +140,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(name):
         loss = strategy.loss(strategy.outputs(batch.inputs), batch.targets)
     saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     assert loss.requires_grad
-    assert shadow_of(recipe).whole(16, gradients=True).saved == pytest.approx(saved, rel=0.02)
+    assert fake_of(recipe).whole(16, gradients=True).saved == pytest.approx(saved, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_a_pipeline_holds_what_the_profiler_sees(name, recompute):
     strategy, batch = real(recipe, alone(2))
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
-    shadow, layout = shadow_of(recipe), lay_out(recipe)
-    stages = [stage.memory for stage in schedules.cut(shadow, layout).stages]
+    fake, layout = fake_of(recipe), lay_out(recipe)
+    stages = [stage.memory for stage in schedules.cut(fake, layout).stages]
     assert held(issue_order(2, 4), stages) == pytest.approx(peak, rel=0.15)
 
 
@@ -164,11 +164,11 @@ def test_split_holds_what_the_profiler_sees():
     strategy, batch = real(recipe, alone(2))
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
-    shadow, layout = shadow_of(recipe), lay_out(recipe)
-    both = [stage.memory for stage in schedules.cut(shadow, layout).stages]
+    fake, layout = fake_of(recipe), lay_out(recipe)
+    both = [stage.memory for stage in schedules.cut(fake, layout).stages]
     together = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
     assert held(together, both) == pytest.approx(peak, rel=0.15)
-    assert len(footprint(shadow, layout)) == 2
+    assert len(footprint(fake, layout)) == 2
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_split_holds_what_the_profiler_sees():
 def test_torchvisions_families(name):
     pixels = 299 if name == "inception_v3" else 224
     recipe = recipe_of(f"model.name={name}", f"data.image_size={pixels}", "batch_size=4")
-    images, shadow = dataset_facts(recipe), shadow_of(recipe)
+    images, fake = dataset_facts(recipe), fake_of(recipe)
     model = build(recipe.model, images.classes, images.channels, images.size)
-    assert shadow.resident(shadow.model).parameters == size(model.parameters())
+    assert fake.resident(fake.model).parameters == size(model.parameters())
     strategy, batch = real(recipe)
     strategy.forward_backward(batch, 1 / 4)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 4))
-    assert shadow.whole(4, gradients=True).peak == pytest.approx(peak, rel=0.15)
+    assert fake.whole(4, gradients=True).peak == pytest.approx(peak, rel=0.15)
 
 
 def test_a_model_that_looks_at_values(capsys, tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class StagePass(NamedTuple):
     flops: int  # of the forward pass
 
 
-class Shadow:
+class FakeModel:
     """A recipe's model, its weights and gradients without values.
 
     Args:
@@ -200,7 +200,7 @@ class Shadow:
         Args:
             wired: between processes, where what travels is contiguous.
         """
-        modules, found = self.traced.stages(cuts), []
+        modules, passes = self.traced.stages(cuts), []
         with self._fake, self._shapes_suffice():
             travelling = self._images(rows)
             for index, stage in enumerate(modules):
@@ -213,9 +213,9 @@ class Shadow:
                     sent = run(travelling.detach())
                 received = 0 if first else size_of(travelling)
                 measured = self._pass(run, travelling, gradients=True, last=last)._replace(received=received)
-                found.append(StagePass(measured, size_of(sent), int(counter.get_total_flops())))
+                passes.append(StagePass(measured, size_of(sent), int(counter.get_total_flops())))
                 travelling = torch.empty_like(sent).requires_grad_()
-        return found
+        return passes
 
     def _run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
         if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):

@@ -31,8 +31,8 @@ try:
     from trainer.processes import family, interrupts
     from trainer.processes.interrupts import leave, leave_now
     from trainer.processes.rank import place
-    from trainer.recipe import checks
-    from trainer.recipe import recipes_command as recipe_pages
+    from trainer.recipe import recipes_command
+    from trainer.recipe.known_names import check_names
     from trainer.recipe.recipe_words import split_words
     from trainer.saving.files import open_streams
 except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
@@ -139,7 +139,7 @@ def run(words: Sequence[str]) -> int:
         interrupts.raise_at_ctrl_c()
         return prove.command(rest)
     if command == "recipes":
-        _show(recipe_pages.answer(rest, program()))
+        _show(recipes_command.answer(rest, program()))
         return 0
     if command == "guide":
         _show(guide.command(rest))
@@ -155,24 +155,22 @@ def run(words: Sequence[str]) -> int:
 def show_help(words: Sequence[str]) -> int:
     """Print the page of the command that is among the words, or the first page."""
     named = [word.lstrip("-") for word in words if word.lstrip("-") in help.PAGES]
-    _show(help.page(named[0]) if named else help.first(recipe_pages.listed("  ")))
+    _show(help.page(named[0]) if named else help.first(recipes_command.listed("  ")))
     return 0
 
 
 def train(words: Sequence[str]) -> int:
     """Train here, or in ranks that torch's launcher starts."""
-    own, rest = split_words(words, LAUNCH_WORDS)
-    if "checkpoint" in own:
+    options, rest = split_words(words, LAUNCH_WORDS)
+    if "checkpoint" in options:
         raise RecipeError("checkpoint= belongs to evaluate; to continue a run type output=runs/x resume=auto")
-    chosen = recipe.load(own.get("recipe"), *rest)
-    if "plugin" not in own:
-        checks.check_model_name(chosen.model.name)
-        checks.check_dataset_name(chosen.data.name)
-        checks.check_task_name(chosen.task.name)
-    launch = launching.launch_to_start(chosen, own.get("nproc"))
+    chosen = recipe.load(options.get("recipe"), *rest)
+    if "plugin" not in options:
+        check_names(chosen)
+    launch = launching.launch_to_start(chosen, options.get("nproc"))
     if launch is not None:
         return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)
-    launching.load_plugin(own.get("plugin"))
+    launching.load_plugin(options.get("plugin"))
     from trainer.training import loop
 
     loop.run(chosen, own_process=True)
@@ -181,17 +179,17 @@ def train(words: Sequence[str]) -> int:
 
 def evaluate(words: Sequence[str]) -> int:
     """Evaluate a trained run in this process, as the rank that the environment says."""
-    own, rest = split_words(words, LAUNCH_WORDS)
-    if "checkpoint" not in own:
+    options, rest = split_words(words, LAUNCH_WORDS)
+    if "checkpoint" not in options:
         raise RecipeError("evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x")
-    for key, instead in (("recipe", "the run folder has its own"), ("nproc", "start several ranks with torchrun")):
-        if key in own:
+    for key, instead in (("recipe", "the run folder has its options"), ("nproc", "start several ranks with torchrun")):
+        if key in options:
             raise RecipeError(f"{key}= is not for evaluate: {instead}")
-    launching.load_plugin(own.get("plugin"))
+    launching.load_plugin(options.get("plugin"))
     from trainer.commands import evaluate as trained
 
     interrupts.raise_at_ctrl_c()
-    trained.evaluate_run(own["checkpoint"], *rest)
+    trained.evaluate_run(options["checkpoint"], *rest)
     return 0
 
 

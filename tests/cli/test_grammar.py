@@ -18,13 +18,8 @@ from trainer.commands.compare.entries import entries, parse_modes, parse_sweep
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import flatten, load, shipped_recipes
-from trainer.recipe.checks import (
-    check_dataset_name,
-    check_model_name,
-    check_processes,
-    check_task_name,
-    torchvision_classifiers,
-)
+from trainer.recipe.checks import check_processes
+from trainer.recipe.known_names import check_names, torchvision_classifiers
 from trainer.recipe.recipe_words import split_words
 from trainer.recipe.text import typed as as_typed
 
@@ -743,6 +738,4 @@ def check_that_it_works(typed: str) -> None:
     if command in ("train", "plan"):
         check_processes(made, int(own.get("nproc", 2 if made.pipeline.schedule in ("gpipe", "1f1b") else 1)))
         if "plugin" not in own:
-            check_model_name(made.model.name)
-            check_dataset_name(made.data.name)
-            check_task_name(made.task.name)
+            check_names(made)

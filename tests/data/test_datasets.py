@@ -20,7 +20,7 @@ from trainer.data import ImageSet, LabelledSource, downloads, open_datasets
 from trainer.data.photos.decoding import jpeg_header
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import load
-from trainer.recipe.checks import DATASETS
+from trainer.recipe.known_names import DATASETS
 
 
 def opened(*words):

@@ -20,6 +20,7 @@ from trainer.commands.runs import SYNONYMS
 from trainer.errors import RecipeError
 from trainer.launch.topology import Launch, choose_launch
 from trainer.recipe import Recipe, checks, load
+from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_words import split_words
 
 OTHERS = {  # what other programs' lines may look like
@@ -181,9 +182,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
 
 def _check_names(recipe: Recipe, own: dict[str, str]) -> None:
     if "plugin" not in own:
-        checks.check_model_name(recipe.model.name)
-        checks.check_dataset_name(recipe.data.name)
-        checks.check_task_name(recipe.task.name)
+        check_names(recipe)
 
 
 def _cards(variables: dict[str, str]) -> int:

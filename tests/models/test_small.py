@@ -6,12 +6,12 @@ from torch import nn
 
 from trainer.models.small import SMALL, Whitening, fast_cnn, resnet20
 from trainer.models.zoo import build
-from trainer.recipe import ModelRecipe, checks
+from trainer.recipe import ModelRecipe, known_names
 
 SHAPES = [(1, 8), (1, 28), (3, 32)]
 
 
-@pytest.mark.parametrize("name", checks.SMALL_MODELS)
+@pytest.mark.parametrize("name", known_names.SMALL_MODELS)
 @pytest.mark.parametrize(("channels", "size"), SHAPES)
 def test_small_models(name, channels, size):
     model = build(ModelRecipe(name=name), 7, channels, size)
@@ -22,7 +22,7 @@ def test_small_models(name, channels, size):
 
 
 def test_the_small_models_are_those_that_recipes_know():
-    assert tuple(SMALL) == checks.SMALL_MODELS
+    assert tuple(SMALL) == known_names.SMALL_MODELS
 
 
 def test_batch_norm_free_models_are():

@@ -18,15 +18,15 @@ from trainer.errors import RecipeError, SetupError
 from trainer.models import timm_zoo, zoo
 from trainer.processes.rank import Place
 from trainer.processes.world import World
-from trainer.recipe import ModelRecipe, checks, load, timm_names
+from trainer.recipe import ModelRecipe, known_names, load
 
 without = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
 
 
 def test_without_timm_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(timm_names, "find_spec", lambda name: None)
+    monkeypatch.setattr(known_names, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"timm:resnet10t needs the package timm: pip install timm"):
-        checks.check_model_name("timm:resnet10t")
+        known_names.check_model_name("timm:resnet10t")
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(RecipeError, match=r"needs the package timm .*: pip install timm"):
         zoo.build(ModelRecipe(name="timm:resnet10t"), 3, 3, 64)
@@ -43,7 +43,7 @@ def test_without_timm_one_line_says_what_to_install(monkeypatch):
 )
 def test_a_name_that_is_none(typed, said):
     with pytest.raises(RecipeError) as error:
-        checks.check_model_name(typed)
+        known_names.check_model_name(typed)
     assert said in str(error.value)
 
 
@@ -51,7 +51,7 @@ def test_a_name_that_is_none(typed, said):
 def test_its_own_source_tells_every_name():
     import timm
 
-    assert set(timm_names.timm_models()) == set(timm.list_models())
+    assert set(known_names.timm_models()) == set(timm.list_models())
 
 
 @without

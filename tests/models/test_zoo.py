@@ -13,7 +13,7 @@ from trainer.errors import CheckpointError, RecipeError
 from trainer.models import torchvision_zoo, zoo
 from trainer.models.blocks import head
 from trainer.models.inputs import with_own_input
-from trainer.recipe import ModelRecipe, checks, load
+from trainer.recipe import ModelRecipe, known_names, load
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "vit_b_32"])
@@ -23,7 +23,7 @@ def test_torchvision_by_name(name):
 
 
 def test_every_torchvision_classifier_is_known_without_importing_it():
-    assert set(checks.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
+    assert set(known_names.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from trainer.recipe.checks import (
     SPLIT_BACKWARD,
     V_SHAPED,
     VIRTUAL,
-    check_dataset_name,
-    check_model_name,
     check_options,
     check_processes,
     microbatch_counts,
@@ -27,6 +25,7 @@ from trainer.recipe.checks import (
     schedule_of,
     shards,
 )
+from trainer.recipe.known_names import check_model_name, check_names
 
 SCHEDULES = get_args(Schedule)
 
@@ -309,8 +308,8 @@ def test_names_are_checked_without_importing_what_holds_them() -> None:
         check_model_name(name)
     assert "did you mean model.name=resnet50?" in line(check_model_name, "resnet5o")
     assert "small ones: mlp, cnn" in line(check_model_name, "zzz")
-    check_dataset_name("mnist")
-    assert "did you mean data.name=cifar10?" in line(check_dataset_name, "cifar1O")
+    check_names(load("mnist"))
+    assert "did you mean data.name=cifar10?" in line(check_names, load(None, "data.name=cifar1O"))
 
 
 def test_training_uses_one_kind_of_device() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from trainer.recipe import MODES, checks, flatten, load, shipped_recipes
+from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_words import split_words
 
 IMAGENET = ["resnet18", "resnet50", "resnet50_8gpu", "resnet50_v2", "mobilenet_v3_large", "efficientnet_b0"]
@@ -47,8 +48,7 @@ def test_the_launch_line_runs_this_recipe(name: str) -> None:
     own, rest = split_words(words[begin + 1 :], ("recipe", "nproc"))
     assert own.pop("recipe") == name
     recipe = load(name, *rest)
-    checks.check_model_name(recipe.model.name)
-    checks.check_dataset_name(recipe.data.name)
+    check_names(recipe)
     ranks = [word.partition("=")[2] for word in words[:begin] if word.startswith("--nproc_per_node=")]
     usual = 2 if recipe.processes == "many" else 1
     checks.check_processes(recipe, int(next(iter(ranks), own.get("nproc", usual))))

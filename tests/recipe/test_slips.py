@@ -9,7 +9,7 @@ import pytest
 from tests.command_line import trainer
 from trainer.errors import RecipeError
 from trainer.recipe import load, shipped_recipes
-from trainer.recipe.recipe_pages import commented, write_new
+from trainer.recipe.recipes_command import commented, write_new
 from trainer.recipe.slips import first_slip
 
 # Files with a slip, each with the number of its line, and with what that line is to be instead.

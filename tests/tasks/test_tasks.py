@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from trainer import tasks
 from trainer.errors import RecipeError
-from trainer.recipe import checks, load
+from trainer.recipe import known_names, load
 from trainer.tasks import Classification, Multilabel, Regression, Task, register_task
 
 NAMES = ("a", "b", "c")
@@ -167,8 +167,10 @@ def test_values_that_are_all_the_same_have_nothing_to_explain():
 
 
 def test_the_names_that_are_known_without_torch():
-    assert {*checks.TASKS} <= {*tasks.task._registered}
-    assert all(tasks.kind(load(None, f"task.name={name}")).__module__.startswith("trainer.") for name in checks.TASKS)
+    assert {*known_names.TASKS} <= {*tasks.task._registered}
+    assert all(
+        tasks.kind(load(None, f"task.name={name}")).__module__.startswith("trainer.") for name in known_names.TASKS
+    )
 
 
 # Targets.

@@ -14,7 +14,8 @@ from trainer.cli.guide import topics
 from trainer.cli.known_keys import EXPORTS, FOLDERS, OWN
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
-from trainer.recipe.checks import DATASETS, SMALL_MODELS, TASKS, refused_schedules, torchvision_classifiers
+from trainer.recipe.checks import refused_schedules
+from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS, torchvision_classifiers
 from trainer.recipe.reflection import choices, defaults, sections
 
 SHELLS = ("bash", "zsh")

@@ -26,9 +26,9 @@ from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
 from trainer.recipe import flatten, shipped_recipes
+from trainer.recipe.key_rules import READERS, unread
 from trainer.recipe.recipe_words import misspelt
 from trainer.recipe.reflection import choices, defaults
-from trainer.recipe.unread import READERS, unread
 
 
 def program(environment: Mapping[str, str] = os.environ) -> str:

@@ -27,7 +27,7 @@ from trainer.data.shards.opening import open_shards
 from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
-from trainer.recipe.checks import DATASETS, OWN_PHOTOS
+from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20

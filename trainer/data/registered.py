@@ -23,7 +23,7 @@ from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
-from trainer.recipe.checks import DATASETS
+from trainer.recipe.known_names import DATASETS
 from trainer.recipe.registry import Registry
 from trainer.tasks import Task
 

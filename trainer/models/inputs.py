@@ -9,7 +9,7 @@ from typing import Any
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo
 from trainer.recipe import Recipe
-from trainer.recipe.checks import OWN_PHOTOS
+from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from trainer.errors import RecipeError, SetupError, text_of
 from trainer.recipe import ModelRecipe, Recipe
-from trainer.recipe.checks import OWN_PHOTOS
-from trainer.recipe.timm_names import TIMM
+from trainer.recipe.known_names import OWN_PHOTOS, TIMM
 
 
 def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:

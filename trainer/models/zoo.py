@@ -18,8 +18,8 @@ from trainer.models.blocks import freeze, head
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
+from trainer.recipe.known_names import TIMM
 from trainer.recipe.registry import Registry
-from trainer.recipe.timm_names import TIMM
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 

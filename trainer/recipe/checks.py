@@ -1,4 +1,4 @@
-"""What can run: names against what there is, modes against processes, devices' counts and options. No torch here.
+"""What can run: modes with processes, counts of devices and options. No torch here.
 
 Everything in this room answers before anything heavy starts, with the command that works.
 """
@@ -6,24 +6,19 @@ Everything in this room answers before anything heavy starts, with the command t
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import IN_TURN, STREAMS, Recipe, flatten, nearest, neighbours
-from trainer.recipe.timm_names import TIMM, check_timm_name, timm_models
+from trainer.recipe import IN_TURN, STREAMS, Recipe, flatten, neighbours
+from trainer.recipe.recipe_words import word_of
 from trainer.recipe.versions import SINCE, installed, torch_has
-from trainer.recipe.word_values import word_of
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
 TWO_PARTS = "backward passes in two parts"  # the row of these schedules in the table of versions
 FEW_IMAGES, ENOUGH_IMAGES = 64, 128  # in a step of one GPU: launching kernels then takes longer than running them
-
-TASKS = ("classification", "multilabel", "regression")
 
 OPTIONS = {
     "fp16": ("precision", "fp16"),
@@ -265,62 +260,9 @@ def _listed(choices: list[int]) -> str:
     return " or ".join([", ".join(map(str, shown[:-1])), str(shown[-1])]) if len(shown) > 1 else str(shown[0])
 
 
-def check_model_name(name: str) -> None:
-    """Refuse a model name that neither this package nor torchvision has, without importing torchvision.
-
-    Only a first look, skipped when the user brings a plugin: `models.build` has the last word. Models of timm are
-    looked for in its source, too.
-    """
-    if name.startswith(TIMM):
-        return check_timm_name(name)
-    known = [*SMALL_MODELS, *torchvision_classifiers()]
-    if len(known) > len(SMALL_MODELS) and name not in known:
-        guess = f"{TIMM}{name}" if name in timm_models() else nearest(name, known)
-        raise RecipeError(
-            f"model.name={name} is neither a small model nor a torchvision classifier; "
-            + (f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}")
-            + " (your own: plugin=my_module)"
-        )
-
-
-SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn", "fast_cnn_small")
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
-OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root
-
-
-def check_dataset_name(name: str) -> None:
-    """Refuse a data set that this package does not have (skipped when the user brings a plugin)."""
-    if name not in DATASETS:
-        guess = nearest(name, DATASETS)
-        hint = f"did you mean data.name={guess}? " if guess else ""
-        known = ", ".join(DATASETS)
-        raise RecipeError(f"data.name={name} is not a data set; {hint}known: {known} (your own: plugin=my_module)")
-
-
-def check_task_name(name: str) -> None:
-    """Refuse a task that this package does not have (skipped when the user brings a plugin)."""
-    if name not in TASKS:
-        guess = nearest(name, TASKS)
-        hint = f"did you mean task.name={guess}? " if guess else ""
-        raise RecipeError(
-            f"task.name={name} is not a task; {hint}known: {', '.join(TASKS)} (your own: plugin=my_module)"
-        )
-
-
-def torchvision_classifiers() -> list[str]:
-    """Names of torchvision's classifiers, read from its source: importing it takes seconds."""
-    spec = find_spec("torchvision")
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    names: list[str] = []
-    for path in sorted(Path(spec.submodule_search_locations[0], "models").glob("*.py")):
-        names += re.findall(r"@register_model\(\)\n(?:@.*\n)*def (\w+)", path.read_text(encoding="utf-8"))
-    return names
-
-
 def check_loggers(recipe: Recipe) -> None:
     """Raises SetupError where a logger that the recipe names is not installed."""
     for name in ("wandb", "mlflow"):
-        found = find_spec(name) if getattr(recipe.logging, name) else None
-        if getattr(recipe.logging, name) and (found is None or found.origin is None):  # a mere folder of that name
+        spec = find_spec(name) if getattr(recipe.logging, name) else None
+        if getattr(recipe.logging, name) and (spec is None or spec.origin is None):  # a mere folder of that name
             raise SetupError(f"logging.{name} needs the library: pip install {name}, or logging.{name}=null")

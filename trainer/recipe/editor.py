@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.recipe.checks import DATASETS, SMALL_MODELS, TASKS
+from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
 from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
 

@@ -1,4 +1,4 @@
-"""pydantic's findings, as lines that say what to type."""
+"""pydantic's validation errors, as lines that say what to type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.text import flatten, nearest, shown
 
-# pydantic's kinds of error, as the words that follow "key=value must be".
+# pydantic's types of error, as the words that follow "key=value must be".
 KINDS = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -31,31 +31,31 @@ KINDS = {
 }
 INHERITING = {"_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template"}
 INHERITING |= {"recipe"}  # as it is called on the command line
-TYPED = ("nproc", "plugin")  # words that belong to no recipe
+WORDS = ("nproc", "plugin")  # of the command line, which belong to no recipe
 
 
 def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
-    """The first of pydantic's findings: its dotted key, and one line that says what to type.
+    """The first of pydantic's errors: its dotted key, and one line that says what to type.
 
     `defaults` are all keys, dotted, with their defaults; `top` are the keys and sections of the highest level.
     """
-    found = error.errors(include_url=False)
-    key = _key(found[0], defaults)
-    same = [each for each in found if _key(each, defaults).partition("[")[0] == key]
-    first = max(same, key=_telling, default=found[0])  # a key of several kinds has a finding for each
-    if len(same) > 1 and first["type"] == "literal_error":
+    findings = error.errors(include_url=False)
+    key = _key(findings[0], defaults)
+    same = [each for each in findings if _key(each, defaults).partition("[")[0] == key]
+    best = max(same, key=_rank, default=findings[0])  # a key of several kinds has a finding for each
+    if len(same) > 1 and best["type"] == "literal_error":
         kinds = [KINDS[each["type"]] for each in same if each["type"] in KINDS]
         kinds += ["null"] if key in defaults and defaults[key] is None else []
-        choices = ", ".join([*_choices(first), *kinds[:-1]]) + (", or " if len(kinds) > 1 else " or ") + kinds[-1]
-        return key, f"{key}={shown(first['input'])} must be {choices}"
-    key = _key(first, defaults)
-    return key, _line(first, key, defaults, top)
+        choices = ", ".join([*_choices(best), *kinds[:-1]]) + (", or " if len(kinds) > 1 else " or ") + kinds[-1]
+        return key, f"{key}={shown(best['input'])} must be {choices}"
+    key = _key(best, defaults)
+    return key, _line(best, key, defaults, top)
 
 
-def _key(found: ErrorDetails, defaults: Mapping[str, Any]) -> str:
-    """The dotted key that a finding is about. Below a key pydantic names also the kind of value that it tried there."""
+def _key(finding: ErrorDetails, defaults: Mapping[str, Any]) -> str:
+    """The dotted key of an error. Below a key pydantic names also the kind of value that it tried there."""
     key = ""
-    for part in found["loc"]:
+    for part in finding["loc"]:
         if isinstance(part, int):
             key += f"[{part}]"
         elif key.partition("[")[0] not in defaults:
@@ -63,15 +63,15 @@ def _key(found: ErrorDetails, defaults: Mapping[str, Any]) -> str:
     return key
 
 
-def _telling(found: ErrorDetails) -> int:
-    """How much a finding about one of several kinds tells: a sentence of ours, a place within the list, a choice."""
-    kinds = found["type"] == "value_error", isinstance(found["loc"][-1], int), found["type"] == "literal_error"
+def _rank(finding: ErrorDetails) -> int:
+    """Which of a key's errors to show: a sentence of ours before a place within a list before a choice."""
+    kinds = finding["type"] == "value_error", isinstance(finding["loc"][-1], int), finding["type"] == "literal_error"
     return sum(weight * kind for weight, kind in zip((4, 2, 1), kinds, strict=True))
 
 
-def _choices(found: ErrorDetails) -> list[str]:
-    """What a finding says that a value may be."""
-    return [word for word in re.findall(r"\w+", found["ctx"]["expected"]) if word != "or"]
+def _choices(finding: ErrorDetails) -> list[str]:
+    """What an error says that a value may be."""
+    return [word for word in re.findall(r"\w+", finding["ctx"]["expected"]) if word != "or"]
 
 
 def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Iterable[str]) -> str:
@@ -79,7 +79,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
     if kind == "extra_forbidden":
         if key in INHERITING:
             return f"{key} is not a key; did you mean extends?"
-        if key in TYPED:
+        if key in WORDS:
             word = f"{key}={shown(first['input'])}"
             return f"{key} is no key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
         if (instead := _as_written(key, first["input"], defaults)) is not None:
@@ -93,21 +93,21 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
         hint = f"did you mean {guess}?" if guess else "python -m trainer recipes digits prints them all"
         return f"{key} is not a key; {hint}"
     value = first["input"]
-    found = f"{key}={shown(value)}"
+    typed = f"{key}={shown(value)}"
     if isinstance(value, Mapping) and value and key in defaults:
         return f"{key} has no keys of its own, as {key}.{next(iter(value))} would be"
     if kind == "literal_error":
         choices = _choices(first)
         choices += ["null"] if key in defaults and defaults[key] is None else []
         guess = nearest(str(value).lower(), choices)
-        return f"{found} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")
+        return f"{typed} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         inner = next((name for name in defaults if name.startswith(f"{key}.")), "optimizer.lr")
         empty = "; leave an empty one out" if value is None else ""
-        return f"{found} must be a section, as in {inner}=...{empty}"
+        return f"{typed} must be a section, as in {inner}=...{empty}"
     if kind == "value_error":
         message = first["msg"].removeprefix("Value error, ")
-        return f"{found} {message}" if message.startswith("must") else f"{key}: {message}"
+        return f"{typed} {message}" if message.startswith("must") else f"{key}: {message}"
     limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in first.get("ctx", {}).items()}
     message = KINDS[kind].format(**limits) if kind in KINDS else first["msg"]
     if key in defaults and defaults[key] is None:
@@ -120,7 +120,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
         message += f"; write {value:.0f}" if value == int(value) else ""
     if kind == "string_type" and isinstance(value, int | float):
         message += f"; put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'"
-    return f"{found} must be {message}"
+    return f"{typed} must be {message}"
 
 
 def _as_written(name: str, value: Any, defaults: Mapping[str, Any]) -> str | None:
@@ -128,5 +128,5 @@ def _as_written(name: str, value: Any, defaults: Mapping[str, Any]) -> str | Non
     key, sign, rest = re.split(r"([=:])", name, maxsplit=1) if re.search("[=:]", name) else (name, "", shown(value))
     if key not in defaults or not (sign or "." in key):
         return None
-    section, dot, own = key.strip().rpartition(".")
-    return f"{section}: {{{own}: {rest.strip()}}}" if dot else f"{key}: {rest.strip()}"
+    section, dot, last = key.strip().rpartition(".")
+    return f"{section}: {{{last}: {rest.strip()}}}" if dot else f"{key}: {rest.strip()}"

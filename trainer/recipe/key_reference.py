@@ -39,11 +39,11 @@ class Key:
 def keys() -> dict[str, Key]:
     """Every key of a recipe by its dotted name, in the schema's order."""
     properties = json_schema()["properties"]
-    found = {}
+    reference = {}
     for name, node in _leaves(properties):
         default = "none" if name == EXTENDS else typed(defaults()[name])
-        found[name] = Key(name, default, _takes(node), node.get("description", ""))
-    return found
+        reference[name] = Key(name, default, _takes(node), node.get("description", ""))
+    return reference
 
 
 def sections() -> dict[str, str]:
@@ -66,9 +66,9 @@ def shown_keys(word: str | None = None) -> str:
     names, defaults = max(len(key.name) for key in chosen), max(len(key.default) for key in chosen)
     lines = []
     for section, comment in sections().items():
-        own = [key for key in chosen if key.section == section]
-        lines += [f"{section or 'recipe'}: {comment}"] if own else []
-        lines += [f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{key.takes}]" for key in own]
+        rows = [key for key in chosen if key.section == section]
+        lines += [f"{section or 'recipe'}: {comment}"] if rows else []
+        lines += [f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{key.takes}]" for key in rows]
     return "\n".join(lines) + "\n"
 
 

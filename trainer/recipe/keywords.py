@@ -1,4 +1,4 @@
-"""A program's keys and values as a recipe has them."""
+"""Keywords of the Python API as a recipe has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OBJECTS = {
     "task.name=NAME of a trainer.register_task": "criterion loss_fn loss_function metrics compute_metrics",
     "optimizer__name='adamw', optimizer__lr=0.001": "optim optimizers opt",
 }
-OWN = ("model", "data", "on_epoch", "on_step")
+ARGUMENTS = ("model", "data", "on_epoch", "on_step")
 INSTEAD = {name: instead for instead, names in OBJECTS.items() for name in names.split()}
 
 
@@ -37,21 +37,21 @@ def nested(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise RecipeError(f"{prefix}{parent} is given twice, as a value and as the section of {prefix}{key}")
-        found = _plain(value, prefix + ".".join([*parents, last]))
+        inner = _plain(value, prefix + ".".join([*parents, last]))
         if last in node:
-            if not (isinstance(found, dict) and isinstance(node[last], dict)) or found.keys() & node[last].keys():
+            if not (isinstance(inner, dict) and isinstance(node[last], dict)) or inner.keys() & node[last].keys():
                 raise RecipeError(f"{prefix}{'.'.join([*parents, last])} is given twice: keep one")
-            found = {**node[last], **found}
-        node[last] = found
+            inner = {**node[last], **inner}
+        node[last] = inner
     return tree
 
 
 def as_keyword(line: str, keywords: Mapping[str, Any]) -> str:
     """What is said of a misspelt keyword, with the right one as Python has it: optimizer__lr, not optimizer.lr."""
-    found = re.search(r"(\S+) is not a key; did you mean (\S+)\?$", line)
-    if found is None or found[1].replace(".", "__") not in keywords:
+    match = re.search(r"(\S+) is not a key; did you mean (\S+)\?$", line)
+    if match is None or match[1].replace(".", "__") not in keywords:
         return line
-    return line[: found.start(2)] + found[2].replace(".", "__") + "?"
+    return line[: match.start(2)] + match[2].replace(".", "__") + "?"
 
 
 def _plain(value: Any, key: str) -> Any:
@@ -75,7 +75,7 @@ def _plain(value: Any, key: str) -> Any:
     known = defaults()
     section: str | None = next((inner for inner in known if inner.startswith(f"{key}.")), None)
     if section is None and key not in known:
-        guess = INSTEAD.get(key.lower()) or nearest(key, OWN)
+        guess = INSTEAD.get(key.lower()) or nearest(key, ARGUMENTS)
         guess = guess or (OTHER_KEYS.get(key.lower()) or nearest(key, known) or "").replace(".", "__")
         raise RecipeError(f"{key}={name} is not a key" + (f": type {guess}" if guess else ""))
     instead = f"set {section}= and the like, or {key}={{...}}" if section else "write numbers, text and lists"

@@ -1,4 +1,4 @@
-"""Kinds of values that keys of a recipe have, with what is said of others."""
+"""Types of values that keys of a recipe have, with messages for others."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ def _devices(value: Any) -> Any:
     return value
 
 
-def _workers(value: object) -> object:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 256):
-        raise ValueError("must be a number from 0 to 256, auto or null")
-    return value
+def _auto_or_count(low: int, high: float, message: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if value != "auto" and not (type(value) is int and low <= value <= high):
+            raise ValueError(message)
+        return value
 
-
-def _count(value: Any) -> Any:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError("must be auto or a number, as in 8")
-    return value
+    return BeforeValidator(check)
 
 
 def _cache(value: Any) -> Any:
@@ -42,11 +39,16 @@ def _cache(value: Any) -> Any:
     return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value  # YAML's off and on
 
 
+def _names(value: Any) -> list[str]:
+    """A name or a list of them, as layers 0.3 or 4 have; empty where it holds anything else."""
+    names = [str(name) if type(name) is int else name for name in (value if isinstance(value, list) else [value])]
+    return names if all(isinstance(name, str) and name for name in names) else []
+
+
 def _cuts(value: Any) -> Any:
     if value == "auto":
         return value
-    names = [str(name) if type(name) is int else name for name in value] if isinstance(value, list) else []
-    if not names or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(value, list) or not (names := _names(value)):
         raise ValueError("must be auto or a list of names, as in [layer2.3] or ['0.3']")
     return names
 
@@ -60,60 +62,66 @@ def _logger(value: Any) -> Any:
 def _freeze(value: Any) -> Any:
     if value is None or (type(value) is int and value != 0):
         return value
-    listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    names = [str(name) if type(name) is int else name for name in listed]
-    if not names or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(value, str | list) or not (names := _names(value)):
         raise ValueError("must be a number of blocks, as in 4, a list of names, as in [conv1], or null")
     return names
 
 
-def _shares(value: Any) -> Any:
-    values = value if isinstance(value, list) else []
-    if len(values) not in (1, 3) or not all(type(one) in (int, float) and 0 <= one <= 1 for one in values):
+def _numbers(value: Any, low: float, high: float) -> list[float]:
+    """A list of numbers within limits; empty where it is anything else."""
+    numbers = value if isinstance(value, list) else []
+    return numbers if all(type(number) in (int, float) and low <= number <= high for number in numbers) else []
+
+
+def _fractions(value: Any) -> Any:
+    numbers = _numbers(value, 0, 1)
+    if len(numbers) not in (1, 3):
         raise ValueError("must be a number from 0 to 1 for each channel, as in [0.485, 0.456, 0.406] (of 255: divide)")
-    return [float(one) for one in values]
+    return [float(number) for number in numbers]
 
 
-def _spreads(value: Any) -> Any:
-    values = _shares(value)
-    if not all(values):
+def _deviations(value: Any) -> Any:
+    numbers = _fractions(value)
+    if not all(numbers):
         raise ValueError("must be above 0, as in [0.229, 0.224, 0.225]")
-    return values
+    return numbers
 
 
 def _black_and_white(value: Any) -> Any:
-    values = value if isinstance(value, list) else []
-    if len(values) != 2 or not all(type(one) in (int, float) and abs(one) < 2**63 for one in values):
+    numbers = _numbers(value, -(2**63), 2**63)
+    if len(numbers) != 2:
         raise ValueError("must be the values that are black and white, as in [0, 4095]")
-    if not values[0] < values[1]:
+    if not numbers[0] < numbers[1]:
         raise ValueError("must begin with the smaller value, as in [0, 4095]")
-    return [float(one) for one in values]
+    return [float(number) for number in numbers]
 
 
 def _columns(value: Any) -> Any:
-    names = [str(one) if type(one) is int else one for one in (value if isinstance(value, list) else [value])]
-    if not names or not all(isinstance(name, str) and name for name in names):
+    if not (names := _names(value)):
         raise ValueError("must be a column's name, or a list of names, as in [age, height]")
     return names if isinstance(value, list) else names[0]
 
 
 def _root(value: Any) -> Any:
-    """A list of shards is what a shell writes with braces."""
-    listed = isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
-    return f"{{{','.join(value)}}}" if listed and len(value) > 1 else value[0] if listed else value
+    """A list of shard files is what a shell writes with braces."""
+    if not isinstance(value, list) or not value or not all(isinstance(path, str) and path for path in value):
+        return value
+    return f"{{{','.join(value)}}}" if len(value) > 1 else value[0]
 
 
+_COUNT = _auto_or_count(1, float("inf"), "must be auto or a number, as in 8")
+_WORKERS = _auto_or_count(0, 256, "must be a number from 0 to 256, auto or null")
 _OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
-Shares = Annotated[list[float], BeforeValidator(_shares)]
-Spreads = Annotated[list[float], BeforeValidator(_spreads)]
+Fractions = Annotated[list[float], BeforeValidator(_fractions)]
+Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
 Root = Annotated[str | None, BeforeValidator(_root)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
-Workers = Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256)], BeforeValidator(_workers)]
+MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], _COUNT]
+Workers = Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256)], _WORKERS]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]

@@ -15,14 +15,14 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
+from trainer.recipe.key_rules import check_read, unread
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.recipe_files import ENDINGS, find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
+from trainer.recipe.recipe_words import word_of, word_value
 from trainer.recipe.reflection import defaults
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
-from trainer.recipe.unread import check_read, unread
-from trainer.recipe.word_values import word_of, word_value
 
 YOURS = "your words"  # the origin of what the command line says
 
@@ -46,7 +46,7 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
     except RecipeError:
         for path in _own_files(recipe) if _unusable(recipe) else ():
             if path.suffix.lower() not in ENDINGS:
-                continue  # a slip shows its line, and what `extends` names may be any file of this machine
+                continue  # the message quotes its line, and `extends` may name any file of this machine
             if (slip := first_slip(text_of(path), shipped_recipes())) is not None:
                 raise RecipeError(f"{path}: {slip}") from None
         raise
@@ -55,20 +55,20 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
 def _loaded(
     recipe: str | Path | Mapping[str, Any] | Recipe | None, words: Iterable[str], keywords: Mapping[str, Any]
 ) -> Recipe:
-    """As `load`, whose message may name a line of a file."""
+    """As `load`, but for the line of a file in its message."""
     name, layers = _layers(recipe, words, keywords)
     plain: Mapping[str, Any] = {}
     for _, tree in layers:
         plain = _merged(plain, tree)
-    said = _origins(layers)
-    sources = {key: name if label == YOURS else label for key, label in said.items()}
+    sources_of = _origins(layers)
+    sources = {key: name if label == YOURS else label for key, label in sources_of.items()}
     try:
         try:
-            made = validated(plain, name, sources)
+            loaded = validated(plain, name, sources)
         except RecipeError:
-            made = validated(plain, name, {**sources, **_places(recipe, name, said)})  # the same again, with the line
-        check_read(made, (key for key, label in said.items() if label == YOURS))
-        return made
+            loaded = validated(plain, name, {**sources, **_places(recipe, name, sources_of)})  # again, with the line
+        check_read(loaded, (key for key, label in sources_of.items() if label == YOURS))
+        return loaded
     except RecipeError as error:
         raise RecipeError(as_keyword(str(error), keywords)) from None
 
@@ -83,7 +83,7 @@ def _unusable(recipe: Any) -> bool:
 
 
 def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:
-    """What says each key of `load(recipe, *words)` that is no default: dotted key -> a recipe, a file or YOURS."""
+    """Where each key of `load(recipe, *words)` that is no default comes from: dotted key -> recipe, file or YOURS."""
     return _origins(_layers(recipe, words, {})[1])
 
 
@@ -111,11 +111,11 @@ def _layers(
     twice = flatten(typed_words).keys() & flatten(given).keys()
     if twice:
         raise RecipeError(f"{min(twice)} is given twice, as a word and as a keyword: keep one")
-    said = _merged(typed_words, given)
-    if EXTENDS in said:
-        parent = shown(said[EXTENDS])
+    typed = _merged(typed_words, given)
+    if EXTENDS in typed:
+        parent = shown(typed[EXTENDS])
         raise RecipeError(f"extends={parent} is a line of a YAML file; on the command line it is recipe={parent}")
-    return name, [*chain, (YOURS, said)]
+    return name, [*chain, (YOURS, typed)]
 
 
 def _own_files(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Iterator[Path]:
@@ -133,19 +133,19 @@ def _own_files(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Iterat
             path = parent_of(parent, label_of(path), path.resolve())
 
 
-def _places(recipe: Any, name: str, said: Mapping[str, str]) -> dict[str, str]:
-    """The file and line of each key that a file of one's own has said last."""
-    found: dict[str, str] = {}
+def _places(recipe: Any, name: str, sources: Mapping[str, str]) -> dict[str, str]:
+    """The file and line of each key that a file of the user's sets last."""
+    places: dict[str, str] = {}
     for order, path in enumerate(_own_files(recipe)):
         label, lines = label_of(path) if order else name, key_lines(path)
-        found |= {key: f"{path}, line {lines[key]}" for key in said if said[key] == label and key in lines}
-    return found
+        places |= {key: f"{path}, line {lines[key]}" for key in sources if sources[key] == label and key in lines}
+    return places
 
 
 def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = "") -> dict[Any, Any]:
     """Two trees as one: sections are joined, and of other values the upper one counts.
 
-    Where one has a section and the other a value, the wrong one stays, to be told of.
+    Where one has a section and the other a value, the wrong one stays, to be refused.
     """
     tree = dict(below)
     for name, value in above.items():
@@ -161,10 +161,10 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
 
 
 def _origins(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for label, tree in layers:
-        found |= dict.fromkeys(flatten(tree), label)
-    return found
+        sources |= dict.fromkeys(flatten(tree), label)
+    return sources
 
 
 def _chain(path: Path) -> list[tuple[str, Any]]:
@@ -195,17 +195,10 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[tuple[str, Any]]
 def words_of(recipe: Recipe) -> list[str]:
     """What to type for a recipe: its name where it is a shipped one, and every key that differs and matters."""
     shipped = recipe.name in shipped_recipes()
-    was, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
+    before, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
     without = dict(unread(now, now))
-    changed = [word_of(key, value) for key, value in now.items() if value != was[key] and key not in without]
+    changed = [word_of(key, value) for key, value in now.items() if value != before[key] and key not in without]
     return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
-
-
-def _keep(key: str, word: str) -> str:
-    """What to do with one of two words for a key."""
-    if key == "data.root" and word.endswith((".tar", ".parquet")):
-        return "your shell wrote them for {...}; quote it: data.root='...'"
-    return "keep one"
 
 
 def _words(words: Iterable[str]) -> dict[Any, Any]:
@@ -217,7 +210,9 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
         if key in seen:
-            raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': {_keep(key, word)}")
+            shell = key == "data.root" and word.endswith((".tar", ".parquet"))
+            keep = "your shell wrote them for {...}; quote it: data.root='...'" if shell else "keep one"
+            raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': {keep}")
         if not value:
             raise RecipeError(f"{key}= is empty: write a value, or leave it out")
         seen[key] = word

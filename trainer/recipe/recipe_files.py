@@ -101,7 +101,7 @@ def read(path: Path) -> Any:
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: {_no_utf8(error)}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{path}: {_told(error, text)}") from None
+        raise RecipeError(f"{path}: {_explained(error, text)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror or 'holds no key: value pairs'}") from None
     except (ValueError, TypeError, RecursionError) as error:
@@ -163,18 +163,18 @@ def _no_utf8(error: UnicodeDecodeError) -> str:
     return f"line {number}: not UTF-8: save the file as UTF-8 text in your editor"
 
 
-def _told(error: Exception, text: str) -> str:
-    """What is wrong with a file's YAML, where no slip is found in it: the line, and what it ought to look like."""
+def _explained(error: Exception, text: str) -> str:
+    """What is wrong with a file's YAML, where `slips` finds nothing: the line, and what it ought to look like."""
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return f"line {line}: it holds a character that cannot be seen: take it out"
     if mark is None:
         return one_line(error)
-    said = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
-    if "mapping values are not allowed" in said:
-        return f"{said}; keys of one section begin in one column, and a text with ': ' in it is put in quotes"
-    return f"{said}; look at this line and those above it"
+    problem = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
+    if "mapping values are not allowed" in problem:
+        return f"{problem}; keys of one section begin in one column, and a text with ': ' in it is put in quotes"
+    return f"{problem}; look at this line and those above it"
 
 
 def _loader() -> Any:

@@ -1,15 +1,19 @@
-"""The words of a command line, sorted: those that say how a command runs, and those that belong to its recipe.
-
-And which word of ours a misspelt one is.
-"""
+"""Words of a command line: split into a command's own and its recipe's, their values, and corrected spelling."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
 
 from trainer.errors import RecipeError
-from trainer.recipe.text import nearest
+from trainer.recipe.recipe_files import check_shape
+from trainer.recipe.reflection import is_text, kinds
+from trainer.recipe.text import nearest, shown, typed
 
 
 def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
@@ -18,21 +22,17 @@ def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str,
     Raises:
         RecipeError: one of the former is given twice, or empty.
     """
-    own: dict[str, str] = {}
+    values: dict[str, str] = {}
     rest: list[str] = []
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in names:
             rest.append(word)
-        elif own.get(key) == value and value:
-            continue  # the same again
-        elif key in own:
-            raise RecipeError(f"{key} is given twice, as '{key}={own[key]}' and as '{word}': keep one")
-        elif not value:
+        elif not value and key not in values:
             raise RecipeError(f"{key}= is empty: write a value or leave it out")
-        else:
-            own[key] = value
-    return own, rest
+        elif values.setdefault(key, value) != value:
+            raise RecipeError(f"{key} is given twice, as '{key}={values[key]}' and as '{word}': keep one")
+    return values, rest
 
 
 def misspelt(word: str, choices: Iterable[str]) -> str | None:
@@ -40,12 +40,38 @@ def misspelt(word: str, choices: Iterable[str]) -> str | None:
 
     `nearest` alone finds predict for rect and pe for nope.
     """
-    found = nearest(word, choices)
-    if found is None:
+    guess = nearest(word, choices)
+    if guess is None:
         return None
-    ours, typed = found.lower(), word.lower()
-    if "." not in typed:
-        ours = ours.rpartition(".")[2]
-    alike = difflib.SequenceMatcher(None, typed, ours).ratio()
-    begin = next((place for place in range(len(typed)) if typed[: place + 1] != ours[: place + 1]), len(typed))
-    return found if alike >= 0.8 or (begin and alike >= 0.74) or (begin >= 4 and alike >= 0.6) else None
+    choice, written = guess.lower(), word.lower()
+    if "." not in written:
+        choice = choice.rpartition(".")[2]
+    alike = difflib.SequenceMatcher(None, written, choice).ratio()
+    begin = next((n for n in range(len(written)) if written[: n + 1] != choice[: n + 1]), len(written))
+    return guess if alike >= 0.8 or (begin and alike >= 0.74) or (begin >= 4 and alike >= 0.6) else None
+
+
+def word_value(key: str, text: str) -> Any:
+    """The value that `key=text` sets. A path is taken as it is, with its quotes, blanks and signs.
+
+    Raises:
+        RecipeError: it would grow without limit.
+        yaml.YAMLError, OmegaConfBaseException: it is no YAML, for keys that take other values than text.
+    """
+    taken = kinds().get(key, ())
+    if text == "null" and type(None) in taken:
+        return None
+    number = int in taken and re.fullmatch(r"-?\d+", text)
+    listed = list[str] in taken and text.startswith("[")
+    if str in taken and not listed and not number and not (bool in taken and text in ("true", "false")):
+        return text
+    check_shape(text, f"{key}={shown(text)}")
+    if listed:
+        return yaml.load(text, yaml.BaseLoader)  # names that look like numbers stay names
+    tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    return tree["value"]
+
+
+def word_of(key: str, value: Any) -> str:
+    """The word that sets a key to a value, as `word_value` reads it again."""
+    return f"{key}={value if is_text(key) and isinstance(value, str) else typed(value)}"

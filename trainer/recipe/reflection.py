@@ -38,13 +38,13 @@ def is_text(key: str) -> bool:
 @functools.cache
 def choices() -> dict[str, tuple[str, ...]]:
     """The values that can be typed for a key, where there is a list of them."""
-    found = {}
+    listed = {}
     for key, taken in kinds().items():
         values = [str(value) for kind in taken if get_origin(kind) is Literal for value in get_args(kind)]
         values += ["true", "false"] * (bool in taken)
         if values:
-            found[key] = (*values, *["null"] * (type(None) in taken))
-    return found
+            listed[key] = (*values, *["null"] * (type(None) in taken))
+    return listed
 
 
 def _is_section(kind: Any) -> bool:

@@ -15,7 +15,9 @@ from trainer.recipe.kinds import (
     Columns,
     Cuts,
     Decay,
+    Deviations,
     Devices,
+    Fractions,
     Freeze,
     Logger,
     MicroBatches,
@@ -23,8 +25,6 @@ from trainer.recipe.kinds import (
     Positive,
     Probability,
     Root,
-    Shares,
-    Spreads,
     Workers,
 )
 from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
@@ -64,10 +64,10 @@ class ModelRecipe(_Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_weights_first(cls, plain: Any) -> Any:
-        """Weights of one's own take the place of published ones, which a shipped recipe may name."""
-        own = isinstance(plain, dict) and plain.get("init_from") is not None
-        return {**plain, "weights": None} if own else plain
+    def _init_from_first(cls, plain: Any) -> Any:
+        """The user's weights take the place of published ones, which a shipped recipe may name."""
+        given = isinstance(plain, dict) and plain.get("init_from") is not None
+        return {**plain, "weights": None} if given else plain
 
 
 class DataRecipe(_Section):
@@ -81,8 +81,8 @@ class DataRecipe(_Section):
     val_fraction: float = key(0.2, "of each class, held out where photos have no val folder", gt=0, lt=1)
     image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos", le=LARGEST_SIDE)
     channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")
-    mean: Shares | None = key(None, "of pixels, from 0 to 1 a channel; null: the data set's or the model's")
-    std: Spreads | None = key(None, "of pixels, their standard deviation; null: as mean")
+    mean: Fractions | None = key(None, "of pixels, from 0 to 1 a channel; null: the data set's or the model's")
+    std: Deviations | None = key(None, "of pixels, their standard deviation; null: as mean")
     pixel_range: PixelRange | None = key(
         None, "black and white of pixels of over 8 bits, as [0, 4095]; null: [0, 65535], of real numbers [0, 1]"
     )
@@ -326,8 +326,8 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
         recipe = Recipe.model_validate(plain)
     except ValidationError as error:
         key, line = explain_invalid(error, flatten(Recipe().to_dict()), [*Recipe.model_fields, EXTENDS])
-        said, key = origins or {}, key.partition("[")[0]
-        source = said.get(key) or next((said[inner] for inner in said if inner.startswith(f"{key}.")), name)
+        sources, key = origins or {}, key.partition("[")[0]
+        source = sources.get(key) or next((sources[inner] for inner in sources if inner.startswith(f"{key}.")), name)
         raise RecipeError(f"{name}: {line}" + (f" (in {source})" if source != name else "")) from None
     _check_texts(recipe, name)
     _check_together(recipe, name)

@@ -1,7 +1,6 @@
-"""Slips in a recipe file that make it no YAML, or other YAML than was meant: the line, and what to write there.
+"""Mistakes in a recipe file that make it no YAML, or other YAML than was meant: the line, and what to write there.
 
-YAML itself tells the line where reading broke off, which is often a later one, and nothing to write. Looked for only
-where a file could not be used.
+YAML's own messages name the line where parsing broke off, often a later one. Looked for only where a file failed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BRACKETED = re.compile(r"'[^']*'|\"[^\"]*\"|([^\s,\[\]'\"]+\[[^\]]*\])")  # a te
 PROGRAMS = re.compile(r" *(\$ *)?(python3?|torchrun|trainer|\S*launch\.sh) ")
 MARKS = r"(?:(?:&[\w-]+|!(?:!\w+|<[^>]*>)?)(?:\s+|$))*"  # a name and a type that YAML lets stand before a value
 BLOCK = re.compile(rf"(?P<indent> *(?:- +)*)(?:[^:]+:|-)\s+{MARKS}[|>][-+\d]{{0,2}}")  # a text in the lines below
-MEANS_OTHERWISE = "@%`&*!"  # what a text without quotes cannot begin with
+RESERVED = "@%`&*!"  # what a text without quotes cannot begin with
 
 
 @dataclass
@@ -51,7 +50,7 @@ class _Above:
 
 
 def first_slip(text: str, recipes: Collection[str]) -> str | None:
-    """The first slip of a file, as "line 2: ..."; None where none is known.
+    """The first mistake in a file, as "line 2: ..."; None where none is recognised.
 
     Args:
         text: the file's.
@@ -63,39 +62,39 @@ def first_slip(text: str, recipes: Collection[str]) -> str | None:
     for place, (number, line) in enumerate(lines):
         if depth > 0:
             if open_in and (key := _key(line)) in TOP and key and not line.startswith(" "):
-                opened = next(said for at, said in lines if at == open_in)
+                opened = next(text_of_line for at, text_of_line in lines if at == open_in)
                 return f"line {open_in}: {opened.strip()} is not closed: put {_closing(opened)} behind it"
             depth += _depth(line)
             continue
-        told = _unset(line, place, recipes) or _written(line, above, number)
-        if told:
-            return f"line {number}: {told}"
+        slip = _unset(line, place, recipes) or _written(line, above, number)
+        if slip:
+            return f"line {number}: {slip}"
         depth = max(_depth(line), 0)
         open_in = number if depth and _key(line) else 0
     return None
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines that say something, without comments and the bodies of texts, with their numbers."""
+    """The lines with code, without comments and the bodies of block texts, with their numbers."""
     body: int | None = None  # the column that the lines of a text are right of
     for number, line in enumerate(textwrap.dedent(text.removeprefix("\ufeff")).split("\n"), 1):
         if body is not None and (not line.strip() or len(line) - len(line.lstrip(" ")) > body):
             continue
-        said = _uncommented(line).rstrip()
-        opened = BLOCK.fullmatch(said)
+        code = _uncommented(line).rstrip()
+        opened = BLOCK.fullmatch(code)
         body = len(opened["indent"]) if opened else None
-        if said.strip():
-            yield number, said
+        if code.strip():
+            yield number, code
 
 
 def _uncommented(line: str) -> str:
-    found = re.match(r"((?:[^#'\"]|'[^']*'|\"[^\"]*\"|(?<=\S)#|['\"](?=[^'\"]*$))*)", line)
-    return found[1] if found else line
+    match = re.match(r"((?:[^#'\"]|'[^']*'|\"[^\"]*\"|(?<=\S)#|['\"](?=[^'\"]*$))*)", line)
+    return match[1] if match else line
 
 
 def _key(line: str) -> str:
-    found = LINE.fullmatch(line)
-    return found["key"] if found and found["sign"] == ":" else ""
+    match = LINE.fullmatch(line)
+    return match["key"] if match and match["sign"] == ":" else ""
 
 
 def _depth(line: str) -> int:
@@ -109,53 +108,53 @@ def _closing(line: str) -> str:
 
 
 def _unset(line: str, place: int, recipes: Collection[str]) -> str | None:
-    """Signs that look like others, and lines that set nothing. `place` is 0 for the first."""
-    said, clean = line.strip(), re.sub(f"[{BLANKS}]", " ", line).strip()
+    """Characters that look like others, and lines that set nothing. `place` is 0 for the first."""
+    code, clean = line.strip(), re.sub(f"[{BLANKS}]", " ", line).strip()
     blank = next((f"U+{ord(sign):04X}" for sign in BLANKS if sign in line), "")
     wide = re.match(rf" *(?P<key>[\w.]+) *(?P<sign>{'|'.join(WIDE)})(?P<value>.*)", line)
     rows = (
-        (re.match(r" *\t", line), f"a tab is no indent in YAML: write two blanks before {said}"),
+        (re.match(r" *\t", line), f"a tab is no indent in YAML: write two blanks before {code}"),
         (blank, f"a sign that only looks like a blank stands in it ({blank}): type the line anew: {clean}"),
         (wide, wide and f"its {WIDE[wide['sign']]} is another sign that looks like it: write "
          f"{wide['key']}: {wide['value'].strip()}"),
-        (said.startswith("//"), f"a comment begins with #: write # {said.strip('/ ')}"),
-        (said == "---" and place, "--- begins another document: leave it out"),
+        (code.startswith("//"), f"a comment begins with #: write # {code.strip('/ ')}"),
+        (code == "---" and place, "--- begins another document: leave it out"),
         (PROGRAMS.match(line), "this is a command: a file has a line for each key, such as epochs: 3"),
-        (said in SECTIONS, f"put a colon behind it: {said}:"),
-        (said in NAMES, f"a colon and a value are missing: write {said}: VALUE"),
-        (said in recipes, f"write {EXTENDS}: {said}"),
+        (code in SECTIONS, f"put a colon behind it: {code}:"),
+        (code in NAMES, f"a colon and a value are missing: write {code}: VALUE"),
+        (code in recipes, f"write {EXTENDS}: {code}"),
     )  # fmt: skip
-    return next((told for found, told in rows if found), None)
+    return next((advice for wrong, advice in rows if wrong), None)
 
 
 def _written(line: str, above: _Above, number: int) -> str | None:
     """A line that sets a key, or was to set one; remembers it."""
-    found = LINE.fullmatch(line)
-    if found is None or (found["key"] not in NAMES and not (found["key"] == "recipe" and found["sign"] == "=")):
+    match = LINE.fullmatch(line)
+    if match is None or (match["key"] not in NAMES and not (match["key"] == "recipe" and match["sign"] == "=")):
         return None
-    key, sign, value = found["key"], found["sign"], found["rest"].strip()
+    key, sign, value = match["key"], match["sign"], match["rest"].strip()
     if sign == "=":
         words = re.split(r"\s+(?=[\w.]+=)", value)
-        if len(words) > 1 and found["before"] == "":
+        if len(words) > 1 and match["before"] == "":
             return f"one key a line, with a colon: write {_as_lines(key, words[0])}"
         return f"a file has a colon where a command has =: write {_as_lines(key, value)}"
-    if found["dash"]:
+    if match["dash"]:
         return f"keys have no dash: write {key}: {value}"
-    if value and found["rest"][0] not in " \t":
+    if value and match["rest"][0] not in " \t":
         return f"put a blank after the colon: {key}: {value}"
     value = re.sub(f"^{MARKS}", "", value)
     if value[:1] == "*" and value[1:] in above.named:
         value = ""
-    told = _value(key, value) or (None if "." in key else _place(key, len(found["indent"]), above, number))
-    return told or (_section(key, value) if not found["indent"] else None)
+    slip = _value(key, value) or (None if "." in key else _place(key, len(match["indent"]), above, number))
+    return slip or (_section(key, value) if not match["indent"] else None)
 
 
 def _as_lines(key: str, value: str) -> str:
     """key=value as a file has it."""
-    section, dot, own = key.rpartition(".")
+    section, dot, last = key.rpartition(".")
     if key == "recipe":
         return f"{EXTENDS}: {value}"
-    return f"{section}: {{{own}: {value}}}" if dot else f"{key}: {value}"
+    return f"{section}: {{{last}: {value}}}" if dot else f"{key}: {value}"
 
 
 def _section(key: str, value: str) -> str | None:
@@ -172,14 +171,14 @@ def _value(key: str, value: str) -> str | None:
     if not value:
         return None
     first, end, balanced = value[0], value.find(value[0], 1), _depth(value) == 0  # where a quote is closed
-    listed = BRACKETED.sub(lambda found: f"'{found[1]}'" if found[1] else found[0], value)
+    listed = BRACKETED.sub(lambda match: f"'{match[1]}'" if match[1] else match[0], value)
     closed = max(value.rfind("]"), value.rfind("}"))
     second = re.search(r"([\w.]*): ", value) if first not in "'\"[{" else None
     rows = (
         (first in CURLED, f"quotes are straight or left out: write {key}: {value.strip(CURLED)}"),
         (value[-1] == "," and balanced, f"a line ends without a comma: write {key}: {value.rstrip(',; ')}"),
         (value[-1] == ";" and balanced, f"a line ends without a semicolon: write {key}: {value.rstrip(',; ')}"),
-        (first in MEANS_OTHERWISE, f"put it in quotes: {key}: {_quoted(value)}"),
+        (first in RESERVED, f"put it in quotes: {key}: {_quoted(value)}"),
         (first in "'\"" and end < 0, f"the quote is not closed: write {key}: {value}{first}"),
         (first == "'" and value[end + 1 : end + 2] not in "'\"", f"put all of it in quotes: {key}: "
          f"{_quoted(value.replace(first, ''))}"),
@@ -190,7 +189,7 @@ def _value(key: str, value: str) -> str | None:
         (second or (value[-1] == ":" and first not in "'\"[{"), f"put a text with a colon in quotes: {key}: "
          f"{_quoted(value)}"),
     )  # fmt: skip
-    return next((told for found, told in rows if found), None)
+    return next((advice for match, advice in rows if match), None)
 
 
 def _quoted(value: str) -> str:

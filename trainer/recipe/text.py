@@ -27,8 +27,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     # A key without its section, or a section's key on the wrong level.
     alike = [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]
     close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    found = alike + close if "." not in word else close + alike
-    return found[0] if found else None
+    best = alike + close if "." not in word else close + alike
+    return best[0] if best else None
 
 
 def neighbours(size: int, step: int) -> str:

@@ -1,4 +1,4 @@
-"""What is to know of each mode, one row a mode: whoever has to tell modes apart asks here, never for a mode's name.
+"""The properties of each mode, one row a mode: whatever depends on the mode asks for these, never for its name.
 
 How a mode computes is its class in `trainer.modes`. A new mode is a row here and a class there.
 """
@@ -151,14 +151,14 @@ def readme_table() -> str:
 
 def _ways(mode: str, traits: Traits) -> Iterator[tuple[str, str, str, str]]:
     """How a mode runs: its name, processes and devices in the table's letters, and when to take it."""
-    one, *other = traits.when
-    own = "1 each, or all on one card" if traits.shares_devices else "1 each"
-    own = "shared CPU memory" if traits.shared_memory else own
-    driven = "P" if traits.staged else "N"
+    when, *over_processes = traits.when
+    each = "1 each, or all on one card" if traits.shares_devices else "1 each"
+    each = "shared CPU memory" if traits.shared_memory else each
+    several = "P" if traits.staged else "N"
     if traits.processes == "many":
-        yield f"`{mode}`", "N", own, one
+        yield f"`{mode}`", "N", each, when
     elif traits.processes == "one":
-        yield f"`{mode}`", "1", "1" if traits.single_device else driven, one
+        yield f"`{mode}`", "1", "1" if traits.single_device else several, when
     else:
-        yield f"`{mode}` in one process", "1", driven, one
-        yield f"`{mode}` over processes", "P x R", own, other[0]
+        yield f"`{mode}` in one process", "1", several, when
+        yield f"`{mode}` over processes", "P x R", each, over_processes[0]

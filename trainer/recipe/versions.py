@@ -41,11 +41,11 @@ def release(version: str) -> tuple[int, int] | None:
 
     Vendors' containers and nightly builds carry such a version at any time between the two.
     """
-    found = re.match(r"(\d+)\.(\d+)(?:\.\d+)*[._-]?(a|b|rc|dev)?", version)
-    return (int(found[1]), int(found[2]) - bool(found[3])) if found else None
+    match = re.match(r"(\d+)\.(\d+)(?:\.\d+)*[._-]?(a|b|rc|dev)?", version)
+    return (int(match[1]), int(match[2]) - bool(match[3])) if match else None
 
 
 def torch_has(what: str) -> bool:
     """Whether the installed torch has what a row names; one that does not tell its version counts as the newest."""
-    found = release(installed("torch"))
-    return found is None or found >= SINCE[what].torch
+    version = release(installed("torch"))
+    return version is None or version >= SINCE[what].torch

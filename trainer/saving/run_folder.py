@@ -20,7 +20,7 @@ from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.processes.rank import is_restart, is_this_job, signature
 from trainer.recipe import Recipe
-from trainer.recipe.checks import OWN_PHOTOS
+from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.saving import locks
 from trainer.saving.files import Growing, draft_of, opened, put, read, usable_json, why, writing
 

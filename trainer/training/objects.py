@@ -24,7 +24,7 @@ from trainer.models.given import Given
 from trainer.models.zoo import register_model
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
-from trainer.recipe.checks import DATASETS, TASKS, torchvision_classifiers
+from trainer.recipe.known_names import DATASETS, TASKS, torchvision_classifiers
 
 TRAINING, HELD_OUT = ("train", "training"), ("val", "valid", "validation", "test")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")

@@ -23,7 +23,7 @@ from trainer.processes.started import as_typed
 from trainer.processes.world import cores
 from trainer.recipe import flatten
 from trainer.recipe.loading import words_of
-from trainer.recipe.word_values import word_value
+from trainer.recipe.recipe_words import word_value
 from trainer.telemetry import dashboards, gallery
 from trainer.telemetry.tracking import NullTracker
 from trainer.telemetry.verdict import Verdict

@@ -11,7 +11,7 @@ from trainer.cli.dialects.rules import run_within
 from trainer.cli.known_keys import WANTS
 from trainer.cli.spelling import DASHES
 from trainer.recipe import MODES, shipped_recipes
-from trainer.recipe.checks import OWN_PHOTOS
+from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.reflection import choices, defaults
 from trainer.recipe.text import shown
 

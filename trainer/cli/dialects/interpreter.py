@@ -13,7 +13,7 @@ from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
 from trainer.cli.dialects.rules import RULES
 from trainer.cli.known_keys import EVERY_WORD, FOLDERS, is_name, is_path_or_text, our_name
 from trainer.recipe import shipped_recipes
-from trainer.recipe.checks import DATASETS
+from trainer.recipe.known_names import DATASETS
 from trainer.recipe.reflection import choices, defaults, kinds, sections
 
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have

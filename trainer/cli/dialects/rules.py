@@ -12,10 +12,9 @@ from trainer.cli.dialects.other_values import NONE, OTHER_VALUES
 from trainer.cli.known_keys import our_name
 from trainer.errors import RecipeError
 from trainer.recipe import DEVICE, MODES, TRAITS, find, shipped_recipes
-from trainer.recipe.checks import DATASETS, OWN_PHOTOS, SMALL_MODELS, torchvision_classifiers
+from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, SMALL_MODELS, TIMM, timm_models, torchvision_classifiers
 from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.reflection import defaults
-from trainer.recipe.timm_names import TIMM, timm_models
 
 TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
 TIMMS = "vit_base_patch16_224"

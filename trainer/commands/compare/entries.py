@@ -15,7 +15,8 @@ from trainer import recipe
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes import world
-from trainer.recipe import MODES, TRAITS, Recipe, Traits, checks
+from trainer.recipe import MODES, TRAITS, Recipe, Traits
+from trainer.recipe.known_names import check_names
 from trainer.recipe.reflection import defaults, is_text
 
 OWN_WORDS = ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps")
@@ -90,9 +91,7 @@ def entries(
     """
     base = recipe.load(source, *words)
     if plugin is None:
-        checks.check_model_name(base.model.name)
-        checks.check_dataset_name(base.data.name)
-        checks.check_task_name(base.task.name)
+        check_names(base)
     shared = _by_key(words)
     given = shared.pop("mode", None)
     if given and modes is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trainer.commands.compare.entries import Entry
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe, changed_keys
-from trainer.recipe.checks import DATASETS
+from trainer.recipe.known_names import DATASETS
 
 # Relative, of a step's loss. Half precision rounds, and a run's rounding grows with every step.
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}  # what is trained in tf32 is checked in fp32

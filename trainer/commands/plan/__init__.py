@@ -21,7 +21,8 @@ from trainer.commands.plan.run_plan import RunPlan
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.started import as_typed
-from trainer.recipe import Recipe, checks
+from trainer.recipe import Recipe
+from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_words import split_words
 
 OWN = ("nproc", "memory", "measured", "bandwidth")
@@ -35,9 +36,7 @@ def command(words: Sequence[str]) -> int:
     given, rest = split_words(typed, ("recipe", "plugin", *OWN))
     chosen = recipes.load(given.get("recipe"), *rest)
     if "plugin" not in given:
-        checks.check_model_name(chosen.model.name)
-        checks.check_dataset_name(chosen.data.name)
-        checks.check_task_name(chosen.task.name)
+        check_names(chosen)
     options = {key: given.get(key) for key in ("plugin", *OWN)}
     again = [word for word in typed if word.partition("=")[0] not in OWN]
     every = not any(word.startswith("mode=") for word in rest)

@@ -17,7 +17,7 @@ from trainer.data.shards.opening import there
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_own_input
 from trainer.recipe import Recipe
-from trainer.recipe.checks import DATASETS, OWN_PHOTOS
+from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
 from trainer.training.initial_model import model_for
 

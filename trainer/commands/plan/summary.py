@@ -31,7 +31,8 @@ from trainer.devices import cards
 from trainer.errors import RecipeError
 from trainer.optim.optimization import learning_rate, total_steps
 from trainer.recipe import Recipe, words_of
-from trainer.recipe.checks import OWN_PHOTOS, refused_schedules, wider_batch
+from trainer.recipe.checks import refused_schedules, wider_batch
+from trainer.recipe.known_names import OWN_PHOTOS
 
 
 def summarise(

@@ -23,7 +23,7 @@ from trainer.data.photos.photo_reader import shorter_side
 from trainer.errors import RecipeError
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
-from trainer.recipe.timm_names import TIMM
+from trainer.recipe.known_names import TIMM
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
 from trainer.training.initial_model import model_for

@@ -19,7 +19,7 @@ from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupErro
 from trainer.models.inputs import with_own_input
 from trainer.processes.world import locate
 from trainer.recipe import DataRecipe, load
-from trainer.recipe.checks import OWN_PHOTOS
+from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.recipe_words import split_words
 from trainer.saving import files, locks
 from trainer.telemetry import readable

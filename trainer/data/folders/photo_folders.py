@@ -26,7 +26,7 @@ from trainer.data.photos.pixel_range import Looked, wanted_of
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
 from trainer.recipe import AugmentRecipe, Recipe
-from trainer.recipe.checks import torchvision_classifiers
+from trainer.recipe.known_names import torchvision_classifiers
 from trainer.saving import files
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

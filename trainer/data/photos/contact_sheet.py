@@ -17,7 +17,7 @@ from trainer.data.photos.photo_reader import Reader
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.recipe import Recipe
-from trainer.recipe.checks import OWN_PHOTOS
+from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.saving.files import draft_of, put, writing
 from trainer.telemetry import fonts
 

@@ -4,9 +4,9 @@ import pytest
 
 from trainer.errors import RecipeError
 from trainer.recipe import OptimizerRecipe, load
+from trainer.recipe.key_rules import READERS
 from trainer.recipe.loading import words_of
 from trainer.recipe.schema import ScheduleRecipe
-from trainer.recipe.unread import READERS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Names of models, data sets and tasks, checked without importing what has them.
+
+Only a first look, skipped where the user brings a plugin: the room that builds the thing has the last word.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.errors import RecipeError
+from trainer.recipe.text import nearest
+
+if TYPE_CHECKING:
+    from trainer.recipe import Recipe
+
+SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn", "fast_cnn_small")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
+OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root
+TASKS = ("classification", "multilabel", "regression")
+TIMM = "timm:"  # before the names of timm's models
+
+
+def check_names(recipe: Recipe) -> None:
+    """Refuse a recipe's model, data set or task that nothing here has.
+
+    Raises:
+        RecipeError: with the nearest name that there is.
+    """
+    check_model_name(recipe.model.name)
+    for key, name, what, known in (
+        ("data.name", recipe.data.name, "a data set", DATASETS),
+        ("task.name", recipe.task.name, "a task", TASKS),
+    ):
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"did you mean {key}={guess}? " if guess else ""
+            listed = ", ".join(known)
+            raise RecipeError(f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)")
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a model name that neither this package nor torchvision has, nor timm where it begins with timm:."""
+    if name.startswith(TIMM):
+        return _check_timm_name(name)
+    known = [*SMALL_MODELS, *torchvision_classifiers()]
+    if len(known) > len(SMALL_MODELS) and name not in known:
+        guess = f"{TIMM}{name}" if name in timm_models() else nearest(name, known)
+        hint = f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}"
+        raise RecipeError(
+            f"model.name={name} is neither a small model nor a torchvision classifier; {hint} "
+            "(your own: plugin=my_module)"
+        )
+
+
+def _check_timm_name(name: str) -> None:
+    """Refuse a name, as in timm:resnet18, that timm does not have, or where timm is not installed."""
+    if find_spec("timm") is None:
+        raise RecipeError(f"model.name={name} needs the package timm: pip install timm")
+    known, wanted = timm_models(), name.removeprefix(TIMM).partition(".")[0]
+    if known and wanted not in known:
+        guess = nearest(wanted, known)
+        hint = f"did you mean model.name={TIMM}{guess}?" if guess else "timm.list_models() lists its models"
+        raise RecipeError(f"model.name={name} is not a model of timm; {hint}")
+
+
+def torchvision_classifiers() -> list[str]:
+    """Names of torchvision's classifiers, read from its source: importing it takes seconds."""
+    return _registered("torchvision", r"^@register_model\(\)\n(?:@.*\n)*def (\w+)")
+
+
+def timm_models() -> list[str]:
+    """Names of timm's models, without the prefix, read likewise."""
+    return _registered("timm", r"^@register_model\n(?:@.*\n)*def (\w+)")
+
+
+def _registered(package: str, pattern: str) -> list[str]:
+    """What a package's source registers; empty where it is not installed."""
+    spec = find_spec(package)
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = [file for folder in folders for file in sorted(Path(folder, "models").glob("*.py"))]
+    return [name for file in files for name in re.findall(pattern, file.read_text(encoding="utf-8"), re.M)]

@@ -27,62 +27,32 @@ from trainer.telemetry.readable import duration
 
 
 class NullTracker:
-    """Does nothing, for ranks that have no run folder."""
+    """What a `Tracker` answers on ranks that have no run folder."""
 
     folder = NullFolder()
     path: Path | None = None
     shows = False  # whether there is a page to make pictures and texts for
 
-    def say(self, text: str) -> None:
-        """Print a line."""
-
-    def settle(self, recipe: Recipe) -> None:
-        """The recipe, with what this run chose where it left something open."""
-
-    def start(self, position: Position, total_steps: int, metric: str) -> None:
-        """Training begins here, and goes on to so many steps; `metric` is what people look at beside the loss."""
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Values by their TensorBoard tags; `step` is the optimizer's."""
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Markdown for TensorBoard's text tab."""
-
-    def show(self, summary: Any, step: int) -> None:
-        """Anything else for TensorBoard: a layout, a table's columns, a picture."""
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """A logged step: a row of steps.csv."""
-
-    def progress(self, step: int, epoch: int) -> None:
-        """Training has come this far, in this epoch, the first being 1; called about once a second, or after every
-        step that takes longer."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Evaluation is at batch `done` of `total`."""
-
-    def result(self, result: Mapping[str, Any]) -> None:
-        """Replace result.json."""
+    def say(self, text: str) -> None: ...
+    def settle(self, recipe: Recipe) -> None: ...
+    def start(self, position: Position, total_steps: int, metric: str) -> None: ...
+    def scalars(self, values: Mapping[str, float], step: int) -> None: ...
+    def text(self, tag: str, text: str, step: int) -> None: ...
+    def show(self, summary: Any, step: int) -> None: ...
+    def step(self, row: Mapping[str, Any]) -> None: ...
+    def progress(self, step: int, epoch: int) -> None: ...
+    def evaluating(self, done: int, total: int) -> None: ...
+    def result(self, result: Mapping[str, Any]) -> None: ...
+    def remember(self, known: Mapping[str, Any]) -> None: ...
+    def keep(self, name: str, text: Callable[[], str]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
 
     def known(self) -> dict[str, Any]:
-        """What an earlier part of the run measured to choose how to run."""
         return {}
-
-    def remember(self, known: Mapping[str, Any]) -> None:
-        """Keep it for later parts."""
 
     def previous_result(self) -> dict[str, Any]:
-        """result.json of an earlier part of the run, empty where there is none."""
         return {}
-
-    def keep(self, name: str, text: Callable[[], str]) -> None:
-        """A text in the run folder; one that is there already stays."""
-
-    def flush(self) -> None:
-        """Everything logged so far is in its file: a checkpoint is as old."""
-
-    def close(self) -> None:
-        """Flush and close every file."""
 
 
 class Tracker(NullTracker):
@@ -104,6 +74,7 @@ class Tracker(NullTracker):
         self._kind = bar_kind() if recipe.logging.progress else None
 
     def say(self, text: str) -> None:
+        """Print a line."""
         text = as_typed(text)
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
@@ -112,9 +83,11 @@ class Tracker(NullTracker):
             print(text, flush=True)
 
     def settle(self, recipe: Recipe) -> None:
+        """The recipe, with what this run chose where it left something open."""
         self.recipe = recipe
 
     def start(self, position: Position, total_steps: int, metric: str) -> None:
+        """Training begins here, and goes on to so many steps; `metric` is what people look at beside the loss."""
         self._total = total_steps
         self._paced: tuple[int, float] | None = None
         with writing(self.path):
@@ -137,6 +110,7 @@ class Tracker(NullTracker):
         self.shows = True
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Values by their TensorBoard tags; `step` is the optimizer's."""
         if self._events is not None:
             with writing(self.path):
                 self._events.scalars(arranged(values, self._metric), step)
@@ -144,24 +118,29 @@ class Tracker(NullTracker):
             self._loggers.scalars(values, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
+        """Markdown for TensorBoard's text tab."""
         if self._events is not None:
             with writing(self.path):
                 self._events.text(tag, text, step)
 
     def show(self, summary: Any, step: int) -> None:
+        """Anything else for TensorBoard: a layout, a table's columns, a picture."""
         if self._events is not None:
             with writing(self.path):
                 self._events.add(summary, step)
 
     def step(self, row: Mapping[str, Any]) -> None:
+        """A logged step: a row of steps.csv."""
         if self._steps is not None:
-            self.folder.check()  # a run that was held still may wake in a folder that another one has by now
+            self.folder.check()  # a suspended run may wake up in a folder that another run has taken
             with writing(self.path):
                 self._steps.add(row)
         self._news = f", loss {row['train_loss']:.4f}"
         self._news += f", {row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
 
     def progress(self, step: int, epoch: int) -> None:
+        """Training is at this step, in this epoch (from 1); called about once a second, or after every
+        step that takes longer."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"epoch {epoch}/{self.recipe.epochs}{self._news}", refresh=False)
             self._bar.update(step - self._bar.n)
@@ -180,30 +159,37 @@ class Tracker(NullTracker):
         return f", {duration((now - begun) / (step - first) * (self._total - step))} left" if step > first else ""
 
     def evaluating(self, done: int, total: int) -> None:
+        """Evaluation is at batch `done` of `total`."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"evaluating {done}/{total}", refresh=False)
             self._bar.update(0)
 
     def result(self, result: Mapping[str, Any]) -> None:
+        """Replace result.json."""
         self.folder.write_result(result)
         if self._loggers is not None:
             self._loggers.result(result)
 
     def known(self) -> dict[str, Any]:
+        """What an earlier part of the run measured to choose how to run."""
         return self.folder.known(self.say)
 
     def remember(self, known: Mapping[str, Any]) -> None:
+        """Keep it for later parts."""
         self.folder.remember(known)
 
     def previous_result(self) -> dict[str, Any]:
+        """result.json of an earlier part of the run, empty where there is none."""
         return self.folder.previous_result(self.say)
 
     def keep(self, name: str, text: Callable[[], str]) -> None:
+        """A text in the run folder; one that is there already stays."""
         if not (self.path / name).exists():
             with writing(self.path):
                 write_atomically(self.path / name, text())
 
     def flush(self) -> None:
+        """Everything logged so far is in its file: a checkpoint is as old."""
         with writing(self.path):
             if self._steps is not None:
                 self._steps.sync()
@@ -211,6 +197,7 @@ class Tracker(NullTracker):
                 self._events.sync()
 
     def close(self) -> None:
+        """Flush and close every file."""
         bar, steps, events, loggers = self._bar, self._steps, self._events, self._loggers
         self._bar = self._steps = self._events = self._loggers = None
         with ExitStack() as closing:  # all of them, also when a disk is full

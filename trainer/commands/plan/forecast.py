@@ -13,8 +13,7 @@ from trainer.commands.plan.run_plan import ScalingFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.errors import RecipeError
 from trainer.models.balance import stage_seconds
-from trainer.modes.pipeline import orders
-from trainer.modes.pipeline.torch_schedules import pipeline_order
+from trainer.modes.pipeline.torch_schedules import step_and_bubble
 from trainer.recipe import STREAMS
 from trainer.telemetry.readable import as_size, duration
 
@@ -170,8 +169,7 @@ def _step(
         bubble = 1 - 1 / layout.workers
         notes.append("one stage works at a time")
     else:
-        listed = pipeline_order(layout.schedule, layout.workers, layout.virtual, cut.microbatches)
-        length, bubble = orders.length_and_bubble(listed, orders.seconds_of(stages), transfer)
+        length, bubble = step_and_bubble(layout.schedule, layout.workers, cut.microbatches, stages, transfer)
     exchange = 0.0
     held = cut.of_workers([fake.resident(stage).gradients for stage in fake.traced.stages(cut.names)])
     if layout.shards > 1 and measured.bandwidth is not None:

@@ -12,7 +12,7 @@ from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost, cuts_for
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Action
-from trainer.modes.pipeline.torch_schedules import SCHEDULES, pipeline_order, ranks_of_stages
+from trainer.modes.pipeline.torch_schedules import SCHEDULES, pipeline_order, ranks_of_stages, step_and_bubble
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.recipe.checks import VIRTUAL
 
@@ -109,8 +109,7 @@ def bubbles(layout: Layout) -> list[BubbleFigures]:
                 possible = Layout(fixed, processes, layout.devices).microbatches
             except RecipeError:
                 continue
-            seconds = orders.seconds_of([(1.0, 2.0)] * (workers * virtual))
             listed = pipeline_order(schedule, workers, virtual, possible[0])
-            bubble = orders.length_and_bubble(listed, seconds)[1]
+            bubble = step_and_bubble(schedule, workers, possible[0], [(1.0, 2.0)] * (workers * virtual))[1]
             rows.append(BubbleFigures(schedule, microbatches, bubble, max(map(in_flight, listed))))
     return rows

@@ -22,10 +22,9 @@ from trainer.data import Batch, Shard
 from trainer.models.balance import undisturbed
 from trainer.models.partition import Traced
 from trainer.modes.base import Communication, Context
-from trainer.modes.pipeline import orders
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged
-from trainer.modes.pipeline.torch_schedules import SCHEDULES, actions_of, as_raised, holders
+from trainer.modes.pipeline.torch_schedules import SCHEDULES, as_raised, holders
 from trainer.modes.pipeline.tuning import Pipe, Plan
 from trainer.modes.pipeline.wire import Wire
 from trainer.processes.world import World, lost_peers
@@ -69,16 +68,6 @@ class ProcessPipeline(Staged):
     def wrap(self) -> None:
         with lost_peers():
             super().wrap()
-        self._predict()
-
-    def _predict(self) -> None:
-        """The bubble, from torch's own order of the ranks' actions where it tells."""
-        order = getattr(self.schedule, "pipeline_order", None)
-        if not order or isinstance(self.schedule, schedules.PipelineScheduleSingle):
-            return  # torch 2.15 numbers 1F1B's forward passes on the last rank from 1; tuning has predicted these
-        listed = [list(actions_of(order[rank])) for rank in range(self.ranks)]
-        seconds, bubble = orders.length_and_bubble(listed, orders.seconds_of(self.known["stage_seconds"]))
-        self.known["predicted"] = {"step_seconds": seconds, "bubble": bubble}
 
     def describe_pipe(self, rows: int) -> Pipe:
         counts = tuple(microbatch_counts(self.recipe, self.world.size))

@@ -73,6 +73,17 @@ def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int)
     return [list(actions_of(listed[rank])) for rank in range(workers)]
 
 
+def step_and_bubble(
+    schedule: str, workers: int, microbatches: int, stages: Sequence[tuple[float, float]], transfer: float = 0.0
+) -> tuple[float, float]:
+    """Seconds of a step and the share of it in which workers wait, from each stage's seconds, forward and backward.
+
+    `transfer`: seconds between the end of an action and the start of the one that waits for it on another worker.
+    """
+    order = pipeline_order(schedule, workers, len(stages) // workers, microbatches)
+    return orders.length_and_bubble(order, orders.seconds_of(stages), transfer)
+
+
 class as_raised:
     """Torch wraps what a stage raises into a text on its tensors: what was raised says more, as out of memory does."""
 

@@ -14,8 +14,7 @@ from trainer.errors import DeviceMemoryError
 from trainer.models import memory
 from trainer.models.balance import BlockCost, by_stage, cuts_for, stage_seconds
 from trainer.models.partition import Traced
-from trainer.modes.pipeline import orders
-from trainer.modes.pipeline.torch_schedules import pipeline_order, ranks_of_stages
+from trainer.modes.pipeline.torch_schedules import pipeline_order, ranks_of_stages, step_and_bubble
 from trainer.recipe import Recipe
 
 CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
@@ -115,14 +114,13 @@ def find_plan(
     best, trials = plans[0], dict[Plan, Trial]()
     if len(plans) > 1:
         best, trials = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
-    seconds, bubble = predictions.get(best) or predict(
-        pipe, best.microbatches, stage_seconds(traced, best.cuts, costs[best.microbatches])
-    )
+    of_best = stage_seconds(traced, best.cuts, costs[best.microbatches])
+    seconds, bubble = predict(pipe, best.microbatches, of_best, best.schedule)
     return best, {
         "key": key,
         "plan": asdict(best),
         "predicted": {"step_seconds": seconds, "bubble": bubble},
-        "stage_seconds": stage_seconds(traced, best.cuts, costs[best.microbatches]),
+        "stage_seconds": of_best,
         "trials": [{**asdict(plan), **asdict(found)} for plan, found in trials.items() if found.fits],
     }
 
@@ -211,18 +209,14 @@ def counts_to_try(pipe: Pipe) -> list[int]:
     return sorted({min(within, key=lambda m: (abs(m - want), m)) for want in wanted})
 
 
-def predict(pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def predict(
+    pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]], schedule: str | None = None
+) -> tuple[float, float]:
     """Seconds of a step and its bubble, from the seconds of each stage, transfers left out.
 
-    With several stages on a worker, of equal workers: (m + (p - 1) / v) times the slowest worker's time.
+    `schedule`: instead of the pipe's first.
     """
-    if pipe.stages > pipe.workers:
-        virtual = pipe.stages // pipe.workers
-        slowest = virtual * max(forward + backward for forward, backward in stages)
-        bubble = orders.ideal_bubble(pipe.workers, microbatches, virtual)
-        return (microbatches + (pipe.workers - 1) / virtual) * slowest, bubble
-    listed = pipeline_order(pipe.schedules[0], pipe.workers, 1, microbatches)
-    return orders.length_and_bubble(listed, orders.seconds_of(stages))
+    return step_and_bubble(schedule or pipe.schedules[0], pipe.workers, microbatches, stages)
 
 
 def _run(

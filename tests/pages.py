@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from trainer.cli.help import PAGES
 from trainer.recipe.editor import schema_file, schema_text
 from trainer.recipe.key_reference import reference_page
 from trainer.recipe.traits import readme_table
@@ -27,17 +26,6 @@ def filled(path: Path) -> str:
     """A page with its made parts as they should be."""
     text = path.read_text(encoding="utf-8")
     return PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", text)
-
-
-def commands() -> str:
-    """The commands, each with its words and examples."""
-    parts = []
-    for name, page in PAGES.items():
-        parts += [f"## {name}", page.about, f"```text\npython -m trainer {page.usage}\n```"]
-        rows = [f"| `{word}` | {text.replace('|', chr(92) + '|')} |" for word, text in page.words.items()]
-        parts += ["\n".join(["| word | meaning |", "| --- | --- |", *rows])] if rows else []
-        parts += ["\n".join(["```sh", *page.examples, "```"])]
-    return "\n\n".join(parts)
 
 
 def _options() -> str:
@@ -63,7 +51,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "options": _options,
     "result": _result,
     "proof": _proof,
-    "commands": commands,
 }
 
 

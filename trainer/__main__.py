@@ -154,7 +154,7 @@ def run(words: Sequence[str]) -> int:
 
 def show_help(words: Sequence[str]) -> int:
     """Print the page of the command that is among the words, or the first page."""
-    named = [word.lstrip("-") for word in words if word.lstrip("-") in help.PAGES]
+    named = [word.lstrip("-") for word in words if word.lstrip("-") in help.pages()]
     _show(help.page(named[0]) if named else help.first(recipes_command.listed("  ")))
     return 0
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import ok
+from tests.command_line import PROJECT, ok
 from trainer.cli.command_names import COMMANDS
-from trainer.cli.completion import script
+from trainer.cli.completion import SHELLS, script
 from trainer.commands.export import SUFFIXES
 from trainer.recipe import checks, shipped_recipes
 
@@ -43,6 +44,11 @@ def test_commands_and_keys(sourced: Path) -> None:
     assert {*completed(sourced, "trainer recipe=digits optimizer.l")} == found
     assert {*completed(sourced, "trainer data.ro")} == {"data.root="}
     assert completed(sourced, "trainer guide mod") == ["modes"]
+
+
+def test_an_installed_package_has_the_code_of_the_shells() -> None:
+    shipped = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["trainer"]
+    assert {"cli/*.sh", *(f"cli/*.{shell}" for shell in SHELLS)} <= {*shipped}
 
 
 def test_the_script_tells_how_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.command_line import ok
 from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import read
-from trainer.cli.help import PAGES, first, page
+from trainer.cli.help import first, page, pages
 from trainer.cli.known_keys import OWN
 from trainer.commands.compare import entries
 from trainer.commands.plan import OWN as PLAN_WORDS
@@ -19,8 +19,8 @@ from trainer.recipe.reflection import defaults
 
 
 def test_every_command_has_a_page() -> None:
-    assert tuple(PAGES) == COMMANDS
-    assert all(f"\n  {about.usage.partition(' [')[0]} " in first("") for about in PAGES.values())
+    assert tuple(pages()) == COMMANDS
+    assert all(f"\n  {about.usage.partition(' [')[0]} " in first("") for about in pages().values())
 
 
 def test_the_words_of_commands_are_those_that_they_read() -> None:
@@ -30,12 +30,12 @@ def test_the_words_of_commands_are_those_that_they_read() -> None:
 
 @pytest.mark.parametrize("command", OWN)
 def test_words_and_keys_of_a_page_exist(command: str) -> None:
-    shown = {word.partition("=")[0] for word in PAGES[command].words} - {"key", "--json"}
+    shown = {word.partition("=")[0] for word in pages()[command].words} - {"key", "--json"}
     assert shown <= {*OWN[command], *defaults()}
     assert {*OWN[command]} <= shown | {"output", "resume"}
 
 
-@pytest.mark.parametrize("example", [line for about in PAGES.values() for line in about.examples])
+@pytest.mark.parametrize("example", [line for about in pages().values() for line in about.examples])
 def test_examples_can_be_typed(example: str) -> None:
     words = shlex.split(re.split("[;>]", example.partition("-m trainer ")[2])[0])
     command, rest = read(words)

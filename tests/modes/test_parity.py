@@ -13,7 +13,7 @@ from trainer.recipe.checks import refused_schedules
 from trainer.recipe.schema import Schedule
 from trainer.recipe.traits import TRAITS
 from trainer.saving import checkpoint
-from trainer.telemetry.curves import curves_of
+from trainer.telemetry.events import curves_of
 
 FP32 = 1e-5  # relative; sums in another order differ by 1e-7 at first
 SMALL = ["recipe=digits", "data.name=synthetic", "data.val_samples=90", "data.image_size=8", "data.channels=1"]

@@ -9,26 +9,24 @@ from trainer.telemetry import fonts
 @pytest.fixture
 def no_other_fonts(monkeypatch):
     monkeypatch.setattr(fonts, "FOLDERS", ())
-    fonts._wide.cache_clear()
     fonts._others.cache_clear()
     yield
-    fonts._wide.cache_clear()
     fonts._others.cache_clear()
 
 
 @pytest.mark.parametrize("words", ["cat", "Köter", "Гладкошёрстная", "Άλφα", "a b-c", ""])
 def test_most_languages_are_written_as_they_are(words, no_other_fonts):
-    assert fonts.set_in(words, 12)[0] == words
+    assert fonts.font_for(words, 12)[0] == words
 
 
 def test_letters_without_a_font_are_told_apart(no_other_fonts):
-    cat, dog = (fonts.set_in(name, 12)[0] for name in ("猫 1", "犬 1"))
+    cat, dog = (fonts.font_for(name, 12)[0] for name in ("猫 1", "犬 1"))
     assert (cat, dog) == ("\\u732b 1", "\\u72ac 1")
 
 
 @pytest.mark.parametrize(("words", "written"), [("cat\nx", "cat\\nx"), ("a\tb\r", "a\\tb\\r"), ("\x00", "\\x00")])
 def test_what_breaks_a_line_is_written_out(words, written, no_other_fonts):
-    assert fonts.set_in(words, 12)[0] == written and fonts.width(words, 12) > 0
+    assert fonts.font_for(words, 12)[0] == written and fonts.width(words, 12) > 0
 
 
 def test_a_font_of_the_system_is_taken_where_it_has_the_letters(tmp_path, monkeypatch, no_other_fonts):
@@ -40,11 +38,10 @@ def test_a_font_of_the_system_is_taken_where_it_has_the_letters(tmp_path, monkey
     place = Path(find_spec("matplotlib").submodule_search_locations[0], "mpl-data/fonts/ttf/STIXNonUni.ttf")
     only = "\ue000"
     copy(place, tmp_path / "SomeCJK.ttf")
-    assert fonts.set_in(only, 12)[0] == "\\ue000"
+    assert fonts.font_for(only, 12)[0] == "\\ue000"
     monkeypatch.setattr(fonts, "FOLDERS", (str(tmp_path),))
-    fonts._wide.cache_clear()
     fonts._others.cache_clear()
-    words, face = fonts.set_in(only, 12)
+    words, face = fonts.font_for(only, 12)
     assert words == only and face.path.endswith("SomeCJK.ttf")
     sheet = Image.new("L", (40, 40))
     ImageDraw.Draw(sheet).text((5, 5), words, 255, face)

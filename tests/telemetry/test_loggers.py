@@ -88,7 +88,7 @@ def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys,
     out = capsys.readouterr().out
     reason = "(SystemExit: the server said no)\n"
     first = "warning: logging.wandb does not answer: values are kept and sent again, and the run goes on " + reason
-    last = "was not told how the run ended" if where == "finish" else "lacks 3 of 3 logged steps"
+    last = "did not get the end of the run" if where == "finish" else "lacks 3 of 3 logged steps"
     assert out.count(f"warning: logging.wandb {last} {reason}") == 1 and out.count("warning") == 1 + (where != "finish")
     assert (first in out) == (where != "finish") and feeding.interrupts.stuck.is_set()
 
@@ -185,7 +185,7 @@ def test_one_that_hangs_holds_nothing_up(track, monkeypatch, capsys):
         tracker.scalars({"train/loss": 1.0}, 1)
         tracker.result({"status": status})
         tracker.close()
-        assert f"lacks 1 of 1 logged steps (it has not taken all values within {patience} s)" in capsys.readouterr().out
+        assert f"lacks 1 of 1 logged steps (it did not take all values within {patience} s)" in capsys.readouterr().out
     go_on.set()
     assert feeding.interrupts.stuck.is_set()
 

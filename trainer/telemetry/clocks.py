@@ -125,20 +125,20 @@ class StepTimer:
 
     def _note_updates(self) -> None:
         if self.cuda:
-            found = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
+            updates = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
         else:
-            found = [(n, update) for n, (_, _, update) in enumerate(self._pending)]
-        if found:
-            self.latest_update = sum(seconds for _, seconds in found) / len(found)
-        for n, seconds in found:
+            updates = [(n, update) for n, (_, _, update) in enumerate(self._pending)]
+        if updates:
+            self.latest_update = sum(seconds for _, seconds in updates) / len(updates)
+        for n, seconds in updates:
             number = self.seen + n
             if number > 0:
                 self.updates[number < self.warmup].append(seconds)
 
     def update_seconds(self) -> float:
         """Mean seconds of the optimizer's part of the steps that `summary` tells of."""
-        found = self.updates[not self.steps]
-        return sum(found) / max(1, len(found))
+        updates = self.updates[not self.steps]
+        return sum(updates) / max(1, len(updates))
 
     def summary(self, batch_size: float) -> dict[str, Any]:
         """Throughput and step times over all measured windows; a run too short for its warm-up uses its later steps."""
@@ -151,7 +151,7 @@ class StepTimer:
         counts, seconds = torch.tensor(windows, dtype=torch.float64).unbind(1)
         rate = batch_size * counts.sum() / seconds.sum()
         spread = ((batch_size * counts / seconds - rate).square() * seconds).sum() / seconds.sum()
-        several = len(windows) > 1  # one alone tells nothing of the spread
+        several = len(windows) > 1  # a single one has no spread
         times = torch.tensor(steps, dtype=torch.float64)
         return {
             "throughput": {

@@ -26,8 +26,8 @@ SUMMARY = {"samples_per_sec": "images/s", "step_ms": "step, ms", "hours": "hours
 def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
     """Values by tag, under the tags that TensorBoard is given: some moved to the end, the most wanted also in front."""
     front = _front(metric)
-    found = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
-    return found | {FIRST + front[tag]: value for tag, value in values.items() if tag in front} | _stacked(values)
+    moved = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
+    return moved | {FIRST + front[tag]: value for tag, value in values.items() if tag in front} | _stacked(values)
 
 
 def _front(metric: str) -> dict[str, str]:
@@ -114,8 +114,8 @@ def _custom_scalars(rows: Mapping[str, Sequence[Any]]) -> Any:
     from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Layout
     from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG, create_summary_metadata
 
-    charts = Layout(category=[Category(title=question, chart=found) for question, found in rows.items()])
-    tensor = TensorProto(dtype="DT_STRING", string_val=[charts.SerializeToString()])
+    page = Layout(category=[Category(title=question, chart=charts) for question, charts in rows.items()])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[page.SerializeToString()])
     tensor.tensor_shape.SetInParent()  # a scalar
     return Summary(value=[Summary.Value(tag=CONFIG_SUMMARY_TAG, metadata=create_summary_metadata(), tensor=tensor)])
 
@@ -158,8 +158,8 @@ def columns(main: Mapping[str, Any], changed: Mapping[str, Any], metrics: Mappin
         else:
             start.hparams[name].string_value = str(value)
     return [
-        _told("experiment", HParamsPluginData(experiment=experiment)),
-        _told("session_start_info", HParamsPluginData(session_start_info=start)),
+        _hparams("experiment", HParamsPluginData(experiment=experiment)),
+        _hparams("session_start_info", HParamsPluginData(session_start_info=start)),
     ]
 
 
@@ -170,10 +170,10 @@ def ended(well: bool = True) -> Any:
 
     status = api_pb2.STATUS_SUCCESS if well else api_pb2.STATUS_FAILURE
     end = SessionEndInfo(status=status, end_time_secs=time.time())
-    return _told("session_end_info", HParamsPluginData(session_end_info=end))
+    return _hparams("session_end_info", HParamsPluginData(session_end_info=end))
 
 
-def _told(tag: str, content: Any) -> Any:
+def _hparams(tag: str, content: Any) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams.metadata import NULL_TENSOR, create_summary_metadata
 

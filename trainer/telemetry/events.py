@@ -21,6 +21,7 @@ from trainer.telemetry.dashboards import ANEW, AT_END
 if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
     from trainer.saving.checkpoint import Position
 
+Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
 
@@ -73,7 +74,7 @@ class Events(Growing):
 def _next_time(folder: Path) -> float:
     """The time for the name of a folder's next file: now, or after its newest where a clock was set back since."""
     times = [re.match(r"events\.out\.tfevents\.(\d{10})\.", path.name) for path in folder.glob("events.out.tfevents.*")]
-    return max(time.time(), *(float(found[1]) + 1 for found in times if found), 0.0)
+    return max(time.time(), *(float(match[1]) + 1 for match in times if match), 0.0)
 
 
 def _version() -> bytes:
@@ -85,7 +86,7 @@ def _version() -> bytes:
 
 
 def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> Iterator[Any]:
-    """The events of a file up to its end, or to where it is damaged, which `warn` is told.
+    """The events of a file up to its end, or to where it is damaged, of which `warn` gets a line.
 
     A last record that is cut short is no damage: its writer was killed, or is still at it.
     """
@@ -110,6 +111,22 @@ def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> 
                 count += 1
     except Exception as error:  # protobuf has kinds of its own
         warn(f"{path} is left out after {count} events: {why(error)}")
+
+
+def curves_of(folder: Path) -> dict[str, Curve]:
+    """A run's TensorBoard values by tag."""
+    curves: dict[str, Curve] = {}
+    begun = None
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in read_events(path):
+            begun = begun or event.wall_time
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    steps, seconds, values = curves.setdefault(value.tag, ([], [], []))
+                    steps.append(float(event.step))
+                    seconds.append(event.wall_time - begun)
+                    values.append(value.simple_value)
+    return curves
 
 
 def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> int:

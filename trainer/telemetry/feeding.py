@@ -77,13 +77,13 @@ class LoggerThread:
         """Wait for that, and tell what is missing. The time is up after `patience` seconds."""
         self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive() and not self._reason:
-            self._reason = f"it has not taken all values within {patience:g} s"
+            self._reason = f"it did not take all values within {patience:g} s"
         if self._finished and self._sent == self._logged:
             return
         if not self._finished:
             interrupts.stuck.set()  # its library would wait for it at the end of this process
         lost = self._logged - self._sent
-        what = f"lacks {lost:,} of {self._logged:,} logged steps" if lost else "was not told how the run ended"
+        what = f"lacks {lost:,} of {self._logged:,} logged steps" if lost else "did not get the end of the run"
         self._news.put(f"warning: logging.{self._name} {what} ({self._reason})")
 
     def news(self) -> Iterator[str]:
@@ -134,7 +134,7 @@ class LoggerThread:
             _GivenUp: the run has ended, and the time is up.
             _Refused: the server will never take it.
         """
-        pause, told = FIRST, False
+        pause, warned = FIRST, False
         while True:
             try:
                 call()
@@ -143,13 +143,13 @@ class LoggerThread:
                 if self._opened and _refused(error):
                     raise _Refused from error
             else:
-                if told:
+                if warned:
                     self._news.put(f"logging.{self._name} answers again, and has what was kept")
                 return
             if self._ended and (not self._opened or time.monotonic() + FIRST > self._until):
                 raise _GivenUp
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 kept = "values are kept and sent again, and the run goes on"
                 self._news.put(f"warning: logging.{self._name} does not answer: {kept} ({self._reason})")
             self._pause(pause)

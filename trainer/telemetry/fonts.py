@@ -21,7 +21,7 @@ UNDRAWN = ("Cc", "Cs", "Zl", "Zp")  # control characters, bytes of no character,
 NOWHERE = "\U0010ffff"  # no letter, so every font has its sign for that instead
 
 
-def set_in(words: str, size: int) -> tuple[str, Any]:
+def font_for(words: str, size: int) -> tuple[str, Any]:
     """Words as they can be written, and the font for them; a letter that no font has becomes its number (\\u732b)."""
     letters, first = set(words), _first(size)
     if all(_has(first, letter) for letter in letters):
@@ -29,13 +29,13 @@ def set_in(words: str, size: int) -> tuple[str, Any]:
     for face in _others(size):
         if all(_has(face, letter) for letter in letters):
             return words, face
-    told = {letter: letter.encode("unicode_escape").decode() for letter in letters if not _has(first, letter)}
-    return "".join(told.get(letter, letter) for letter in words), first
+    numbers = {letter: letter.encode("unicode_escape").decode() for letter in letters if not _has(first, letter)}
+    return "".join(numbers.get(letter, letter) for letter in words), first
 
 
 def width(words: str, size: int) -> int:
     """Of words in pixels, as they are written."""
-    written, face = set_in(words, size)
+    written, face = font_for(words, size)
     return round(float(face.getlength(written)))
 
 
@@ -61,16 +61,11 @@ def _first(size: int) -> Any:
 @cache
 def _others(size: int) -> tuple[Any, ...]:
     """The system's fonts for Chinese, Japanese and Korean."""
-    found = []
-    for path in _wide():
+    fonts = []
+    for path in sorted(_matching())[:MOST]:
         with suppress(OSError):
-            found.append(ImageFont.truetype(path, size))
-    return tuple(found)
-
-
-@cache
-def _wide() -> tuple[str, ...]:
-    return tuple(sorted(_matching()))[:MOST]
+            fonts.append(ImageFont.truetype(path, size))
+    return tuple(fonts)
 
 
 def _matching() -> Iterator[str]:

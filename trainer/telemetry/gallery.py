@@ -44,15 +44,15 @@ def grid(images: Numbers, captions: Sequence[Sequence[Line]], columns: int = 8, 
     draw = ImageDraw.Draw(sheet)
     for n, image in enumerate(images):
         x, y = GAP + n % columns * room, GAP + n // columns * below
-        one = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
-        sheet.paste(one.resize(tile, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR), (x, y))
+        picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
+        sheet.paste(picture.resize(tile, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR), (x, y))
         for row, (words, end) in enumerate(captions[n] if captions else ()):
             _write(draw, (x, y + tile[1] + 2 + row * (FONT + 3)), _fit(words, room - GAP, end))
     return _encoded(sheet, photos=scale < 1)
 
 
 def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
-    """Counts (actual, predicted): a row shows what the samples of a class are taken for, as shares of the row."""
+    """Counts (actual, predicted): each row shows what the samples of a class are predicted as, as shares of the row."""
     count = len(matrix)
     written = count <= WRITTEN
     cell = 34 if written else max(2, 640 // count)
@@ -62,7 +62,7 @@ def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
     below = longest + GAP if written else 0
     sheet = Image.new("RGB", (max(260, left + count * cell + GAP), top + count * cell + GAP + below), GROUND)
     draw = ImageDraw.Draw(sheet)
-    _write(draw, (GAP, GAP), "rows: what it is; columns: what is said")
+    _write(draw, (GAP, GAP), "rows: actual class; columns: predicted class")
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
     for row in range(count):
         for column in np.flatnonzero(matrix[row]) if not written else range(count):
@@ -105,13 +105,13 @@ def _mixed(colour: tuple[int, int, int], share: float) -> tuple[int, int, int]:
 
 
 def _write(draw: ImageDraw.ImageDraw, at: tuple[float, float], words: str, anchor: str = "la", ink: str = INK) -> None:
-    written, font = fonts.set_in(words, FONT)
+    written, font = fonts.font_for(words, FONT)
     draw.text(at, written, fill=ink, font=font, anchor=anchor)
 
 
 def _upright(sheet: Image.Image, at: tuple[int, int], words: str) -> None:
     """Words that are read from below, their end at the top: the middle of that is `at`."""
-    written, font = fonts.set_in(words, FONT)
+    written, font = fonts.font_for(words, FONT)
     strip = Image.new("RGB", (round(font.getlength(written)) + 2, FONT + 4), GROUND)
     ImageDraw.Draw(strip).text((0, (FONT + 4) / 2), written, fill=INK, font=font, anchor="lm")
     turned = strip.transpose(Image.Transpose.ROTATE_90)

@@ -150,9 +150,9 @@ class Loggers:
 def known_id(folder: Path, name: str, where: str, make: Callable[[], str]) -> str:
     """The logger's own name of the run: that of its earlier parts there, else a fresh one, kept in the folder."""
     kept = usable_json(folder / f"{name}.json")
-    found = kept.get("id")
-    if isinstance(found, str) and found and kept.get("where", where) == where:
-        return found
+    name_there = kept.get("id")
+    if isinstance(name_there, str) and name_there and kept.get("where", where) == where:
+        return name_there
     fresh = make()
     write_atomically(folder / f"{name}.json", json.dumps({"id": fresh, "where": where}) + "\n")
     return fresh
@@ -170,7 +170,7 @@ def final_figures(result: Mapping[str, Any]) -> dict[str, float]:
 def why_offline() -> str:
     """Why nothing can be sent to Weights & Biases from here; empty where it can."""
     if not has_account():
-        return "no account is known on this machine (wandb login makes one known)"
+        return "this machine has no account of Weights & Biases (wandb login adds one)"
     try:
         reach(os.environ.get("WANDB_BASE_URL") or WANDB)
     except OSError as error:

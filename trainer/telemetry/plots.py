@@ -55,10 +55,10 @@ def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    found = figure.subplots(1, columns, squeeze=False)[0]
-    for axes in found:
+    row = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in row:
         dress(axes)
-    return figure, list(found)
+    return figure, row
 
 
 def dress(axes: Any) -> None:
@@ -108,8 +108,8 @@ def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
     A curve of one point is a mark.
     """
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    figure, found = canvas(10.5 if len(panels) > 1 else 8.0, 4.1, len(panels))
-    for axes, panel in zip(found, panels, strict=True):
+    figure, row = canvas(10.5 if len(panels) > 1 else 8.0, 4.1, len(panels))
+    for axes, panel in zip(row, panels, strict=True):
         for name, (x, y) in panel.curves.items():
             style = names.index(name)
             mark = {"marker": MARKERS[style % len(MARKERS)], "markersize": 8} if len(x) == 1 else {}
@@ -120,7 +120,7 @@ def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
             axes.set_yscale("log")
         else:
             axes.yaxis.set_major_formatter(_thousands)
-    _legend_below(figure, found)
+    _legend_below(figure, row)
     if title:
         figure.suptitle(title, color=INK, fontsize=11)
     save_picture(figure, path)
@@ -218,13 +218,13 @@ def _whiskers(axes: Any, x: Sequence[float], points: Sequence[Point], style: int
 
 
 def _legend_below(figure: Any, axes: Sequence[Any]) -> None:
-    found: dict[str, Any] = {}
-    for one in axes:
-        handles, labels = one.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    if found:
+    by_label: dict[str, Any] = {}
+    for part in axes:
+        handles, labels = part.get_legend_handles_labels()
+        by_label |= dict(zip(labels, handles, strict=True))
+    if by_label:
         figure.legend(
-            list(found.values()), list(found), loc="outside lower center", ncols=min(4, len(found)),
+            list(by_label.values()), list(by_label), loc="outside lower center", ncols=min(4, len(by_label)),
             frameon=False, labelcolor=INK, fontsize=9, handlelength=3.2,
         )  # fmt: skip
 

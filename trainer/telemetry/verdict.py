@@ -191,10 +191,10 @@ def judge(
     if unmeasured and bound in ("compute", "bubble"):
         sentence += f"; {unmeasured}"
     if overrides:
-        told = " or ".join(overrides)
+        words = " or ".join(overrides)
         if setting.reading is not None and CACHE in overrides:
-            told = told.replace(CACHE, f"{CACHE} ({_gain(setting.reading, parts['data']):.1f} times the images/s)")
-        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {told}"
+            words = words.replace(CACHE, f"{CACHE} ({_gain(setting.reading, parts['data']):.1f} times the images/s)")
+        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {words}"
     total = sum(seconds.values())
     run = {name: spent / total for name, spent in seconds.items()}
     apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
@@ -216,16 +216,16 @@ def _gain(reading: Reading, waiting: float) -> float:
 
 
 def _unmeasured(measured: StepParts) -> str | None:
-    found = []
+    notes = []
     if measured.communication is None:
-        found.append("communication was not measured: the run is too short for a probe of 1 % of it")
+        notes.append("communication was not measured: the run is too short for a probe of 1 % of it")
     elif measured.at_most:
         share = min(1.0, measured.communication / measured.step)
         hidden = "(the run is too short to tell how much is hidden)"
-        found.append(f"up to {share:.0%} of that may be communication {hidden}")
+        notes.append(f"up to {share:.0%} of that may be communication {hidden}")
     if (share := _launching(measured)) > LITTLE:
-        found.append(f"up to {share:.0%} of the step more may be idle, GPUs waiting for launches within stages")
-    return "; ".join(found) or None
+        notes.append(f"up to {share:.0%} of the step more may be idle, GPUs waiting for launches within stages")
+    return "; ".join(notes) or None
 
 
 def _launching(measured: StepParts) -> float:
@@ -264,8 +264,8 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
         if recipe.traits.one_stage_at_a_time:
             return ["mode=pipeline"]
         cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
-        found = cuts + micro if _uneven(measured.busy) else micro + cuts
-        return found or [larger, *(["mode=ddp"] if processes > 1 else [])]
+        words = cuts + micro if _uneven(measured.busy) else micro + cuts
+        return words or [larger, *(["mode=ddp"] if processes > 1 else [])]
     if bound == "optimizer":
         return [larger, *(["ema=null"] if recipe.ema is not None else [])]
     if bound == "logging":
@@ -286,7 +286,7 @@ def _bf16_is_faster() -> bool:
 
 def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> list[str]:
     """Those that the mode can have, on as many processes, with as many images."""
-    found = []
+    possible = []
     for override in overrides:
         try:
             words = (word.partition("=") for word in override.split())
@@ -295,5 +295,5 @@ def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> lis
         except RecipeError:
             continue
         if setting.images is None or changed.batch_size <= max(setting.images, recipe.batch_size):
-            found.append(override)
-    return found
+            possible.append(override)
+    return possible

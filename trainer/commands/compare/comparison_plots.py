@@ -10,8 +10,7 @@ from trainer.commands.compare.comparison_report import ComparisonReport, EntryFi
 from trainer.commands.compare.comparison_table import as_markdown, columns
 from trainer.commands.compare.entries import Entry, Sweep
 from trainer.telemetry import plots
-from trainer.telemetry.curves import Curve, curves_of
-from trainer.telemetry.events import Events
+from trainer.telemetry.events import Curve, Events, curves_of
 
 SPEED = "images per second"
 

@@ -29,7 +29,7 @@ class Traces:
 
 def traces(path: Path) -> Traces:
     from trainer.saving import checkpoint
-    from trainer.telemetry.curves import curves_of
+    from trainer.telemetry.events import curves_of
 
     newest = checkpoint.newest(path, lambda line: None)
     if newest is None:

@@ -16,7 +16,7 @@ from trainer.recipe import flatten
 from trainer.saving.files import writing
 from trainer.saving.run_folder import read_steps
 from trainer.telemetry import plots, readable
-from trainer.telemetry.curves import curves_of
+from trainer.telemetry.events import curves_of
 
 MOST = 6  # runs
 IGNORED = ("output", "resume")  # keys of a recipe in which all runs differ or none

@@ -74,7 +74,7 @@ def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe:
 
 
 def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black") -> None:
-    written, font = fonts.set_in(words, TEXT)
+    written, font = fonts.font_for(words, TEXT)
     paper.text(at, written, ink, font)
 
 

@@ -24,7 +24,7 @@ SECRETS = re.compile(  # user info of an address, and values that are called lik
 
 def without_secrets(text: str) -> str:
     """A text as it may be shown and stored: no password and no token in the addresses in it."""
-    return SECRETS.sub(lambda found: found[1] or "", text)
+    return SECRETS.sub(lambda match: match[1] or "", text)
 
 
 class TrainerError(Exception):
@@ -172,8 +172,8 @@ def sentence(error: BaseException) -> str:
     """A bug in one line: its kind, what it says, and where in the user's own code, else in ours, it was raised."""
     text = " ".join(text_of(error).split())
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if not re.search(NOT_THE_USERS, frame.filename)]
-    where = [f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in (own or frames)[-1:]]
+    theirs = [frame for frame in frames if not re.search(NOT_THE_USERS, frame.filename)]
+    where = [f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in (theirs or frames)[-1:]]
     return f"{type(error).__name__}: {text[:500]}{''.join(where)}"
 
 
@@ -221,29 +221,29 @@ def _torn_kernel(error: BaseException, text: str) -> str | None:
 
     torch takes what lies in its folder of compiled code as it is, so every later run would end there.
     """
-    found = re.search(r"(/[^\n]*?\.so): (file too short|invalid ELF header|cannot read file data)", text)
-    if found is None or type(error).__name__ not in (
+    match = re.search(r"(/[^\n]*?\.so): (file too short|invalid ELF header|cannot read file data)", text)
+    if match is None or type(error).__name__ not in (
         "InductorError",
         "BackendCompilerFailed",
         "ImportError",
         "OSError",
     ):
         return None
-    file, folder = found[1], os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    file, folder = match[1], os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     home = os.path.dirname(os.path.dirname(file))
     if os.path.abspath(folder) != os.path.abspath(home) if folder else "torchinductor" not in os.path.basename(home):
         return None  # a library of the user's own
     return (
-        f"{file} is not whole ({found[2]}): a run that was stopped while it compiled left it there; rm {quote(file)}, "
+        f"{file} is not whole ({match[2]}): a run that was stopped while it compiled left it there; rm {quote(file)}, "
         f"and the next run compiles it anew (or remove all that was compiled, {home})"
     )
 
 
 def _nondeterministic(text: str) -> str | None:
     """What deterministic=true met, in one line: torch raises it for every operation that it has no such kernel for."""
-    found = re.search(r"(\w+) does not have a deterministic implementation", text)
-    if found is not None:
-        operation = found[1]
+    match = re.search(r"(\w+) does not have a deterministic implementation", text)
+    if match is not None:
+        operation = match[1]
         words = re.sub("_(backward|forward|out|cuda|template|with_indices)", "", operation).split("_")
         layer = "".join(word[:1].upper() + word[1:] for word in words)
         known = hasattr(sys.modules.get("torch.nn"), layer)

@@ -68,9 +68,9 @@ def install() -> None:
     from trainer.modes import STRATEGIES
     from trainer.modes.pipeline.ranks import ProcessPipeline
     from trainer.optim.optimization import Updater
-    from trainer.training.meeting import Meeting
+    from trainer.training.rank_sync import RankSync
 
-    counter, steps, plain, exchange = Counter(), [0], Updater.step, Meeting.exchange
+    counter, steps, plain, exchange = Counter(), [0], Updater.step, RankSync.exchange
 
     def exchange_seldom(self: Any, done: int, pace: float, *args: Any, **kwargs: Any) -> Any:
         return exchange(self, done, 1 / (2 * STEP), *args, **kwargs)
@@ -98,7 +98,7 @@ def install() -> None:
                 Path(os.environ["TRAINER_LAUNCHES"]).write_text(json.dumps(counter.found))
         return out
 
-    Updater.step, Meeting.exchange = step, exchange_seldom  # type: ignore[method-assign]
+    Updater.step, RankSync.exchange = step, exchange_seldom  # type: ignore[method-assign]
     for kind in {*STRATEGIES.values(), ProcessPipeline}:
         if "forward_backward" in vars(kind):
             kind.forward_backward = counted_pass(kind.forward_backward)  # type: ignore[method-assign]

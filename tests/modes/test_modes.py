@@ -443,7 +443,9 @@ def test_parts_that_are_small_for_batch_norm(words, parts, norms, images, first)
     recipe = load(None, *words.split())
     facts = {"pipeline": {"split_size": recipe.pipeline.split_size}}
     strategy = SimpleNamespace(shard=Shard(0, parts), facts=lambda: facts)
-    said = few_for_batch_norm(SimpleNamespace(recipe=recipe, strategy=strategy, batch_norm=norms, world=None))
+    said = few_for_batch_norm(
+        SimpleNamespace(recipe=recipe, strategy=strategy, model=SimpleNamespace(batch_norm=norms), world=None)
+    )
     if images is None:
         assert said is None
     else:

@@ -16,7 +16,7 @@ from trainer.errors import PeerError, SetupError, explain
 from trainer.processes import interrupts, peers, stacks
 from trainer.processes.rank import Place
 from trainer.processes.world import World
-from trainer.training.meeting import Meeting
+from trainer.training.rank_sync import RankSync
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 CALLBACK = "Got the following error when running the callback: RuntimeError: "  # of a DDP hook's future
@@ -182,17 +182,17 @@ class Dead:
 def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
     devices = []
 
-    def all_reduce(values, *_):
+    def all_reduce(values, *_, **__):
         devices.append(values.device.type)
         raise RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [10.0.0.2]:4771")
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     world = World(Place(0, 2, 0, 1, 0, True), torch.device("cuda", 0), 1, ())
     run = SimpleNamespace(world=world, position=SimpleNamespace(step=7), updater=Dead(), timer=Dead(), unlogged=[])
-    meeting = Meeting(run)
+    sync = RankSync(run)
     for log in (False, True):
         with pytest.raises(PeerError, match=r"Connection closed by peer \[10.0.0.2\]"):
-            meeting.hold(log)
+            sync.after_step(log)
     assert devices == ["cpu", "cpu"]
 
 
@@ -205,7 +205,7 @@ def test_no_heartbeat_where_nothing_waits_for_a_device_of_others(monkeypatch, si
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_device_that_has_hung_is_told(monkeypatch, size, tmp_path):
-    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(interrupts, "stuck", threading.Event())
     monkeypatch.setattr(stacks, "_folders", [tmp_path])
     drives = (torch.device("cuda", 0), torch.device("cuda", 1))

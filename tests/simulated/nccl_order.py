@@ -10,7 +10,7 @@ buffers, so that tests over gloo pass where GPUs would wait for ever. Two parts:
   pass on any number of streams and with any buffers, for these only let more calls begin.
 
 Which calls go where under "cpu:gloo,cuda:nccl": objects (`share`, `gather`, `gather_object`) and tensors on the CPU,
-such as what `Meeting` sums, go through gloo; tensors on the device, barriers (the group is bound to a device) and all
+such as what `RankSync` sums, go through gloo; tensors on the device, barriers (the group is bound to a device) and all
 that DDP does go through NCCL.
 """
 

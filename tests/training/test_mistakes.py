@@ -1,4 +1,4 @@
-"""The samples told worst and the classes taken for each other, over batches and ranks."""
+"""The worst predictions and the classes taken for each other, over batches and ranks."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_the_worst_are_found_by_their_places_and_padding_is_left_out():
     )  # sample 5 is, more surely; two rows are padding
     worst = found.gathered(Ranks())
     assert [one.place for one in worst[:2]] == [5, 2] and {one.place for one in worst} == set(range(6))
-    assert worst[0].told[0][0] == 1 and worst[0].told[0][1] > 0.9 and int(worst[0].target) == 0
+    assert worst[0].predicted[0][0] == 1 and worst[0].predicted[0][1] > 0.9 and int(worst[0].target) == 0
     assert found.pairs.tolist() == [[2, 1, 0], [0, 2, 1], [0, 0, 0]]
     assert found.hits.tolist() == [2, 2, 0] and found.counts.tolist() == [3, 3, 0]
 
@@ -84,7 +84,7 @@ def test_labels_and_values_have_worst_samples_and_no_classes():
     values.add(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.1], [9.0]]), 2)
     worst = values.gathered(Ranks())
     assert [one.place for one in worst] == [1, 0] and worst[0].loss == pytest.approx(49.0)
-    assert worst[0].told == ((0, 2.0),)
+    assert worst[0].predicted == ((0, 2.0),)
 
 
 class Own(Task):
@@ -101,7 +101,7 @@ def test_a_task_with_a_loss_alone_is_asked_one_by_one_and_not_for_ever():
     for _ in range(4):
         found.add(torch.randn(300, 3), torch.randint(3, (300,)), 300)
     worst = found.gathered(Ranks())
-    assert len(worst) == WORST and all(one.told == () for one in worst) and task.asked == ONE_BY_ONE
+    assert len(worst) == WORST and all(one.predicted == () for one in worst) and task.asked == ONE_BY_ONE
     assert found.counts.sum() == 1200
 
 

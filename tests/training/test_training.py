@@ -378,7 +378,7 @@ def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, 
     monkeypatch.setattr("trainer.training.wiring.time", began)
     found = train(load("resnet50", *words, f"output={tmp_path / 'slow start'}"))
     assert found["steps"] == 20
-    monkeypatch.setattr("trainer.training.meeting.SECONDS", 0.0)
+    monkeypatch.setattr("trainer.training.rank_sync.SECONDS", 0.0)
     found = train(load("resnet50", *words, f"output={tmp_path / 'run'}"))
     assert found["steps"] == 3 and found["throughput"]["samples_per_sec"] > 0
 

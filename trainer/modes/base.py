@@ -158,9 +158,9 @@ class Strategy:
         Returns:
             weight x summed loss of the rows this rank has outputs for, 0-dim, detached, on the device.
         """
-        share = weight * len(batch.targets)
+        scale = weight * len(batch.targets)
         loss = self.loss(self.outputs(batch.inputs), batch.targets)
-        loss = loss if share == 1.0 else loss * share
+        loss = loss if scale == 1.0 else loss * scale
         self.backward(loss)
         return loss.detach()
 
@@ -219,8 +219,8 @@ class Strategy:
         floats = [(live[name], average) for name, average in averages.items() if average.is_floating_point()]
 
         def swap() -> None:
-            for own, average in floats:
-                own.data, average.data = average.data, own.data
+            for parameter, average in floats:
+                parameter.data, average.data = average.data, parameter.data
 
         swap()
         try:

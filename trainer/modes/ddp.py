@@ -146,9 +146,9 @@ class DistributedDataParallel(Strategy):
         each = 2 * step_seconds / self.recipe.accumulate
         pairs, budget = self.world.broadcast_object((min(PAIRS, int(budget / each) - 1), budget))
         with undisturbed([self.module], self.device):
-            found = self._exposed(pairs) if pairs > 0 else self._exchange(budget)
+            measured = self._exposed(pairs) if pairs > 0 else self._exchange(budget)
         self.module.zero_grad()
-        return found
+        return measured
 
     def _exposed(self, pairs: int) -> Communication:
         batch = self.context.example.zeros(self.device, channels_last=self.recipe.channels_last)

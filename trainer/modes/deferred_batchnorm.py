@@ -116,7 +116,7 @@ class DeferredStatistics:
     def _each(self, numbers: Sequence[Any]) -> Tensor:
         """One number of each layer, for all of its channels."""
         ones = torch.split(torch.ones_like(self._before[0]), [len(layer.running_mean) for layer in self.layers])
-        return torch.cat([one * number for one, number in zip(ones, numbers, strict=True)])
+        return torch.cat([part * number for part, number in zip(ones, numbers, strict=True)])
 
     def _counting(self) -> list[Any]:
         return [layer for layer in self.layers if layer.num_batches_tracked is not None]

@@ -75,12 +75,12 @@ class LocalSGD(Strategy):
         """
         samples = self.context.samples
         start, stop = contiguous_span(samples, self.world.rank, self.world.size)
-        share = (stop - start) / samples
+        weight = (stop - start) / samples
         with torch.no_grad():
             for bucket in buckets(sources):
                 sent = torch.cat([sources[i].reshape(-1) for i in bucket])
                 if sent.is_floating_point():
-                    sent = (sent.double() if exact else sent) * share
+                    sent = (sent.double() if exact else sent) * weight
                 else:
                     sent = sent.long() * self.world.is_main
                 if self.world.shared:  # NCCL wants a card for each rank

@@ -99,10 +99,10 @@ class _GlobalBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        own = torch.stack(_statistics(inputs))
+        local = torch.stack(_statistics(inputs))
         # A row a rank, of which each fills its own: with equal rows that is what `all_gather` does, in every version.
-        every = own.new_zeros(dist.get_world_size(), *own.shape)
-        every[dist.get_rank()] = own
+        every = local.new_zeros(dist.get_world_size(), *local.shape)
+        every[dist.get_rank()] = local
         dist.all_reduce(every)
         means, variances = every.unbind(1)
         mean = means.mean(0)
@@ -123,11 +123,11 @@ class _GlobalBatchNorm(torch.autograd.Function):
         _, *sums = torch.ops.aten.native_batch_norm_backward(
             gradient, inputs, ones, mean, variance, mean, scale, False, ctx.eps, [False, True, True]
         )
-        own = torch.stack(sums)
-        share = own / ctx.count
-        dist.all_reduce(share)
+        local = torch.stack(sums)
+        means = local / ctx.count
+        dist.all_reduce(means)
         # The gradient's mean and its part along the normalised inputs change no output: they are taken out.
-        inner = gradient - batch_norm(inputs, mean, variance, share[0], share[1], False, 0.0, ctx.eps)
+        inner = gradient - batch_norm(inputs, mean, variance, means[0], means[1], False, 0.0, ctx.eps)
         scale = scale if weight is None else scale * weight
         inner *= scale.view(-1, *[1] * (inputs.dim() - 2))
-        return inner, own[0] if weight is not None else None, own[1] if ctx.biased else None, None, None
+        return inner, local[0] if weight is not None else None, local[1] if ctx.biased else None, None, None

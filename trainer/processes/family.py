@@ -62,9 +62,9 @@ def _read(pid: int, name: str) -> bytes:
 
 def living() -> dict[int, tuple[int, str]]:
     """Ranks of this machine that live, this one too: rank -> process id, and the kernel's letter for its state."""
-    found: dict[int, tuple[int, str]] = {}
+    ranks: dict[int, tuple[int, str]] = {}
     if "RANK" not in os.environ or not os.path.isdir("/proc"):
-        return found
+        return ranks
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError, ValueError):  # it ended meanwhile, or is not ours to look at
             state, parent = _read(int(pid), "stat").decode(errors="replace").rpartition(")")[2].split()[:2]
@@ -72,8 +72,8 @@ def living() -> dict[int, tuple[int, str]]:
                 words = _read(int(pid), "environ").split(b"\0")
                 rank = [word[5:] for word in words if word.startswith(b"RANK=")]
                 if rank:
-                    found[int(rank[0])] = int(pid), state
-    return found
+                    ranks[int(rank[0])] = int(pid), state
+    return ranks
 
 
 def wake() -> list[int]:

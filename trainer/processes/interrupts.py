@@ -108,19 +108,18 @@ class Interrupts:
             self._watchdog.tell(" ".join(str(pid) for pid, _ in living.values()))
         self._beat = time.monotonic()
 
-    def too_slow(self, pace: float) -> str:
+    def too_slow(self, step_seconds: float) -> str:
         """What to say, once, when a step takes longer than it may after a signal."""
-        if pace <= self.grace or self._said:
+        if step_seconds <= self.grace or self._said:
             return ""
         self._said = True
-        wish = math.ceil(2 * pace)
+        wish = math.ceil(2 * step_seconds)
         advice = f"type grace={wish}"
         if launchers_patience() - LEAVING < wish:
             advice += f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wish + 30} for torchrun, which kills after "
             advice += f"{launchers_patience():g} s"
-        return (
-            f"  a step takes {pace:.0f} s, and {self.grace:g} s after a signal the run leaves without saving: {advice}"
-        )
+        limit = f"{self.grace:g} s after a signal the run ends without saving"
+        return f"  a step takes {step_seconds:.0f} s, and {limit}: {advice}"
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -178,8 +177,8 @@ def launchers_patience() -> float:
     """Seconds from torchrun's SIGTERM to its SIGKILL; without one, for ever."""
     if not place().launched:
         return float("inf")
-    said = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    return float(said) if said.isdigit() else 30.0
+    setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    return float(setting) if setting.isdigit() else 30.0
 
 
 class _Terminal(io.FileIO):

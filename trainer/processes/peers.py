@@ -111,10 +111,10 @@ def _interface(variable: str) -> str:
 def shared_memory() -> str:
     """The size of /dev/shm and what is free of it, in MiB."""
     try:
-        found = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError:
         return "there is none"
-    size, free = (found.f_frsize * blocks >> 20 for blocks in (found.f_blocks, found.f_bavail))
+    size, free = (status.f_frsize * blocks >> 20 for blocks in (status.f_blocks, status.f_bavail))
     return f"{size} MiB, {free} free"
 
 

@@ -26,8 +26,8 @@ def packed(value: Any, what: str, instead: str = STAY) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
-        found: bytes = cloudpickle.dumps(value)
-        return found
+        content: bytes = cloudpickle.dumps(value)
+        return content
     except Exception as error:  # an object may raise anything at all as it is pickled
         reason = " ".join(str(error).split())[:160]
         raise RecipeError(

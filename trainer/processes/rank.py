@@ -88,5 +88,5 @@ def is_restart() -> bool:
 
 def is_this_job(owner: str) -> bool:
     """Whether a `signature` is of this job before it was restarted."""
-    own, _, batch = owner.partition("\n")
-    return (place().restarts > 0 and own == job_id()) or (is_restart() and bool(batch) and batch == batch_job())
+    job, _, batch = owner.partition("\n")
+    return (place().restarts > 0 and job == job_id()) or (is_restart() and bool(batch) and batch == batch_job())

@@ -40,12 +40,12 @@ def within(seconds: float, work: Callable[[], Found]) -> Found:
     Raises:
         TimeoutError: it has not returned after so many seconds; those in which this process was stopped do not count.
     """
-    found: list[Found] = []
+    results: list[Found] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except BaseException as error:
             raised.append(error)
 
@@ -57,6 +57,6 @@ def within(seconds: float, work: Callable[[], Found]) -> Found:
             break
     if raised:
         raise raised[0]
-    if not found:
+    if not results:
         raise TimeoutError
-    return found[0]
+    return results[0]

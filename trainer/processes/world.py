@@ -49,10 +49,10 @@ def cuda_count() -> int:
     Raises:
         SetupError, RecipeError: cards are here that torch cannot use.
     """
-    found = cards.look()
-    if found.fault is not None:
-        raise found.fault
-    return found.count
+    installed = cards.look()
+    if installed.fault is not None:
+        raise installed.fault
+    return installed.count
 
 
 def cuda_for(devices: Sequence[str] | Literal["auto"]) -> int:
@@ -228,9 +228,9 @@ class World:
     def agree(self, store: Store) -> None:
         """Find out what all ranks are on, before there is a group: nodes may differ, and a backend is for all."""
         store.set(f"device/{self.rank}", f"{self.device}{'#' * self.shared}")
-        found = [store.get(f"device/{rank}").decode() for rank in range(self.size)]
-        self.shared = any(device.endswith("#") for device in found)
-        with_gpu = ["cuda" in device for device in found]
+        devices = [store.get(f"device/{rank}").decode() for rank in range(self.size)]
+        self.shared = any(device.endswith("#") for device in devices)
+        with_gpu = ["cuda" in device for device in devices]
         if any(with_gpu) and not all(with_gpu):
             raise SetupError(
                 f"rank {with_gpu.index(True)} trains on a GPU and rank {with_gpu.index(False)} has none: "
@@ -367,7 +367,7 @@ class World:
             made = make()
         except TrainerError as caught:
             error = caught
-        failed = [one for one in self.wait_for(error, patience) if one]
+        failed = [error for error in self.wait_for(error, patience) if error]
         if error is not None or failed:
             raise error or failed[0]
         return made

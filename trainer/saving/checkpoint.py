@@ -122,15 +122,15 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Found | None:
         CheckpointError: there are checkpoints and none is good.
         SetupError: the folder cannot be read.
     """
-    found = checkpoints_in(folder / "checkpoints")
-    for path in found:
+    paths = checkpoints_in(folder / "checkpoints")
+    for path in paths:
         try:
             return Found(path, load(path))
         except CheckpointError as error:
             warn(f"skipped a bad checkpoint: {error}")
-    if found:
+    if paths:
         raise CheckpointError(
-            f"{folder / 'checkpoints'}: no good checkpoint among the {len(found)} there; "
+            f"{folder / 'checkpoints'}: no good checkpoint among the {len(paths)} there; "
             "start anew in another folder (output=...), or from model.init_from=<a .safetensors file>"
         )
     return None
@@ -215,11 +215,11 @@ def _read_back(draft: Path) -> None:
 
 def _prune(home: Path, fresh: Path, keep: int) -> None:
     """Remove what is older than `keep` good checkpoints (bad ones do not count); renamed first, so never half there."""
-    found = checkpoints_in(home)
-    if len(found) <= keep:
+    paths = checkpoints_in(home)
+    if len(paths) <= keep:
         return
     good, doomed = 0, []
-    for path in found:
+    for path in paths:
         if good >= keep and path != fresh:
             doomed.append(path)
         elif path == fresh or _is_good(path):
@@ -280,8 +280,8 @@ def understood(path: Path, raw: bytes) -> Manifest:
         manifest = Manifest.model_validate_json(body + b"\n}")
     except ValidationError as error:
         first = error.errors()[0]
-        found = " ".join(f"{'.'.join(map(str, first['loc']))[:80]}: {first['msg']}".split())
-        raise CheckpointError(f"{path}: {MANIFEST} makes no sense ({found})") from None
+        fault = " ".join(f"{'.'.join(map(str, first['loc']))[:80]}: {first['msg']}".split())
+        raise CheckpointError(f"{path}: {MANIFEST} makes no sense ({fault})") from None
     name = _NAME.fullmatch(path.name)
     if name and int(name[1]) != manifest.step:
         raise CheckpointError(f"{path}: {MANIFEST} is of step {manifest.step}: the folder was renamed")

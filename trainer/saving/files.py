@@ -100,12 +100,12 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it holds something else.
     """
     try:
-        found = json.loads(read(path))
+        content = json.loads(read(path))
     except (ValueError, RecursionError):
         raise ValueError("it holds no JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
-    return found
+    return content
 
 
 def usable_json(path: Path, warn: Callable[[str], None] = lambda line: None) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class RunFolder(NullFolder):
             self.settled["data__cache"] = before.data.cache
         changes = recipes.changed_keys(before, recipe.replace(**self.settled))
         if before.data.name in OWN_PHOTOS:  # what null was before a run's recipe said it
-            changes = {key: found for key, found in changes.items() if found != (None, PHOTOS.get(key))}
+            changes = {key: pair for key, pair in changes.items() if pair != (None, PHOTOS.get(key))}
         if "data.pixel_range" in changes and "data.pixel_range" not in recipes.origins(str(file)):
             self._check_range(changes.pop("data.pixel_range")[1])
         if changes:

@@ -21,11 +21,11 @@ def run_named(name: str) -> Path:
     path = os.path.expanduser(name)
     below = path if path.split(os.sep)[0] in (HOME, "", ".", "..") else os.path.join(HOME, path)
     candidates = list(dict.fromkeys((path, below)))
-    there = [Path(found) for found in candidates if os.path.exists(found)]
+    there = [Path(candidate) for candidate in candidates if os.path.exists(candidate)]
     if not there:
         nor = f", nor {HOME}/{name[:120]}" if len(candidates) > 1 else ""
         raise CheckpointError(f"'{name[:120]}' is not there{nor}: {_hint(path)}")
-    good = [found for found in there if found.is_file() or any((found / name).is_file() for name in WEIGHTS)]
+    good = [run for run in there if run.is_file() or any((run / file).is_file() for file in WEIGHTS)]
     return (good or there)[0]
 
 

@@ -17,7 +17,7 @@ from trainer.saving.checkpoint import Found, Manifest, State, assembled, load, m
 from trainer.saving.tensor_files import CHUNK
 
 
-def on_every_rank(found: Found | None, world: World) -> State | None:
+def on_every_rank(newest: Found | None, world: World) -> State | None:
     """Rank 0's checkpoint; collective.
 
     A rank that finds the very same folder, whole, reads from it. Where one does not, as on another machine that does
@@ -30,13 +30,13 @@ def on_every_rank(found: Found | None, world: World) -> State | None:
         CheckpointError: rank 0's files changed meanwhile.
         SetupError: this rank has no room for temporary files.
     """
-    told: tuple[Path, bytes] | None = world.broadcast_object(
-        (found.path, manifest_bytes(found.path)) if found else None
+    described: tuple[Path, bytes] | None = world.broadcast_object(
+        (newest.path, manifest_bytes(newest.path)) if newest else None
     )
-    if told is None:
+    if described is None:
         return None
-    path, raw = told
-    state = found.state if found else found_here(path, raw)
+    path, raw = described
+    state = newest.state if newest else found_here(path, raw)
     if world.max_(torch.tensor(float(state is None))).item():
         received = _sent(path, understood(path, raw), world, wanted=state is None)
         state = state or received

@@ -84,7 +84,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     """
     inner = path.is_dir() and is_checkpoint(path)
     folders = [path, *path.absolute().parents[:2]] if inner else [path]
-    file = next((there for one in folders if (there := one / "last.safetensors").is_file()), path)
+    file = next((there for folder in folders if (there := folder / "last.safetensors").is_file()), path)
     if file.suffix != ".safetensors":
         return {}
     try:

@@ -73,17 +73,17 @@ def train(
         raise RecipeError('a child of this script trains again: put train(...) under if __name__ == "__main__":')
     if isinstance(recipe, nn.Module):
         raise RecipeError("a model is given by its name: train(model=net, data=(train_set, val_set))")
-    own, rest = _apart(words, nproc, plugin)
+    options, rest = _apart(words, nproc, plugin)
     for name, function in (("on_epoch", on_epoch), ("on_step", on_step)):
         if function is not None and not callable(function):
             raise RecipeError(f"{name}= is a function of one report, not {type(function).__name__}")
     callbacks = Callbacks(on_epoch, on_step)
     with objects.lent(model, data) as names:
         chosen = load(recipe, *rest, **{**names, **keywords})
-        if launching.wants_children(chosen, own["nproc"]):
-            result = _in_children(chosen, own, callbacks)
+        if launching.wants_children(chosen, options["nproc"]):
+            result = _in_children(chosen, options, callbacks)
         else:
-            launching.load_plugin(own["plugin"])
+            launching.load_plugin(options["plugin"])
             result = _in_this_process(chosen, callbacks)
     if isinstance(model, nn.Module):
         _give_back(model, result)
@@ -126,12 +126,12 @@ def _in_this_process(recipe: Recipe, callbacks: Callbacks) -> Result:
         _here.release()
 
 
-def _in_children(recipe: Recipe, own: Mapping[str, str | None], callbacks: Callbacks) -> Result:
-    given = objects.sent(recipe, own["plugin"])
-    plugin = objects.MODULE if given else own["plugin"]
+def _in_children(recipe: Recipe, options: Mapping[str, str | None], callbacks: Callbacks) -> Result:
+    given = objects.sent(recipe, options["plugin"])
+    plugin = objects.MODULE if given else options["plugin"]
     wanted = callbacks.wanted()
     answer = callbacks.answer if wanted else None
-    return cast(Result, hosted.train_in_children(recipe, plugin, own["nproc"], given, answer, wanted))
+    return cast(Result, hosted.train_in_children(recipe, plugin, options["nproc"], given, answer, wanted))
 
 
 def _give_back(model: nn.Module, result: Result) -> None:

@@ -37,10 +37,10 @@ def facts(run: Run) -> dict[str, str]:
         "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
         "devices": devices,
         **run.strategy.notes(),
-        "model": f"{recipe.model.name}, {run.model_size:,} parameters ({', '.join(options)})",
+        "model": f"{recipe.model.name}, {run.model.parameters:,} parameters ({', '.join(options)})",
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
         f"{_named(run)}, {' x '.join(map(str, data.inputs.shape))}",
-        **run.notes,
+        **run.model.notes,
         **data.notes,
         "batch": batch,
         **({"readers": workers} if (workers := run.loader.workers_in_words()) else {}),
@@ -82,7 +82,7 @@ def few_for_batch_norm(run: Run) -> str | None:
         whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
         if whole >= 2 * FEW:
             instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")
-    if not run.batch_norm or rows >= FEW or rows == recipe.batch_size:
+    if not run.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
         return None
     return (
         f"mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} they are too rough: "

@@ -1,4 +1,4 @@
-"""What a run tells the program that called it, epoch by epoch and at logged steps, and whether it is to go on."""
+"""Callbacks of the program that called `train`: after epochs and at logged steps, each may end the run."""
 
 from __future__ import annotations
 
@@ -63,65 +63,65 @@ OnStep = Callable[[StepReport], object]
 
 
 class Callbacks:
-    """A program's functions. Rank 0 calls them; all ranks hear whether the run goes on."""
+    """A program's functions. Rank 0 calls them and broadcasts whether the run goes on."""
 
     def __init__(self, on_epoch: OnEpoch | None = None, on_step: OnStep | None = None) -> None:
         self.on_epoch, self.on_step = on_epoch, on_step
-        self._told = self.wanted()
+        self._wanted = self.wanted()
 
     def connect(self, world: World) -> None:
-        """All ranks take part in what rank 0's program wants to hear, whatever theirs wants. Collective."""
-        self._told = world.broadcast_object(self._told)
+        """Let every rank know which functions rank 0's program has. Collective."""
+        self._wanted = world.broadcast_object(self._wanted)
 
-    def tells(self, name: str) -> bool:
-        """Whether there is an "on_epoch" or "on_step" to tell."""
-        return name in self._told.split(",")
+    def has(self, name: str) -> bool:
+        """Whether rank 0 has an "on_epoch" or "on_step"."""
+        return name in self._wanted.split(",")
 
     def epoch(self, world: World, report: EpochReport) -> bool:
         """Whether training goes on after this epoch. Collective."""
-        return not self.tells("on_epoch") or self._agreed(world, report)
+        return not self.has("on_epoch") or self._agreed(world, report)
 
     def step(self, world: World, report: StepReport) -> bool:
         """Whether training goes on after this logged step. Collective."""
-        return not self.tells("on_step") or self._agreed(world, report)
+        return not self.has("on_step") or self._agreed(world, report)
 
     def close(self) -> None:
-        """There is nothing more to tell."""
+        """No more calls follow."""
 
     def _agreed(self, world: World, report: EpochReport | StepReport) -> bool:
         raised: BaseException | None = None
-        heard: bool | str = True
+        answer: bool | str = True
         if world.is_main:
             try:
-                heard = self.heard(report)
+                answer = self.call(report)
             except Exception as error:
-                raised, heard = error, f"{_called(report)} raised {type(error).__name__}: {error}"
-        heard = world.broadcast_object(heard)
+                raised, answer = error, f"{_name(report)} raised {type(error).__name__}: {error}"
+        answer = world.broadcast_object(answer)
         if raised is not None:
             raise raised
-        if isinstance(heard, str):
-            raise TrainerError(heard)
-        return heard
+        if isinstance(answer, str):
+            raise TrainerError(answer)
+        return answer
 
-    def heard(self, report: EpochReport | StepReport) -> bool:
+    def call(self, report: EpochReport | StepReport) -> bool:
         """Call the function: any answer but False means to go on."""
         function: Any = self.on_epoch if isinstance(report, EpochReport) else self.on_step
         answer = function(report)
         return not isinstance(answer, bool | np.bool_) or bool(answer)
 
     def wanted(self) -> str:
-        """The kinds of reports that there are functions for."""
+        """Names of the functions that there are."""
         return ",".join(name for name in ("on_epoch", "on_step") if getattr(self, name) is not None)
 
     def answer(self, message: Mapping[str, Any]) -> bool:
-        """What a rank of another process told (see `Remote`), answered."""
+        """Answer a message of `Remote` in a rank's process."""
         fields = dict(message)
         kind = EpochReport if fields.pop("called") == "on_epoch" else StepReport
-        return self.heard(kind(**fields))
+        return self.call(kind(**fields))
 
 
 class Remote(Callbacks):
-    """Functions of the program that started these ranks: rank 0 asks over a socket, and waits for the answer."""
+    """Functions of the program that started these ranks: rank 0 calls them over a socket, and waits for the answer."""
 
     def __init__(self, address: str, wanted: str) -> None:
         def never(report: object) -> None:
@@ -129,31 +129,31 @@ class Remote(Callbacks):
 
         super().__init__(*(never if name in wanted.split(",") else None for name in ("on_epoch", "on_step")))
         self._address = address
-        self._wire: Any = None
+        self._socket: Any = None
 
-    def heard(self, report: EpochReport | StepReport) -> bool:
+    def call(self, report: EpochReport | StepReport) -> bool:
         try:
-            if self._wire is None:
-                self._wire = hosted.connect(self._address).makefile("rwb")
-            self._wire.write(json.dumps({"called": _called(report), **asdict(report)}).encode() + b"\n")
-            self._wire.flush()
-            line = self._wire.readline()
+            if self._socket is None:
+                self._socket = hosted.connect(self._address).makefile("rwb")
+            self._socket.write(json.dumps({"called": _name(report), **asdict(report)}).encode() + b"\n")
+            self._socket.flush()
+            line = self._socket.readline()
         except OSError:
             line = b""
         if not line:  # the program is leaving, and says so by a signal
             return True
         reply: dict[str, Any] = json.loads(line)
         if "raised" in reply:
-            raise TrainerError(f"{_called(report)} raised {reply['raised']}")
+            raise TrainerError(f"{_name(report)} raised {reply['raised']}")
         return bool(reply["go_on"])
 
     def close(self) -> None:
-        if self._wire is not None:
+        if self._socket is not None:
             with suppress(OSError):
-                self._wire.close()
+                self._socket.close()
 
 
-def _called(report: EpochReport | StepReport) -> str:
+def _name(report: EpochReport | StepReport) -> str:
     return "on_epoch" if isinstance(report, EpochReport) else "on_step"
 
 

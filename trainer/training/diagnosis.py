@@ -44,12 +44,12 @@ def diagnose(run: Run) -> Verdict | None:
         bubble_at_most=idle_share(run, float(facts.get("bubble_at_most") or 0.0)),
         busy=facts.get("stage_seconds") or (),
     )
-    share = max(1, cores() // run.loader.readers)
+    cores_per_reader = max(1, cores() // run.loader.readers)
     gpu = world.device.type == "cuda"
     begun = time.perf_counter()
     reading = _reading(run, BUDGET * spent) if shares(measured)["data"] >= NAMED else None
     probe += time.perf_counter() - begun
-    setting = Setting(world.size, share, run.loader.workers, gpu, len(run.datasets.train), reading)
+    setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, len(run.datasets.train), reading)
     verdict: Verdict = world.broadcast_object(judge(measured, seconds, run.recipe, setting, probe))
     return verdict
 

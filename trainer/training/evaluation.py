@@ -39,14 +39,14 @@ class Sums:
         world.heartbeat()
         mine = [self.parts[name].cpu() if name in self.parts else torch.zeros(shape) for name, shape in layout.items()]
         flat = torch.cat([*(part.double().flatten() for part in mine), torch.tensor([float(self.count)]).double()])
-        *_, count = found = world.sum_(flat)
+        *_, count = summed = world.sum_(flat)
         if not count:
             return dict.fromkeys(self.task.metric_names(), math.nan), 0
-        pieces = torch.split(found[:-1], [shape.numel() for shape in layout.values()])
+        pieces = torch.split(summed[:-1], [shape.numel() for shape in layout.values()])
         whole = {name: piece.view(shape) for (name, shape), piece in zip(layout.items(), pieces, strict=True)}
         # A task of the user's own may differ in the last bits from rank to rank, and all must see the same best epoch.
-        told: dict[str, float] = world.broadcast_object(self.task.metrics(whole, int(count)))
-        return told, int(count)
+        metrics: dict[str, float] = world.broadcast_object(self.task.metrics(whole, int(count)))
+        return metrics, int(count)
 
 
 def evaluate(
@@ -81,6 +81,6 @@ def evaluate(
     return {**{f"val_{name}": value for name, value in metrics.items()}, "val_samples": count}
 
 
-def metrics_of(found: Mapping[str, float]) -> dict[str, float]:
+def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
     """The task's metrics under its own names, from what `evaluate` returns."""
-    return {key.removeprefix("val_"): value for key, value in found.items() if key != "val_samples"}
+    return {key.removeprefix("val_"): value for key, value in values.items() if key != "val_samples"}

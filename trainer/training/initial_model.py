@@ -74,7 +74,7 @@ def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
     try:
         with torch.no_grad():
             sums = task.sums(model(two.inputs).float(), two.targets)
-            found = task.metrics({key: part.double() for key, part in sums.items()}, 2).keys()
+            keys = task.metrics({key: part.double() for key, part in sums.items()}, 2).keys()
     except ArithmeticError:  # figures of nothing
         return
     except Exception as error:  # a user's task may raise anything at all
@@ -83,9 +83,9 @@ def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
         ) from error
     finally:
         model.train()
-    absent = set(task.metric_names()) - found
+    absent = set(task.metric_names()) - keys
     if absent:
-        raise RecipeError(f"task.name={name}: its metrics are {', '.join(found)}, without {', '.join(sorted(absent))}")
+        raise RecipeError(f"task.name={name}: its metrics are {', '.join(keys)}, without {', '.join(sorted(absent))}")
 
 
 def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:

@@ -16,11 +16,11 @@ from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
-from trainer.training import diagnosis, presenting, reporting, resuming, stopping, telling
+from trainer.training import diagnosis, presenting, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import evaluate, metrics_of
-from trainer.training.meeting import Meeting, leave
 from trainer.training.mistakes import Mistakes
+from trainer.training.rank_sync import RankSync, leave
 from trainer.training.results import Result
 from trainer.training.run import WORKERS, Run
 from trainer.training.wiring import prepare
@@ -71,7 +71,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     start = run.position.step_in_epoch
     stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)
     batches = run.loader.training(epoch, start, stop)
-    meeting = Meeting(run)
+    sync = RankSync(run)
     run.interrupts.beat()
     strategy.train()
     unlogged = run.unlogged
@@ -104,8 +104,8 @@ def train_epoch(run: Run, epoch: int) -> None:
         run.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
         save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
-        if log or save or step >= meeting.next:
-            agreed = meeting.hold(log)
+        if log or save or step >= sync.next:
+            agreed = sync.after_step(log)
             agreed.check(run)
             over = agreed.late
             with run.ledger.span("logging"):
@@ -115,7 +115,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                     mean = agreed.loss / len(unlogged)
                     unlogged.clear()
                     reporting.log_step(run, mean, lr, norm, agreed.window)
-                    over |= not telling.told_step(run, mean, lr, agreed.window)
+                    over |= not reporting.report_step(run, mean, lr, agreed.window)
                 run.tracker.progress(step, epoch + 1)
             if agreed.stop is not None:
                 leave(run, agreed.stop)
@@ -145,10 +145,10 @@ def end_epoch(run: Run, epoch: int) -> None:
         run.position = Position(step, epoch + 1, 0)
         return
     last = stopping.may_be_last(run, epoch)
-    found = Mistakes(run.task, run.loader.evaluation_spans) if last and run.recipe.logging.tensorboard else None
+    mistakes = Mistakes(run.task, run.loader.evaluation_spans) if last and run.recipe.logging.tensorboard else None
     begun = time.perf_counter()
     with run.ledger.span("evaluation"):
-        history.validation = measure(run, found, None if last else epoch + 1)
+        history.validation = measure(run, mistakes, None if last else epoch + 1)
     speed = history.validation["val_samples"] / (time.perf_counter() - begun)
     note_skipped(run)
     if run.loader.measured_workers:
@@ -162,12 +162,12 @@ def end_epoch(run: Run, epoch: int) -> None:
     run.position = Position(step, epoch + 1, 0)
     if stopping.lost_patience(run):
         tracker.say(stopping.patience_line(run))
-    if not telling.told_epoch(run, epoch, improved):
+    if not reporting.report_epoch(run, epoch, improved):
         run.total_steps = step
     finished = stopping.is_over(run) or epoch + 1 == run.recipe.epochs
-    if finished and found is not None:
+    if finished and mistakes is not None:
         with run.ledger.span("evaluation"):
-            presenting.mistakes(run, found)
+            presenting.mistakes(run, mistakes)
             presenting.timeline(run)
     save = run.recipe.save
     with run.ledger.span("saving"):
@@ -188,13 +188,13 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
     run.interrupts.beat()
     averages = run.average.tensors() if run.average is not None else {}
     run.strategy.settle(averages)
-    meeting, begun, total = Meeting(run, 0), time.perf_counter(), run.loader.evaluation_batches
+    sync, begun, total = RankSync(run, 0), time.perf_counter(), run.loader.evaluation_batches
 
     def boundary(done: int) -> None:
         run.interrupts.beat()
         run.tracker.evaluating(done, total)
-        if meeting.next <= done < total:
-            agreed = meeting.exchange(done, (time.perf_counter() - begun) / done, first=done == 1)
+        if sync.next <= done < total:
+            agreed = sync.exchange(done, (time.perf_counter() - begun) / done, first=done == 1)
             if agreed.stop is not None:
                 raise agreed.stop()
 
@@ -226,15 +226,15 @@ def note_memory(run: Run) -> None:
 def finish(run: Run) -> Result:
     """A run that ended well: the last result, the last line, the group dissolved."""
     note_memory(run)
-    found = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
+    verdict = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
     result = reporting.result(run, "completed")
-    result["verdict"] = found.to_dict() if found else None
+    result["verdict"] = verdict.to_dict() if verdict else None
     if run.timer.seen == 0:  # continued with no step left to train: what was measured stands
         previous = run.tracker.previous_result()
         result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
-    presenting.end(run, shared, found)
+    presenting.end(run, shared, verdict)
     run.tracker.say(reporting.last_line(run, shared))
     run.tracker.close()
     run.loader.close()

@@ -1,4 +1,4 @@
-"""What an evaluation shows beside its figures: the samples told worst, and which class is taken for which."""
+"""What an evaluation shows beside its figures: the worst predictions, and which class is taken for which."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trainer.errors import Interrupted, Preempted, TrainerError
 from trainer.processes.world import World
 from trainer.tasks import Task
 
-WORST, TOLD = 16, 3  # samples; what is told of each
+WORST, BEST = 16, 3  # samples; predictions of each that are kept
 CLASSES = 256  # up to which every pair is counted
-ONE_BY_ONE = 512  # samples looked at where a task tells the loss of one only
-Found = TypeVar("Found")
+ONE_BY_ONE = 512  # samples of which a task computes the losses one by one
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out sample: its place, its loss, its targets, and what was told of it, best first, as (place, number)."""
+    """A held-out sample: its place, its loss, its targets, and its predictions, best first, as (place, number)."""
 
     place: int
     loss: float
     target: Tensor
-    told: tuple[tuple[int, float], ...]
+    predicted: tuple[tuple[int, float], ...]
 
 
 class Mistakes:
@@ -44,13 +44,13 @@ class Mistakes:
         self.pairs: Tensor | None = None
         self.hits: Tensor | None = None
         self.counts: Tensor | None = None
-        self._worst: tuple[Tensor, ...] = ()  # losses, places, targets, and what is told with its numbers
+        self._worst: tuple[Tensor, ...] = ()  # losses, places, targets, and predictions with their numbers
         self._done = self._rows = 0
         self._losses = self._counting = True
         self._each = type(task).losses is not Task.losses
 
     def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
-        """The next batch; its first `count` rows are real. A task of the user's own that cannot be asked is let be."""
+        """The next batch; its first `count` rows are real. A user's task that fails is left out."""
         start, stop = self.spans[self._done]
         self._done += 1
         if not count:
@@ -82,19 +82,19 @@ class Mistakes:
         self._rows += len(outputs)
         losses = self.task.losses(outputs, targets).detach()
         places = torch.arange(start, start + len(outputs), device=losses.device)
-        told, numbers = self._told(outputs)
-        fresh = (losses, places, targets, told, numbers)
+        predicted, numbers = self._predicted(outputs)
+        fresh = (losses, places, targets, predicted, numbers)
         whole = tuple(torch.cat(both) for both in zip(self._worst, fresh, strict=True)) if self._worst else fresh
         keep = whole[0].topk(min(WORST, len(whole[0]))).indices
         self._worst = tuple(part[keep] for part in whole)
         return True
 
-    def _told(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        found = _possible(lambda: self.task.ranked(outputs))
-        if found is None:
+    def _predicted(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        ranked = _possible(lambda: self.task.ranked(outputs))
+        if ranked is None:
             nothing = outputs.new_zeros(len(outputs), 0)
             return nothing.long(), nothing
-        return found[0][:, :TOLD], found[1][:, :TOLD]
+        return ranked[0][:, :BEST], ranked[1][:, :BEST]
 
     def gathered(self, world: World) -> list[Mistake]:
         """All ranks' worst, the worst first, on rank 0; the counts are then those of all ranks. Collective."""
@@ -104,19 +104,19 @@ class Mistakes:
             mine = (counted, [part.cpu() for part in self._worst])
         parts = [part for part in world.gather(mine) if part is not None]
         pairs, hits, counts = ([counted[n] for counted, _ in parts if counted[n] is not None] for n in range(3))
-        self.pairs, self.hits, self.counts = (sum(found) if found else None for found in (pairs, hits, counts))
+        self.pairs, self.hits, self.counts = (sum(mistakes) if mistakes else None for mistakes in (pairs, hits, counts))
         if self.pairs is not None:
             self.pairs = self.pairs.view(math.isqrt(len(self.pairs)), -1)
-        found = [
-            Mistake(int(place), float(loss), target, tuple(zip(told.tolist(), numbers.tolist(), strict=True)))
+        mistakes = [
+            Mistake(int(place), float(loss), target, tuple(zip(predicted.tolist(), numbers.tolist(), strict=True)))
             for _, worst in parts
             if worst
-            for loss, place, target, told, numbers in zip(*worst, strict=True)
+            for loss, place, target, predicted, numbers in zip(*worst, strict=True)
         ]
-        return sorted(found, key=lambda one: -one.loss if math.isfinite(one.loss) else math.inf)[:WORST]
+        return sorted(mistakes, key=lambda mistake: -mistake.loss if math.isfinite(mistake.loss) else math.inf)[:WORST]
 
 
-def _possible(ask: Callable[[], Found]) -> Found | None:
+def _possible(ask: Callable[[], Answer]) -> Answer | None:
     """What a task answers; None where it cannot: pictures are no reason to end a run."""
     try:
         return ask()

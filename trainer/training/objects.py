@@ -100,13 +100,13 @@ class GivenData:
 def _three(source: Any) -> tuple[Any, Any, Any]:
     """Training set, held-out set, and names, their number, or None."""
     if isinstance(source, Mapping):
-        found = [next((source[name] for name in names if name in source), None) for names in (TRAINING, HELD_OUT)]
-        if found[0] is None or found[1] is None:
+        sets = [next((source[name] for name in names if name in source), None) for names in (TRAINING, HELD_OUT)]
+        if sets[0] is None or sets[1] is None:
             raise RecipeError(
                 f"data= has {', '.join(map(str, source))}: it needs train, and validation or test; "
                 "one set is cut in two by set.train_test_split(0.2) or torch.utils.data.random_split(set, [0.8, 0.2])"
             )
-        return found[0], found[1], source.get("classes")
+        return sets[0], sets[1], source.get("classes")
     if isinstance(source, tuple | list) and source and isinstance(source[0], Tensor | np.ndarray):
         raise RecipeError(
             "data= has tensors side by side: each set is a pair of its own, data=((inputs, targets), (inputs, "
@@ -137,10 +137,10 @@ def sent(recipe: Recipe, plugin: str | None) -> dict[str, bytes]:
         "data": (recipe.data.name, registered.registered.get(recipe.data.name)),
         "task": (task, kind),
     }
-    own = {what: found for what, found in named.items() if found[1] is not None}
-    if not own:
+    registered_here = {what: pair for what, pair in named.items() if pair[1] is not None}
+    if not registered_here:
         return {}
-    parts = {what: (name, pickling.packed(value, f"{what}={name}")) for what, (name, value) in own.items()}
+    parts = {what: (name, pickling.packed(value, f"{what}={name}")) for what, (name, value) in registered_here.items()}
     lines = ["from trainer.training import objects", f"objects.receive(__file__, {plugin!r})"]
     return {f"{MODULE}.py": "\n".join(lines).encode(), SENT: pickle.dumps(parts)}
 

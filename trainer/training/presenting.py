@@ -64,17 +64,17 @@ def first_batch(run: Run, batch: Batch) -> None:
         images = as_pictures(run.datasets, batch.inputs[:some])
         if images is not None and len(images):
             targets = batch.targets[:some].cpu()
-            captions = [[(said, "")] if (said := named(run, target)) else [] for target in targets]
+            captions = [[(label, "")] if (label := named(run, target)) else [] for target in targets]
             _picture(run, "batch as the model sees it", gallery.grid(images.numpy(), captions), 0)
 
 
-def mistakes(run: Run, found: Mistakes) -> None:
+def mistakes(run: Run, collected: Mistakes) -> None:
     """The worst predictions of the last evaluation, and how well each class is told. Collective."""
-    worst = found.gathered(run.world)
+    worst = collected.gathered(run.world)
     if run.tracker.shows:
         with dispensable(run.tracker):
             _worst(run, worst)
-            _classes(run, found)
+            _classes(run, collected)
 
 
 def _worst(run: Run, worst: list[Mistake]) -> None:
@@ -85,17 +85,17 @@ def _worst(run: Run, worst: list[Mistake]) -> None:
         _picture(run, "worst predictions", sheet, run.position.step)
 
 
-def _classes(run: Run, found: Mistakes) -> None:
-    if found.hits is not None and found.counts is not None:
+def _classes(run: Run, collected: Mistakes) -> None:
+    if collected.hits is not None and collected.counts is not None:
         step = run.position.step
-        held = found.counts.nonzero().flatten().tolist()  # classes of which there is a sample
-        names = [name(run, place) for place in range(len(found.counts))]
-        shares = [(found.hits[n] / found.counts[n]).item() for n in held]
+        held = collected.counts.nonzero().flatten().tolist()  # classes of which there is a sample
+        names = [name(run, place) for place in range(len(collected.counts))]
+        shares = [(collected.hits[n] / collected.counts[n]).item() for n in held]
         title = "accuracy of each class, the worst first"
-        counts = [int(found.counts[n]) for n in held]
+        counts = [int(collected.counts[n]) for n in held]
         _picture(run, "accuracy a class", gallery.class_bars(shares, counts, [names[n] for n in held], title), step)
-        if found.pairs is not None:
-            _picture(run, "confusion matrix", gallery.confusion(found.pairs.numpy(), names), step)
+        if collected.pairs is not None:
+            _picture(run, "confusion matrix", gallery.confusion(collected.pairs.numpy(), names), step)
 
 
 def timeline(run: Run) -> None:
@@ -166,11 +166,11 @@ def _settled(run: Run) -> dict[str, str]:
 def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:
     """Markdown, the upper half: how it went, where the time went, what to do next."""
     first, *rest = reporting.last_line(run, result).splitlines()
-    told = {title: text.strip() for title, _, text in (line.strip().partition(" ") for line in rest)}
+    by_title = {title: text.strip() for title, _, text in (line.strip().partition(" ") for line in rest)}
     kept = ["bubble", "weights"] + ["verdict"] * (verdict is None)
     return _markdown(
         {
-            f"# {first}": "\n\n".join(f"{what}: {told[what]}" for what in kept if what in told),
+            f"# {first}": "\n\n".join(f"{what}: {by_title[what]}" for what in kept if what in by_title),
             "## Where the time went": verdict.to_markdown() if verdict is not None else "",
             "## How to continue": _commands(_next(run, words_of(run.recipe))[1:]),
         }
@@ -181,8 +181,8 @@ def _markdown(parts: Mapping[str, str]) -> str:
     return "\n\n".join(f"{title}\n\n{text}" for title, text in parts.items() if text or title.startswith("# "))
 
 
-def _commands(found: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"- {what}: `{as_typed(f'python -m trainer {words}')}`" for what, words in found)
+def _commands(commands: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"- {what}: `{as_typed(f'python -m trainer {words}')}`" for what, words in commands)
 
 
 def _next(run: Run, words: Sequence[str]) -> list[tuple[str, str]]:
@@ -192,19 +192,19 @@ def _next(run: Run, words: Sequence[str]) -> list[tuple[str, str]]:
     kept = [shlex.quote(word) for word in words if not word.startswith(("output=", "resume="))]
     again = " ".join([*kept, *ranks])
     fresh = " ".join([*(word for word in kept if not word.startswith(("model.init_from=", "model.weights="))), *ranks])
-    found = [("go on", f"{again} output={where} resume=auto")]
-    found += [("the same run again", " ".join([f"recipe={where}/recipe.yaml", *ranks]))]
+    commands = [("go on", f"{again} output={where} resume=auto")]
+    commands += [("the same run again", " ".join([f"recipe={where}/recipe.yaml", *ranks]))]
     if not run.speed_only:
-        found += [("its accuracy once more", f"evaluate checkpoint={where}")]
-        found += [("a new run from these weights", f"{fresh} model.init_from={where}")]
-    return found
+        commands += [("its accuracy once more", f"evaluate checkpoint={where}")]
+        commands += [("a new run from these weights", f"{fresh} model.init_from={where}")]
+    return commands
 
 
 def _machine(run: Run) -> dict[str, str]:
-    found = {"host": platform.node(), "system": platform.platform(), "cores": f"{cores()} for this process"}
+    facts = {"host": platform.node(), "system": platform.platform(), "cores": f"{cores()} for this process"}
     if torch.cuda.is_available():
-        found["GPU"] = torch.cuda.get_device_name(run.world.device)
-    return found | {what: version for what, version in reporting.versions().items() if version}
+        facts["GPU"] = torch.cuda.get_device_name(run.world.device)
+    return facts | {what: version for what, version in reporting.versions().items() if version}
 
 
 def _main(run: Run) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def _main(run: Run) -> dict[str, Any]:
 def _changed(words: Sequence[str]) -> dict[str, Any]:
     """Keys that differ from the recipe's own, apart from where things lie."""
     pairs = (word.partition("=") for word in words)
-    found = {key: word_value(key, value) for key, _, value in pairs if key not in ("recipe", "output", "resume")}
-    return {key: value if isinstance(value, bool | int | float) else _words(value) for key, value in found.items()}
+    changed = {key: word_value(key, value) for key, _, value in pairs if key not in ("recipe", "output", "resume")}
+    return {key: value if isinstance(value, bool | int | float) else _words(value) for key, value in changed.items()}
 
 
 def _words(value: Any) -> str:
@@ -280,25 +280,26 @@ def named(run: Run, target: Tensor) -> str:
         return ", ".join(f"{value:.4g}" for value in target.flatten().tolist()[:3])
     if not target.is_floating_point():
         return ""
-    shares = [(share, place) for place, share in enumerate(target.tolist()) if share > 0]
-    told = [f"{name(run, place)}{'' if share == 1 else f' {share:.0%}'}" for share, place in sorted(shares)[::-1][:3]]
-    return ", ".join(told) or "none"
+    shares = [(fraction, place) for place, fraction in enumerate(target.tolist()) if fraction > 0]
+    best = sorted(shares)[::-1][:3]
+    labels = [f"{name(run, place)}{'' if fraction == 1 else f' {fraction:.0%}'}" for fraction, place in best]
+    return ", ".join(labels) or "none"
 
 
 def _caption(run: Run, mistake: Mistake) -> list[gallery.Line]:
     """What it is and what was said of it; of the worst, some may be right, and hardly."""
-    actual, told = named(run, mistake.target), mistake.told
+    actual, ranked = named(run, mistake.target), mistake.predicted
     end = ""
     if run.task.reads == "values":
-        said = ", ".join(f"{number:.4g}" for _, number in told)
+        prediction = ", ".join(f"{number:.4g}" for _, number in ranked)
     elif run.task.reads == "classes":
-        above = [(place, number) for place, number in told if number > 0.5]
-        said = ", ".join(f"{name(run, place)} {number:.0%}" for place, number in above) or "none"
-    elif told:
-        (place, number), *_ = told
-        said = name(run, place)
-        end = f" {number:.0%}{', right' if said == actual else ''}"
+        above = [(place, number) for place, number in ranked if number > 0.5]
+        prediction = ", ".join(f"{name(run, place)} {number:.0%}" for place, number in above) or "none"
+    elif ranked:
+        (place, number), *_ = ranked
+        prediction = name(run, place)
+        end = f" {number:.0%}{', right' if prediction == actual else ''}"
     else:
-        said = ""
+        prediction = ""
     lines = [(f"is {actual}", "")] * bool(actual)
-    return [*lines, (f"said {said}", end) if said else (f"loss {mistake.loss:.3g}", "")]
+    return [*lines, (f"said {prediction}", end) if prediction else (f"loss {mistake.loss:.3g}", "")]

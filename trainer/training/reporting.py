@@ -1,4 +1,4 @@
-"""What a run says of itself: logged values, lines for people, result.json. Reads a run, changes nothing."""
+"""What a run reports: logged values, a program's callbacks, lines for people, result.json."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.readable import as_size
 from trainer.telemetry.tracking import without_nan
 from trainer.telemetry.verdict import StepParts, shares
+from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result
 from trainer.training.run import Run
@@ -32,7 +33,7 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
     Args:
         loss, window: see `step_values`.
     """
-    figures, speed = run.strategy.figures(), pace(run, window)
+    figures, speed = run.strategy.figures(), images_per_second(run, window)
     values = step_values(run, loss, lr, norm.item() if norm is not None else None, window)
     if speed is not None:
         values |= _step_parts(run, window, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100))
@@ -49,7 +50,33 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
     run.tracker.scalars(values | figures, run.position.step)
 
 
-def pace(run: Run, timed: tuple[int, float, float]) -> float | None:
+def report_epoch(run: Run, epoch: int, best: bool) -> bool:
+    """Call the program's `on_epoch`; whether training goes on. Collective."""
+    history = run.history
+    report = EpochReport(
+        epoch=epoch + 1,
+        epochs=run.recipe.epochs,
+        step=run.position.step,
+        train_loss=history.losses[-1],
+        metrics=metrics_of(history.validation),
+        best=best,
+        seconds=run.seconds(),
+    )
+    return run.callbacks.epoch(run.world, report)
+
+
+def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]) -> bool:
+    """Call the program's `on_step` at a logged step, as `log_step` is told it; whether training goes on. Collective."""
+    if not run.callbacks.has("on_step"):
+        return True
+    speed = images_per_second(run, window)
+    report = StepReport(run.position.step, run.total_steps, run.position.epoch + 1, loss, lr, speed)
+    goes_on = run.callbacks.step(run.world, report)
+    run.timer.start()  # the program's time is no step's
+    return goes_on
+
+
+def images_per_second(run: Run, timed: tuple[int, float, float]) -> float | None:
     """Images a second of all devices in a window, which is as in `step_values`; None before warm-up is over."""
     steps, seconds, _ = timed
     return steps * run.loader.samples_per_step / seconds if seconds else None
@@ -68,7 +95,7 @@ def step_values(
     values = {"train/loss": loss, "train/lr": lr}
     if norm is not None:
         values["train/grad_norm"] = norm
-    if (speed := pace(run, timed)) is not None:
+    if (speed := images_per_second(run, timed)) is not None:
         values |= {
             "speed/samples_per_sec": speed,
             "speed/samples_per_sec_per_device": speed / run.world.count(),
@@ -87,7 +114,7 @@ def _step_parts(run: Run, timed: tuple[int, float, float], bubble: float) -> dic
     step = seconds / steps
     parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))
     shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.staged
-    return {f"speed/part_{name}_ms": 1e3 * step * share for name, share in parts.items() if name in shown}
+    return {f"speed/part_{name}_ms": 1e3 * step * fraction for name, fraction in parts.items() if name in shown}
 
 
 def idle_share(run: Run, measured: float) -> float:
@@ -102,20 +129,20 @@ def idle_share(run: Run, measured: float) -> float:
 def summary(run: Run) -> dict[str, float]:
     """How far the run has come, in the few figures by which runs are compared."""
     speed, history = run.timer.summary(run.loader.samples_per_step), run.history
-    found = {
+    figures = {
         f"best_{run.task.metric}": history.best,
         f"last_{run.task.metric}": history.validation.get(f"val_{run.task.metric}"),
         "samples_per_sec": speed["throughput"] and speed["throughput"]["samples_per_sec"],
         "step_ms": speed["step_time_s"] and 1e3 * speed["step_time_s"]["mean"],
         "hours": run.seconds() / 3600,
     }
-    return {f"summary/{name}": value for name, value in found.items() if value is not None}
+    return {f"summary/{name}": value for name, value in figures.items() if value is not None}
 
 
 def _mfu(run: Run, samples_per_sec: float) -> float | None:
-    if run.peak_flops is None:
+    if run.model.peak_flops is None:
         return None
-    return model_flops_utilisation(samples_per_sec, run.flops_per_sample, run.peak_flops)
+    return model_flops_utilisation(samples_per_sec, run.model.forward_flops, run.model.peak_flops)
 
 
 def epoch_line(run: Run, epoch: int) -> str:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainer import modes, tasks
-from trainer.data import Datasets, Shard, open_datasets, steps_per_epoch
+from trainer.data import Datasets, open_datasets, steps_per_epoch
 from trainer.data.cache import cached
 from trainer.data.feeds import known_labels
 from trainer.data.folders.splits import NOTHING_BEFORE, Before, continued
@@ -24,7 +23,6 @@ from trainer.processes import stacks
 from trainer.processes.allocation import keep_freed_memory
 from trainer.processes.world import PATIENCE, World, locate
 from trainer.recipe import Recipe, flatten
-from trainer.saving.checkpoint import State
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
 from trainer.telemetry.tracking import NullTracker, Tracker
@@ -32,7 +30,8 @@ from trainer.training import resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import model_of
 from trainer.training.randomness import seed_everything
-from trainer.training.same_images import check_same_images, known_again
+from trainer.training.run import Resolved
+from trainer.training.same_images import check_same_images, identified
 from trainer.training.speed_test import speed_recipe
 
 
@@ -49,33 +48,6 @@ class Claim:
     tracker: NullTracker
     settled: dict[str, Any]
     before: Before
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A run before anything is built: nothing of it is replaced any more.
-
-    Attributes:
-        recipe: with every key that was left open.
-        reasons: why a key is not as typed, by its name.
-        state: the checkpoint to continue.
-        samples: on rank 0 what tells the images again, as `known_again`.
-        resized: how many of them have other sizes than in the checkpoint, in words.
-        speed_only: synthetic images stand in for missing ones: measure, learn nothing, save nothing.
-    """
-
-    recipe: Recipe
-    reasons: dict[str, str]
-    data: Datasets
-    task: Task
-    world: World
-    shard: Shard
-    steps_per_epoch: int
-    tracker: NullTracker
-    state: State | None
-    samples: dict[str, Tensor]
-    resized: list[str]
-    speed_only: bool
 
 
 def claim(recipe: Recipe, callbacks: Callbacks, closing: ExitStack) -> Claim:
@@ -120,7 +92,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     steps = steps_per_epoch(len(data.train), recipe, shard)
     check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)
-    samples, resized = known_again(world, data, state)
+    samples, resized = identified(world, data, state)
     before, (data, recipe) = recipe, cached(replace(data, sources=()), recipe, world, tracker.say, closing)
     reasons |= _changes(before, recipe, "by the room on the disk")
     speed_only = data.synthetic and recipe.data.name != "synthetic"
@@ -130,9 +102,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         before, recipe = recipe, speed_recipe(recipe, model, data, world, tracker.say)
         reasons |= _changes(before, recipe, "there is no data: this measures speed")
     tracker.settle(recipe)
-    return Resolved(
-        recipe, reasons, data, task, world, shard, steps, tracker, state, samples, resized, speed_only
-    )  # fmt: skip
+    return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, resized, speed_only)
 
 
 def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:

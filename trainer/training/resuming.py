@@ -44,14 +44,14 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
         CheckpointError: there are checkpoints and none is good.
         SetupError: another rank has checkpoints in that folder and rank 0 has none; starting over would lose them.
     """
-    found = None
+    mine = None
     if tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
     if tracker.folder.resuming and tracker.path is not None:
-        found = checkpoint.newest(tracker.path, tracker.say)
-    if found and "model" not in found.state.tensors:
-        raise CheckpointError(_SENSELESS.format(step=found.state.position.step, found="no weights"))
-    state = on_every_rank(found, world)
+        mine = checkpoint.newest(tracker.path, tracker.say)
+    if mine and "model" not in mine.state.tensors:
+        raise CheckpointError(_SENSELESS.format(step=mine.state.position.step, mine="no weights"))
+    state = on_every_rank(mine, world)
     if state is None and recipe.output is not None:
         continued = (
             recipe.resume is not None or world.place.restarts > 0 or is_restart()
@@ -105,7 +105,7 @@ def snapshot(run: Run) -> checkpoint.State | None:
         stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
         for stem, named in whole.items()
     }
-    tensors |= {"samples": run.samples} | {_part(rank): own for rank, own in enumerate(ranks)}
+    tensors |= {"samples": run.samples} | {_part(rank): part for rank, part in enumerate(ranks)}
     facts = {
         "history": {**vars(run.history), "seconds": run.seconds()},
         "topology": bound_to(run.recipe, run.world),
@@ -135,8 +135,8 @@ def restore(run: Run, state: checkpoint.State) -> None:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, TrainerError) or is_out_of_memory(error):
             raise
-        found = f"{type(error).__name__}: {' '.join(text_of(error).split())[:120]}"
-        raise CheckpointError(_SENSELESS.format(step=state.position.step, found=found)) from error
+        reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:120]}"
+        raise CheckpointError(_SENSELESS.format(step=state.position.step, reason=reason)) from error
 
 
 def _restore(run: Run, state: checkpoint.State) -> None:

@@ -1,20 +1,20 @@
-"""One run on one rank: the parts that `training` wires together, and what it remembers. No behaviour of its own."""
+"""One run on one rank: what it was resolved to, the parts that `training` wires together, and its state."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Datasets, Loader
+from trainer.data import Datasets, Loader, Shard
 from trainer.modes import Strategy
-from trainer.optim.optimization import MovingAverage, Updater
+from trainer.optim.optimization import MovingAverage, Updater, total_steps
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.saving.checkpoint import Position
+from trainer.saving.checkpoint import Position, State
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
@@ -38,44 +38,73 @@ class History:
     uncached: int = 0  # photos that a cache did not give
 
 
-@dataclass
-class Run:
-    """A wired run."""
+@dataclass(frozen=True)
+class Resolved:
+    """A run before anything is built: nothing of it is replaced any more.
+
+    Attributes:
+        recipe: with every key that was left open.
+        reasons: why a key is not as typed, by its name.
+        state: the checkpoint to continue.
+        samples: on rank 0 what identifies the images, as `same_images.identified` gives it.
+        resized: photos of other sizes than in the checkpoint, in words.
+        speed_only: synthetic images in place of missing ones: measure, learn nothing, save nothing.
+    """
 
     recipe: Recipe
-    reasons: dict[str, str]  # why a key of the recipe is not as typed
-    interrupts: Interrupts
-    callbacks: Callbacks
+    reasons: dict[str, str]
     datasets: Datasets
     task: Task
     world: World
+    shard: Shard
+    steps_per_epoch: int
     tracker: NullTracker
+    state: State | None
+    samples: dict[str, Tensor]
+    resized: list[str]
+    speed_only: bool
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is to be known of the whole model, before a mode takes it apart."""
+
+    parameters: int
+    batch_norm: bool  # whether it has such layers that train
+    notes: dict[str, str]  # of the banner: what does not train, and how the rest does
+    forward_flops: int  # of a sample; 0 where the devices' peak is not known
+    peak_flops: float | None  # of all devices together
+
+
+@dataclass
+class Run:
+    """A wired run; what it was resolved to are its own attributes too."""
+
+    resolved: InitVar[Resolved]
+    interrupts: Interrupts
+    callbacks: Callbacks
     strategy: Strategy
     loader: Loader
     optimizer: torch.optim.Optimizer
     updater: Updater
-    average: MovingAverage | None
-    timer: StepTimer
-    total_steps: int
-    steps_per_epoch: int
-    num_classes: int
-    model_size: int  # parameters of the whole model
-    batch_norm: bool  # whether the model has such layers that train
-    notes: dict[str, str]  # of the banner: what does not train, and how the rest does
-    speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
+    model: ModelFacts
     begun: float  # time.perf_counter() at the process's start of work
-    flops_per_sample: int = 0  # forward; 0 where the device's peak is not known
-    peak_flops: float | None = None  # of all devices together
+    average: MovingAverage | None = None
     position: Position = field(default_factory=lambda: Position(0, 0, 0))
     history: History = field(default_factory=History)
     unlogged: list[Tensor] = field(default_factory=list)  # losses of the steps since the last logged one, on the device
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes per device
     counted: tuple[int, int] = 0, 0  # unreadable images and uncached photos of this rank that the history has
-    samples: dict[str, Tensor] = field(default_factory=dict)  # on rank 0 a number for each, as `contents_of`
-    resized: list[str] = field(default_factory=list)  # photos of other sizes than in the checkpoint, in words
     shift: int = 0  # steps that were counted beyond those of this mode's epochs, in another mode
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, resolved: Resolved) -> None:
+        self.recipe, self.reasons, self.task = resolved.recipe, resolved.reasons, resolved.task
+        self.datasets, self.samples, self.resized = resolved.datasets, resolved.samples, resolved.resized
+        self.world, self.tracker, self.speed_only = resolved.world, resolved.tracker, resolved.speed_only
+        self.steps_per_epoch = resolved.steps_per_epoch
+        self.total_steps = total_steps(self.recipe, self.steps_per_epoch)
+        self.num_classes = self.recipe.model.num_classes or len(self.datasets.classes)
+        self.timer = StepTimer(self.world.drives, self.recipe.logging.warmup_steps)
         self.ledger = Ledger(self.world.drives)
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()
 

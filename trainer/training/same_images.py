@@ -29,14 +29,14 @@ ANEW = "or choose another output= to start anew (model.init_from=RUN keeps what 
 
 
 def check_same_images(world: World, data: Datasets) -> None:
-    """Hold what this rank found against what rank 0 found. Collective.
+    """Compare the data that this rank sees with rank 0's. Collective.
 
     Raises:
-        SetupError: on every rank, where one found something else.
+        SetupError: on every rank, where one sees other data.
     """
-    found = world.gather((platform.node(), _told(data)))
-    odd = next((rank for rank, (_, told) in enumerate(found) if told != found[0][1]), None)
-    why = world.broadcast_object(None if odd is None else _difference(odd, found[odd], found[0][1]))
+    facts = world.gather((platform.node(), _facts(data)))
+    odd = next((rank for rank, (_, theirs) in enumerate(facts) if theirs != facts[0][1]), None)
+    why = world.broadcast_object(None if odd is None else _difference(odd, facts[odd], facts[0][1]))
     if why is not None:
         kept = ", and the run folder if it is continued: its split.csv tells what it holds out"
         raise SetupError(
@@ -44,7 +44,7 @@ def check_same_images(world: World, data: Datasets) -> None:
         )
 
 
-def _told(data: Datasets) -> dict[str, Any]:
+def _facts(data: Datasets) -> dict[str, Any]:
     parts = (data.train, data.val)
     return {
         "training images": f"{len(data.train):,}",
@@ -55,16 +55,16 @@ def _told(data: Datasets) -> dict[str, Any]:
     }
 
 
-def _difference(rank: int, its: tuple[str, dict[str, Any]], here: dict[str, Any]) -> str:
-    host, there = its
+def _difference(rank: int, theirs: tuple[str, dict[str, Any]], here: dict[str, Any]) -> str:
+    host, there = theirs
     what = next(key for key in here if there[key] != here[key])
     if what == "files":
         return f"rank {rank} on {host} trains on other files than rank 0, or holds out others"
     return f"rank {rank} on {host} found other data than rank 0 ({what}: {there[what]} there, {here[what]} here)"
 
 
-def known_again(world: World, data: Datasets, state: State | None) -> tuple[dict[str, Tensor], list[str]]:
-    """What rank 0 keeps to know the images again, and how many have other sizes than in a checkpoint. Collective.
+def identified(world: World, data: Datasets, state: State | None) -> tuple[dict[str, Tensor], list[str]]:
+    """What rank 0 keeps to recognise the images, and how many have other sizes than in a checkpoint. Collective.
 
     Raises:
         SetupError: on every rank, where the classes are others, or their folders were exchanged.
@@ -88,8 +88,8 @@ def known_again(world: World, data: Datasets, state: State | None) -> tuple[dict
             moved |= _moved(part, photos, data.classes)
     moved = world.broadcast_object(moved)
     if moved:
-        told = few([f"{one} is now in {other}" for one, other in moved.items()])
-        raise SetupError(f"the class folders of this run changed places ({told}): put them back, {ANEW}")
+        moves = few([f"{source} is now in {other}" for source, other in moved.items()])
+        raise SetupError(f"the class folders of this run changed places ({moves}): put them back, {ANEW}")
     return samples, resized
 
 
@@ -99,17 +99,17 @@ def _moved(part: EncodedPhotos, photos: Sequence[tuple[str, int, int]], classes:
     for name, then, now in photos:
         folder, _, below = name.partition("/")
         folders[folder].append((below, then, then != now))
-    others = [one for one in classes if sum(changed for *_, changed in folders[one]) > max(2, len(folders[one]) / 4)]
+    others = [name for name in classes if sum(new for *_, new in folders[name]) > max(2, len(folders[name]) / 4)]
     moved = {
-        one: other
-        for one, other in itertools.permutations(others, 2)
-        if all(size_of(os.fsencode(f"{part.root}/{other}/{below}")) == then for below, then, _ in folders[one])
+        name: other
+        for name, other in itertools.permutations(others, 2)
+        if all(size_of(os.fsencode(f"{part.root}/{other}/{below}")) == then for below, then, _ in folders[name])
     }
     return moved if {*moved} == {*moved.values()} else {}
 
 
 def _check_classes(data: Datasets, state: State) -> None:
-    """Hold the classes against those that a checkpoint was trained on: an output is a class by its place.
+    """Compare the classes with those that a checkpoint was trained on: an output is a class by its place.
 
     Raises:
         SetupError: they are others, or in another order.
@@ -117,13 +117,13 @@ def _check_classes(data: Datasets, state: State) -> None:
     was, now = state.facts.get("classes"), list(data.classes)
     if not isinstance(was, list) or was == now:  # older checkpoints do not tell
         return
-    gone, new = ([name for name in one if name not in other] for one, other in ((was, now), (now, was)))
+    gone, new = [name for name in was if name not in now], [name for name in now if name not in was]
     if gone or new:
         changes = [f"{what}: {few(names)}" for what, names in (("gone", gone), ("new", new)) if names]
-        told = f"not those that this run was trained on ({'; '.join(changes)})"
+        problem = f"not those that this run was trained on ({'; '.join(changes)})"
     else:
-        told = f"in another order than this run was trained on ({few(was)} then, {few(now)} now)"
-    raise SetupError(f"the classes of data.name={data.name} are {told}: put the old names back, {ANEW}")
+        problem = f"in another order than this run was trained on ({few(was)} then, {few(now)} now)"
+    raise SetupError(f"the classes of data.name={data.name} are {problem}: put the old names back, {ANEW}")
 
 
 def tell_changes(run: Run, state: State) -> None:
@@ -131,13 +131,13 @@ def tell_changes(run: Run, state: State) -> None:
     was, now = state.tensors.get("samples"), run.samples
     if not was or not now:  # an older checkpoint; or rank 0 says it
         return
-    found = {role: difference(was[part], now[part]) for part, role in ROLES.items()}
-    changes = [f"{role} {change}" for role, change in found.items() if change] + run.resized
+    differences = {role: difference(was[part], now[part]) for part, role in ROLES.items()}
+    changes = [f"{role} {change}" for role, change in differences.items() if change] + run.resized
     if not changes:
         return
     seen = torch.isin(now["val"], was["train"]) & ~torch.isin(now["val"], was["val"])
     before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
-    told = [f"{int(seen.sum()):,} that are held out now were trained on"] * bool(seen.any())
-    told += [f"an epoch is {run.steps_per_epoch:,} steps and was {before:,}"] * (before != run.steps_per_epoch)
-    told += ["the best so far was measured on other images"] * bool(found["held out"])
-    run.tracker.say(f"  the images changed since then: {'; '.join([*changes, *told])}")
+    consequences = [f"{int(seen.sum()):,} that are held out now were trained on"] * bool(seen.any())
+    consequences += [f"an epoch is {run.steps_per_epoch:,} steps and was {before:,}"] * (before != run.steps_per_epoch)
+    consequences += ["the best so far was measured on other images"] * bool(differences["held out"])
+    run.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")

@@ -43,8 +43,8 @@ def patience_line(run: Run) -> str:
     epochs = f"{patience} epoch{'s' * (patience != 1)}"
     if best is None:
         return f"stopped: {run.task.metric} was no number in {epochs} (stop.patience={patience})"
-    told = run.task.text({run.task.metric: run.history.best})
-    return f"stopped: {epochs} without a better {told}, which was epoch {best}'s (stop.patience={patience})"
+    best_value = run.task.text({run.task.metric: run.history.best})
+    return f"stopped: {epochs} without a better {best_value}, which was epoch {best}'s (stop.patience={patience})"
 
 
 def ended_by(run: Run) -> str:

@@ -12,26 +12,25 @@ import torch
 from torch import nn
 
 from trainer import modes
-from trainer.data import Datasets, Loader, Shard
+from trainer.data import Datasets, Loader
 from trainer.data.folders.splits import SPLIT_FILE
 from trainer.data.photos import contact_sheet
 from trainer.devices.precision import has_bf16
 from trainer.models.norms import check_alone
 from trainer.modes import Context, Strategy
-from trainer.optim.optimization import MovingAverage, Updater, loss_scaler, total_steps
+from trainer.optim.optimization import MovingAverage, Updater, loss_scaler
 from trainer.optim.optimizers import build_optimizer
 from trainer.optim.trainable import normalises_batches, notes, roles_of
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.telemetry.clocks import StepTimer
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.training import banner, presenting, resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import seed_ranks
-from trainer.training.resolving import Resolved, claim, resolve, start_process
-from trainer.training.run import WORKERS, Run
+from trainer.training.resolving import claim, resolve, start_process
+from trainer.training.run import WORKERS, ModelFacts, Resolved, Run
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
@@ -47,54 +46,29 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
 
 def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, begun: float) -> Run:
     """Model, mode, optimizer and batches; nothing of the run folder is written yet."""
-    recipe, data, world, tracker = resolved.recipe, resolved.data, resolved.world, resolved.tracker
-    shard, state = resolved.shard, resolved.state
-    model = initial_model(recipe, resolved.task, data, state, world)
-    known = world.broadcast_object(tracker.known())
-    cards = cards_of(world, recipe.precision)
-    starting = starting_notes(recipe, data, model) if state is None else {}
-    told = starting | notes(model, recipe) | emulated(cards)
-    size, batch_norm = sum(parameter.numel() for parameter in model.parameters()), normalises_batches(model, recipe)
-    peak, flops = utilisation_base(model, data, cards)
-    context = Context(
-        recipe=recipe,
-        world=world,
-        task=resolved.task,
-        example=data.example(recipe.batch_size // (shard.count * recipe.accumulate)),
-        samples=len(data.train),
-        known=known,
-        say=tracker.say,
-    )
+    recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
+    model = initial_model(recipe, task, data, resolved.state, world)
+    known = world.broadcast_object(resolved.tracker.known())
+    facts = facts_of(model, resolved)
+    rows = recipe.batch_size // (resolved.shard.count * recipe.accumulate)
+    say, samples = resolved.tracker.say, len(data.train)
+    context = Context(recipe, world, task, data.example(rows), samples, known=known, say=say)
     strategy, optimizer, updater = wire(context, model)
-    readers = local_readers(world, shard)
-    return Run(
-        recipe=recipe,
-        reasons=resolved.reasons,
-        interrupts=interrupts,
-        callbacks=callbacks,
-        datasets=data,
-        task=resolved.task,
-        world=world,
-        tracker=tracker,
-        strategy=strategy,
-        loader=Loader(data, recipe, resolved.task, shard, world.device, readers, known.get(WORKERS)),
-        optimizer=optimizer,
-        updater=updater,
-        average=None,
-        timer=StepTimer(world.drives, recipe.logging.warmup_steps),
-        total_steps=total_steps(recipe, resolved.steps_per_epoch),
-        steps_per_epoch=resolved.steps_per_epoch,
-        num_classes=recipe.model.num_classes or len(data.classes),
-        model_size=size,
-        batch_norm=batch_norm,
-        notes=told,
-        speed_only=resolved.speed_only,
-        begun=begun,
-        samples=resolved.samples,
-        resized=resolved.resized,
-        flops_per_sample=flops,
-        peak_flops=peak,
-    )
+    # Ranks of this machine that read images: of a pipeline's, one a replica.
+    readers = max(1, world.place.local_size * resolved.shard.count // world.size)
+    loader = Loader(data, recipe, task, resolved.shard, world.device, readers, known.get(WORKERS))
+    return Run(resolved, interrupts, callbacks, strategy, loader, optimizer, updater, facts, begun)
+
+
+def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
+    """What the banner and the figures need of the whole model. Collective."""
+    recipe, data = resolved.recipe, resolved.datasets
+    cards = cards_of(resolved.world, recipe.precision)
+    lines = starting_notes(recipe, data, model) if resolved.state is None else {}
+    lines |= notes(model, recipe) | emulated(cards)
+    peak, flops = utilisation_base(model, data, cards)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return ModelFacts(size, normalises_batches(model, recipe), lines, flops, peak)
 
 
 def begin(run: Run, resolved: Resolved) -> None:
@@ -136,11 +110,6 @@ def wire(context: Context, model: nn.Module) -> Wired:
     return Wired(strategy, optimizer, Updater(optimizer, recipe, device, scaler))
 
 
-def local_readers(world: World, shard: Shard) -> int:
-    """Ranks of this machine that read images: of a pipeline's, one a replica."""
-    return max(1, world.place.local_size * shard.count // world.size)
-
-
 class Card(NamedTuple):
     """What a card makes of the recipe's precision."""
 
@@ -156,10 +125,10 @@ def cards_of(world: World, precision: str) -> dict[str, Card]:
         name.partition("#")[0]: Card(peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
         for name, device in world.driven().items()
     }
-    found: dict[str, Card] = world.broadcast_object(
+    cards: dict[str, Card] = world.broadcast_object(
         {name: card for part in world.gather(mine) for name, card in part.items()}
     )
-    return found
+    return cards
 
 
 def emulated(cards: Mapping[str, Card]) -> dict[str, str]:

@@ -50,7 +50,7 @@ MEASURING = frozenset(
 )
 IN_A_STEP = "training.loop.train_epoch"
 NOT_EVERY_STEP = (
-    "training.meeting.Meeting.hold",
+    "training.rank_sync.RankSync.after_step",
     "training.reporting.log_step",
     "training.resuming.save",
     "telemetry.clocks.Ledger.span",

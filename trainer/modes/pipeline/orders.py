@@ -113,13 +113,13 @@ def _needs(action: Action, stages: int, done: Mapping[Action, tuple[float, int]]
         wanted = [[Action("F", stage, m)]]
         if stage + 1 < stages:
             wanted.append([Action("B", stage + 1, m), Action("I", stage + 1, m)])
-    found = []
-    for either in wanted:
-        present = [done[one] for one in either if one in done]
+    needs = []
+    for alternatives in wanted:
+        present = [done[each] for each in alternatives if each in done]
         if not present:
             return None
-        found.append(present[0])
-    return found
+        needs.append(present[0])
+    return needs
 
 
 def issue_order(stages: int, microbatches: int) -> list[Action]:

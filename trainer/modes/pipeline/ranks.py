@@ -234,7 +234,7 @@ class ProcessPipeline(Staged):
         count, wave = self.plan.microbatches, max(1, self.ranks - 1)
         wires = self._wires(self.in_precision)
         pieces = inputs.chunk(count) if 0 in self.mine else ()
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         sending: deque[tuple[Any, Tensor]] = deque()  # a tensor must live until it is sent
         with lost_peers(), torch.no_grad():
             for first in range(0, count, wave):
@@ -253,10 +253,10 @@ class ProcessPipeline(Staged):
                         sending.append((dist.isend(out, to, group=self.pipe_group), out))
                         if len(sending) > 2 * wave:
                             sending.popleft()[0].wait()
-                found += here if self.last in self.mine else []
+                outputs += here if self.last in self.mine else []
             for work, _ in sending:
                 work.wait()
-        return torch.cat(found) if self.last in self.mine else None
+        return torch.cat(outputs) if self.last in self.mine else None
 
     def _receive(self, index: int) -> Tensor:
         """A micro-batch of a stage, from the rank that has the one before."""

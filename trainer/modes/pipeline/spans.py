@@ -49,9 +49,9 @@ class Recorder:
     def steps(self) -> list[list[Span]]:
         """Each step's spans, which are forgotten: seconds on `time.perf_counter`'s clock; waits for the devices."""
         now = {index: self._now(index) for index in self._devices}
-        found = [[self._span(now, *marks) for marks in step] for step in self._steps]
+        steps = [[self._span(now, *marks) for marks in step] for step in self._steps]
         self._steps.clear()
-        return [spans for spans in found if spans]
+        return [spans for spans in steps if spans]
 
     def _now(self, index: int) -> Moment:
         """One moment on the CPU's clock and, as an event, on an idle device's."""

@@ -123,9 +123,9 @@ class Staged(Strategy):
             DeviceMemoryError: it did not on one of several ranks, whose peers wait for it in the middle of a schedule.
         """
         try:
-            found = self._trial(traced, plan)
+            result = self._trial(traced, plan)
             self._ran = plan.microbatches
-            return found
+            return result
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -178,8 +178,8 @@ class Staged(Strategy):
         seconds = torch.zeros(self.pipe.stages, dtype=torch.float64)
         for span in spans:
             seconds[span.action.stage] += span.end - span.begin
-        found: list[float] = (self.world.sum_(seconds) / self.shard.count).tolist()
-        return found
+        summed: list[float] = (self.world.sum_(seconds) / self.shard.count).tolist()
+        return summed
 
     def sample(self, rows: int) -> Tensor:
         """Inputs of the recipe's shape on the device, to measure with."""
@@ -248,8 +248,8 @@ class Staged(Strategy):
             return {}
         self._recent = steps
         spans = steps[-1]
-        own = max(span.end for span in spans) - min(span.begin for span in spans)
-        length = self.world.max_(torch.tensor(own)).item()
+        local = max(span.end for span in spans) - min(span.begin for span in spans)
+        length = self.world.max_(torch.tensor(local)).item()
         busy = self.busy(spans)
         self._busy = busy
         bubble = 1 - sum(busy) / (self.pipe.workers * length)

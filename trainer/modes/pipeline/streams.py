@@ -146,7 +146,7 @@ class StreamPipeline(Staged):
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Forward only: micro-batch after micro-batch through all stages, which overlap on GPUs."""
-        found = []
+        outputs = []
         with self._overlapped():
             for piece in self._pieces(inputs):
                 for stage, lane in enumerate(self.lanes):
@@ -154,8 +154,8 @@ class StreamPipeline(Staged):
                         piece = self.edges[stage - 1, stage].copy(piece)
                     with lane.working():
                         piece = self.run_stage(self.stages[stage], piece)
-                found.append(piece)
-        return torch.cat(found).to(self.device, non_blocking=True)
+                outputs.append(piece)
+        return torch.cat(outputs).to(self.device, non_blocking=True)
 
     @contextmanager
     def _overlapped(self) -> Iterator[None]:

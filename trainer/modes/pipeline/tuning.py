@@ -121,7 +121,7 @@ def find_plan(
         "plan": asdict(best),
         "predicted": {"step_seconds": seconds, "bubble": bubble},
         "stage_seconds": of_best,
-        "trials": [{**asdict(plan), **asdict(found)} for plan, found in trials.items() if found.fits],
+        "trials": [{**asdict(plan), **asdict(tried)} for plan, tried in trials.items() if tried.fits],
     }
 
 
@@ -134,22 +134,22 @@ def _probed(
     room: float,
 ) -> dict[int, list[BlockCost]]:
     """The costs of blocks for each number of micro-batches, from the smallest micro-batches on, while they fit."""
-    found: dict[int, list[BlockCost]] = {}
+    measured: dict[int, list[BlockCost]] = {}
     for m in reversed(candidates):
         rows = -(-pipe.rows // m)
-        if found:
-            smaller = min(found)
+        if measured:
+            smaller = min(measured)
             larger = rows / -(-pipe.rows // smaller)
-            guess = [replace(c, kept=round(c.kept * larger), bytes=round(c.bytes * larger)) for c in found[smaller]]
+            guess = [replace(c, kept=round(c.kept * larger), bytes=round(c.bytes * larger)) for c in measured[smaller]]
             if needed(traced, recipe, pipe, m, guess) > memory.USABLE * room:
                 break
         costs = probe(rows)
         if not all(math.isfinite(cost.forward) for cost in costs):
             break
-        found[m] = costs
-    if not found:
+        measured[m] = costs
+    if not measured:
         raise too_little(pipe, candidates[-1])
-    return found
+    return measured
 
 
 def needed(traced: Traced, recipe: Recipe, pipe: Pipe, microbatches: int, costs: Sequence[BlockCost]) -> int:
@@ -182,12 +182,12 @@ def recall(known: Mapping[str, Any], key: str, traced: Traced, pipe: Pipe) -> Pl
     if known.get("key") != key:
         return None
     try:
-        found = _Known.model_validate(known)
+        known_plan = _Known.model_validate(known)
     except ValidationError:
         return None
-    plan = found.plan
+    plan = known_plan.plan
     in_order = plan.cuts == tuple(cut for cut in traced.cuts if cut in plan.cuts)
-    whole = pipe.stages == len(found.stage_seconds) == len(plan.cuts) + 1
+    whole = pipe.stages == len(known_plan.stage_seconds) == len(plan.cuts) + 1
     return plan if in_order and whole and plan.microbatches in pipe.counts and plan.schedule in pipe.schedules else None
 
 
@@ -228,7 +228,7 @@ def _run(
     def best(*more: Plan) -> Plan:
         for plan in more:
             again = trial(plan)
-            trials[plan] = min(again, trials.get(plan, again), key=lambda found: found.seconds)
+            trials[plan] = min(again, trials.get(plan, again), key=lambda tried: tried.seconds)
         return min(trials, key=lambda plan: trials[plan].seconds)
 
     # From the smallest micro-batches on: should memory end, then with a plan in hand that runs.

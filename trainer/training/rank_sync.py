@@ -1,4 +1,4 @@
-"""What ranks tell each other while they train: loss, failures, signals, time; about once a second, not once a step."""
+"""What ranks exchange while they train: loss, failures, signals, time; about once a second, not once a step."""
 
 from __future__ import annotations
 
@@ -43,16 +43,20 @@ class Agreed:
             )
 
 
-class Meeting:
-    """What all ranks must know at the same step, in one small all-reduce about once a second."""
+class RankSync:
+    """What all ranks must know at the same step, in one small all-reduce about once a second.
+
+    Attributes:
+        next: the step, or batch of an evaluation, after which the ranks synchronise again.
+    """
 
     def __init__(self, run: Run, done: int | None = None) -> None:
         self.run = run
         self.next = (run.position.step if done is None else done) + 1
         self._window = (0, 0.0, 0.0)
 
-    def hold(self, log: bool) -> Agreed:
-        """Meet after a training step, with the losses since the last logged one where this one is logged."""
+    def after_step(self, log: bool) -> Agreed:
+        """Synchronise after a training step, with the losses since the last logged one where this one is logged."""
         run, step = self.run, self.run.position.step
         run.world.heartbeat()
         loss = math.fsum(torch.stack(run.unlogged).tolist()) if log else 0.0
@@ -67,8 +71,8 @@ class Meeting:
             self._window = (0, 0.0, 0.0)
         return agreed
 
-    def exchange(self, done: int, pace: float, loss: float = 0.0, bad: bool = False, first: bool = False) -> Agreed:
-        """Tell all ranks what this one knows, and set when to meet next.
+    def exchange(self, done: int, seconds: float, loss: float = 0.0, bad: bool = False, first: bool = False) -> Agreed:
+        """Send all ranks what this one knows, and set when to synchronise next.
 
         Args:
             done: steps, or batches of an evaluation.
@@ -80,12 +84,12 @@ class Meeting:
         measured = [*run.timer.early, *run.timer.steps][1:]  # without the first two steps, in which all is made ready
         late = run.speed_only and run.world.is_main and sum(measured) > SECONDS
         flags = (bad, received is not None and received.name == "SIGINT", received is not None, late)
-        mine = torch.tensor([loss, pace, *flags], dtype=torch.float64)
-        loss, pace, wrong, interrupted, stopped, over = run.world.sum_(mine).tolist()
-        pace /= run.world.size
-        self.next = done + max(1, min(1000, int(1 / max(pace, 1e-6))))
+        mine = torch.tensor([loss, seconds, *flags], dtype=torch.float64)
+        loss, seconds, wrong, interrupted, stopped, over = run.world.sum_(mine).tolist()
+        seconds /= run.world.size
+        self.next = done + max(1, min(1000, int(1 / max(seconds, 1e-6))))
         run.interrupts.beat()
-        if not first and (slow := run.interrupts.too_slow(pace)):
+        if not first and (slow := run.interrupts.too_slow(seconds)):
             run.tracker.say(slow)
         stop = Interrupted if interrupted else Preempted if stopped else None
         return Agreed(loss, not wrong and math.isfinite(loss), stop, over > 0, window)

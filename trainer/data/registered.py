@@ -193,9 +193,9 @@ class UserItems:
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         found, target = pair(self.items[index])
-        found, target = as_input(found), self.targets.one(target)
+        found, target = as_input(found), self.targets.checked(target)
         if self.spec is None:
-            return self.targets.beside(from_item(found, channels, self.pixel_range), self.size), target
+            return self.targets.checked_image(from_item(found, channels, self.pixel_range), self.size), target
         inputs = plain(found)
         if (own := TensorSpec(tuple(inputs.shape), inputs.dtype)) != self.spec:
             raise ValueError(f"its input is {own}, and that of others {self.spec}")

@@ -1,9 +1,5 @@
 """Labels from a CSV: the ways people write one, what is wrong with others, and a run from the command line."""
 
-import bz2
-import gzip
-import lzma
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -88,7 +84,7 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [
-        ("", [], "needs a header and rows, such as file,label"),
+        ("", [], "needs a header and rows .* such as file,label"),
         ("file\ntrain/0.png\n", [], "needs a header and rows"),
         (table("file,label", ["cat", "dog", "cat", "dog,x"] * 2), [], "line 5: 3 cells, and the header has 2"),
         (
@@ -102,7 +98,7 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
         (
             table("file,a,b", ["1,0"] * 8),
             [],
-            "a column with each image's class; beside the images' its columns are a, b",
+            "a column with each image's class; its other columns are a, b",
         ),
         (table("file,age", ["young"] * 8), ["task.name=regression"], "line 2: young are not all numbers"),
         (table("file,a,b", ["1,2"] * 8), ["task.name=multilabel"], "labels must be 0 or 1, found 1 to 2"),
@@ -138,7 +134,7 @@ def test_a_table_without_a_header_loses_no_image(photos):
     assert found.notes["labels"] == "there is no header, line 1 names an image too"
     found = opened(photos, table("", ["cat;dog", ""] * 4).lstrip(), "task.name=multilabel")
     assert found.train.labels.tolist() == [[1, 1], [0, 0]] * 2
-    with pytest.raises(SetupError, match="line 1 names an image: put a header above it, such as file,a,b, of which"):
+    with pytest.raises(SetupError, match="line 1 names an image: put a header above it, such as file,a,b"):
         opened(photos, table("", ["1,2"] * 8).lstrip(), "task.name=regression")
 
 
@@ -147,10 +143,10 @@ def test_an_image_has_one_line(photos):
     text = table("file,label", CATS)
     found = opened(photos, f"{text}./val/0.png,cat\nval/1.png,dog\n")
     assert (len(found.train), len(found.val)) == (4, 4)
-    assert found.notes["labels"] == "2 lines said again what is said above, and are left out"
+    assert found.notes["labels"] == "2 repeated lines left out"
     with pytest.raises(SetupError, match=r"line 10: train/0.png is there already \(line 2\), as cat: keep one of them"):
         opened(photos, f"{text}train/0.png,dog\n")
-    with pytest.raises(SetupError, match=r"line 10: .* as cat: an image's classes stand in one line, as cat;dog"):
+    with pytest.raises(SetupError, match=r"line 10: .* as cat: write its classes in one line, as cat;dog"):
         opened(photos, f"{text}train/0.png,dog\n", "task.name=multilabel")
     with pytest.raises(SetupError, match=r"line 10: train/0.png is there already \(line 2\), as val"):
         parts = [f"cat,{part}" for part in ("val", "train") * 4]
@@ -169,7 +165,7 @@ def test_rows_repeated_for_training_are_trained_on_as_often(photos):
     again = "train/0.png,cat,train\ntrain/1.png,dog,val\n"
     found = opened(photos, table("file,label,split", parts) + again)
     assert (len(found.train), len(found.val)) == (5, 4)
-    assert found.notes["labels"] == "1 line said again what is said above, and are left out"
+    assert found.notes["labels"] == "1 repeated line left out"
     for name in NAMES:
         (photos / "flat").mkdir(exist_ok=True)
         (photos / name).rename(photos / "flat" / name.replace("/", "-"))
@@ -215,11 +211,11 @@ def test_other_separators(photos, separator):
 @pytest.mark.parametrize(
     ("cells", "says"),
     [
-        (["999", "1,250"] * 4, "line 3: the comma of 1,250 in price .* write 1250 or 1.250,"),
-        (["999", "1,250,000"] * 4, "line 3: .* write 1250000,"),
-        (["0.5", "2,5"] * 4, "line 3: .* write 2.5,"),
-        (["1.250,5", "7"] * 4, "line 2: .* write 1250.5,"),
-        (["5"] * 4 + ["-1,250"] * 4, "line 6: .* write -1250 or -1.250,"),
+        (["999", "1,250"] * 4, "line 3: the comma of 1,250 in price may stand"),
+        (["999", "1,250,000"] * 4, "line 3: the comma of 1,250,000 in price"),
+        (["0.5", "2,5"] * 4, "line 3: the comma of 2,5 in price"),
+        (["1.250,5", "7"] * 4, "line 2: the comma of 1.250,5 in price"),
+        (["5"] * 4 + ["-1,250"] * 4, "line 6: the comma of -1,250 in price"),
         (["x,y", "1.5"] * 4, "line 2: x,y are not all numbers"),
         (["0,125", "1,250"] * 4, None),
         (["1,5", "1,250"] * 4, None),
@@ -337,7 +333,7 @@ def test_columns_are_chosen_by_name(photos):
     with pytest.raises(SetupError, match=r"both columns thumb and photo name images: data.image_column=thumb takes"):
         opened(photos, text)
     words = "data.image_column=photo"
-    says = r"beside the images' its columns are row, Breed, weight, thumb: data.label_column=row"
+    says = r"its other columns are row, Breed, weight, thumb: data.label_column=row"
     with pytest.raises(SetupError, match=says):
         opened(photos, text, words)
     found = opened(photos, text, words, "data.label_column=breed")
@@ -376,14 +372,6 @@ def test_tables_as_programs_write_them(photos, text):
     assert found.classes == ("cat", "dog") and found.train.labels.tolist() == [0, 1, 0, 1] and len(found.val) == 4
 
 
-def test_a_compressed_table_is_called_that(photos):
-    words = ["data.name=imagefolder", f"data.root={photos}"]
-    for name, pack, program in (("gz", gzip, "gunzip"), ("bz2", bz2, "bunzip2"), ("xz", lzma, "unxz")):
-        (photos / f"labels.csv.{name}").write_bytes(pack.compress(table("file,label", CATS).encode()))
-        with pytest.raises(SetupError, match=f"it is compressed, {program} it first"):
-            open_datasets(load(None, *words, f"data.labels=labels.csv.{name}"))
-
-
 def test_images_that_no_line_names_are_counted(photos):
     """Of the folders that lines name images of: others may be for something else."""
     found = opened(photos, table("file,label", CATS[:5], NAMES[:5]))
@@ -395,4 +383,4 @@ def test_a_held_out_image_counts_once_however_often_it_stands_there(photos):
     """And under whatever spelling."""
     again = "".join(f"{name},{cat}\n" for name, cat in zip(NAMES[4:] * 2, CATS[4:] * 2, strict=True))
     found = opened(photos, table("file,label", CATS) + again + "val/../val/1.png,dog\nval//0.png,cat\n")
-    assert len(found.val) == 4 and found.notes["labels"].startswith("10 lines said again")
+    assert len(found.val) == 4 and found.notes["labels"].startswith("10 repeated lines left out")

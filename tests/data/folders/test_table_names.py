@@ -58,13 +58,9 @@ def test_swapped_columns(home):
 @pytest.mark.parametrize(
     ("root", "written", "says"),
     [
-        (".", "{}{}.jpg", r"cat0.jpg is not there, and flat/cat0.jpg is: type data.root=flat data.labels=labels.csv$"),
-        (
-            "photos/cat",
-            "{}/{}.jpg",
-            r"photos/cat/cat/0.jpg is not there, and photos/cat/0.jpg is: type data.root=photos",
-        ),
-        ("flat", "{}{}.png", r"cat0.png is not there, and cat0.jpg is \(8 of 8 rows .*\): write that there"),
+        (".", "{}{}.jpg", r"cat0.jpg is not there .*: change its path, .* such as flat/cat0.jpg$"),
+        ("photos/cat", "{}/{}.jpg", r"photos/cat/cat/0.jpg is not there .* such as 0.jpg$"),
+        ("flat", "{}{}.png", r"cat0.png is not there .* such as cat0.jpg$"),
         ("flat", "{}9.jpg", r"\(8 of 8 rows name .*: change its path, or remove the line; .* such as cat0.jpg"),
     ],
 )
@@ -75,7 +71,7 @@ def test_what_was_found_and_what_to_type(home, root, written, says):
 
 def test_an_id_of_two_images_is_not_guessed(home):
     Image.new("RGB", (8, 8)).save("flat/dog3.png")
-    with pytest.raises(SetupError, match=r"line 9: flat/dog3 is not there, and dog3.jpg, dog3.png are: write"):
+    with pytest.raises(SetupError, match=r"line 9: flat/dog3 is not there"):
         opened("flat", "{}{}")
 
 

@@ -122,11 +122,11 @@ def test_zero_is_white_where_a_file_of_16_bits_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "ends", "says"),
     [
-        (np.int16, (-1000, 3000), "whole numbers from -1000 to 3000: data.pixel_range=[-1000,3000] tells"),
-        (np.int16, (0, 200), "whole numbers from 0 to 200: data.pixel_range=[0,255] tells"),
-        (np.int8, (-100, 100), "whole numbers from -100 to 100: data.pixel_range=[-100,100] tells"),
-        (np.uint32, (0, 4095), "32-bit numbers from 0 to 4095: data.pixel_range=[0,4095] tells"),
-        (np.int32, (0, 100000), "whole numbers from 0 to 100000: data.pixel_range=[0,100000] tells"),
+        (np.int16, (-1000, 3000), "whole numbers from -1000 to 3000: data.pixel_range=[-1000,3000] says"),
+        (np.int16, (0, 200), "whole numbers from 0 to 200: data.pixel_range=[0,255] says"),
+        (np.int8, (-100, 100), "whole numbers from -100 to 100: data.pixel_range=[-100,100] says"),
+        (np.uint32, (0, 4095), "32-bit numbers from 0 to 4095: data.pixel_range=[0,4095] says"),
+        (np.int32, (0, 100000), "whole numbers from 0 to 100000: data.pixel_range=[0,100000] says"),
         (np.float64, (0, 1), "save it as PNG"),
         (np.float16, (0, 1), "save it as PNG"),
         (np.uint64, (0, 1), "save it as PNG"),
@@ -251,7 +251,7 @@ def test_predict_says_that_photos_of_another_kind_are_nearly_black(tmp_path):
     ok(*QUIET, *words, "batch_size=4", "output=run", cwd=tmp_path)
     deep = tiff(tmp_path / "deep.tif", values(0, 4000, np.uint16))
     told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=one", cwd=tmp_path).stdout
-    assert "from 0 to 4000 of 65535: data.pixel_range=[0,4095] tells" in told
+    assert "from 0 to 4000 of 65535: data.pixel_range=[0,4095] says" in told
     told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=two", "data.pixel_range=[0,4095]", cwd=tmp_path)
     assert "4000" not in told.stdout
 

@@ -13,7 +13,7 @@ from tests import warm
 from tests.command_line import environment
 from tests.data.shards.making import tarred, with_classes
 from trainer.data.shards import tars
-from trainer.data.shards.indexes import ARRAYS, kept, place_of, read
+from trainer.data.shards.indexes import ARRAYS, kept, path_of, read
 from trainer.data.shards.shard_files import ShardFile
 
 
@@ -30,15 +30,17 @@ def made(shard, how="here"):
 
 
 def same(one, other):
-    return one.found == other.found and all(np.array_equal(getattr(one, key), getattr(other, key)) for key in ARRAYS)
+    return one.contents == other.contents and all(
+        np.array_equal(getattr(one, key), getattr(other, key)) for key in ARRAYS
+    )
 
 
 def test_it_is_kept_as_it_is(shard, kept):
     first, new = made(shard)
     again, anew = made(shard)
     assert new and not anew and same(first, again)
-    assert again.found.wrong == {"a class and no image": (1, "x")} and again.found.others == {".txt": 1}
-    assert [path.name for path in kept.iterdir()] == [place_of(shard).name]
+    assert again.contents.wrong == {"a class and no image": (1, "x")} and again.contents.others == {".txt": 1}
+    assert [path.name for path in kept.iterdir()] == [path_of(shard).name]
 
 
 def test_of_a_shard_that_has_changed_it_is_made_anew(shard):
@@ -63,7 +65,7 @@ def test_through_a_link_it_is_the_same(shard, tmp_path):
 
 def test_a_damaged_one_is_made_anew(shard):
     first, _ = made(shard)
-    path, draw = place_of(shard), random.Random(0)
+    path, draw = path_of(shard), random.Random(0)
     whole = path.read_bytes()
     for number in range(120):
         damaged = bytearray(whole)
@@ -78,7 +80,7 @@ def test_a_damaged_one_is_made_anew(shard):
 
 
 def test_what_is_no_file_is_no_trouble(shard):
-    place_of(shard).mkdir(parents=True)
+    path_of(shard).mkdir(parents=True)
     assert made(shard)[1] and made(shard)[1], "nothing is kept, and nothing breaks"
 
 
@@ -120,12 +122,12 @@ tars.index(ShardFile.of(sys.argv[1]))
         command = [sys.executable, "-c", code, os.fsdecode(shard.path), moment]
         done = warm.run(command, env=environment(TRAINER_DATA=str(kept.parent)), capture_output=True)
         assert done.returncode == -9, done.stderr
-        assert read(place_of(shard), {}) is None
+        assert read(path_of(shard), {}) is None
     assert made(shard)[1]
     assert [path.suffix for path in kept.iterdir()] == [".npz"]
 
 
 def test_its_facts_are_text(shard):
     made(shard)
-    with np.load(place_of(shard)) as stored:
+    with np.load(path_of(shard)) as stored:
         assert json.loads(stored["about"].tobytes())["path"] == os.fsdecode(shard.path)

@@ -154,9 +154,9 @@ def test_samples_without_a_class(tmp_path):
 
 
 def test_nothing_tells_the_classes(tmp_path):
-    with pytest.raises(SetupError, match=r"nothing tells the classes of its images: put a \.cls beside each image"):
+    with pytest.raises(SetupError, match=r"its images have no classes: put a \.cls beside each image"):
         opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("1.jpg", jpeg())]), "data.on_error=skip")
-    with pytest.raises(SetupError, match="nothing tells the classes"):
+    with pytest.raises(SetupError, match="its images have no classes"):
         opened(tarred(tmp_path / "b.tar", [("train/0.jpg", jpeg()), ("val/1.jpg", jpeg())]))
 
 
@@ -192,7 +192,7 @@ def test_a_class_number_of_thousands_of_digits(tmp_path, label, says):
 
 def test_one_stray_number_does_not_make_a_million_classes(tmp_path):
     path = tarred(tmp_path / "a.tar", with_classes([*range(10)] * 3 + [1048000]))
-    says = r"11 classes are in use, and the number 1,048,000 \(1 sample\) makes them 1,048,001; mend that, or name all"
+    says = r"11 classes are in use, and the number 1,048,000 \(1 sample\) makes them 1,048,001; correct it, or name all"
     with pytest.raises(SetupError, match=says):
         opened(path)
     (tmp_path / "classes.txt").write_text("".join(f"{n}\n" for n in range(2000)))

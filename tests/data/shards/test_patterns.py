@@ -65,12 +65,6 @@ def test_what_is_not_there(folder, root, told):
         shards_of(f"{folder}{root}")
 
 
-def test_a_folder_of_compressed_tars(tmp_path):
-    (tmp_path / "a.tar.gz").touch()
-    with pytest.raises(SetupError, match=r"a.tar.gz in it are compressed: unpack them to .tar"):
-        shards_of(str(tmp_path))
-
-
 def test_a_folder_of_two_kinds_says_what_to_type(folder, monkeypatch):
     (folder / "train" / "a.parquet").touch()
     monkeypatch.setenv("HOME", str(folder))

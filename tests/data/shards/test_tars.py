@@ -23,7 +23,7 @@ def looked(tmp_path, members, **options):
 def samples(index):
     """(name, class or None) of each."""
     whole, ends = index.names.tobytes(), [0, *index.ends.tolist()]
-    texts = [*index.found.texts, None]
+    texts = [*index.contents.texts, None]
     names = [os.fsdecode(whole[start:end]) for start, end in pairwise(ends)]
     return [(name, texts[label]) for name, label in zip(names, index.labels.tolist(), strict=True)]
 
@@ -34,7 +34,7 @@ def test_bytes_lie_where_it_is_said(tmp_path):
     assert samples(index) == [(name, None) for name, _ in members]
     for (_, data), (start, size) in zip(members, index.places.tolist(), strict=True):
         assert tars.encoded(shard, start, size).tobytes() == data
-    assert [index.found.below[n] for n in index.folders] == ["cat"] * 3 + ["dog"] * 4
+    assert [index.contents.below[n] for n in index.folders] == ["cat"] * 3 + ["dog"] * 4
 
 
 def test_a_class_beside_each_image(tmp_path):
@@ -73,18 +73,18 @@ def test_of_a_class_in_two_files_the_plain_one_counts(tmp_path):
 def test_suffixes_of_images(tmp_path):
     names = ["1.jpg", "2.JPEG", "3.png", "4.img", "5.webp", "a.b/6.x.Png"]
     _, index = looked(tmp_path, [(name, jpeg()) for name in names])
-    assert [name for name, _ in samples(index)] == names and not index.found.others
+    assert [name for name, _ in samples(index)] == names and not index.contents.others
 
 
 def test_dots_in_names_are_no_samples_of_several_images(tmp_path):
     names = ["cat/photo.1.jpg", "cat/photo.2.jpg", "dog/photo.1.jpg"]
     _, index = looked(tmp_path, [(name, jpeg()) for name in names])
-    assert [name for name, _ in samples(index)] == names and not index.found.wrong
+    assert [name for name, _ in samples(index)] == names and not index.contents.wrong
 
 
 def test_beside_an_image_other_images_of_the_sample_are_left_alone(tmp_path):
     _, index = looked(tmp_path, [("1.cls", b"1"), ("1.jpg", jpeg()), ("1.mask.png", jpeg()), ("1.txt", b"a cat")])
-    assert samples(index) == [("1.jpg", "1")] and index.found.others == {".txt": 1}
+    assert samples(index) == [("1.jpg", "1")] and index.contents.others == {".txt": 1}
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,18 @@ def test_beside_an_image_other_images_of_the_sample_are_left_alone(tmp_path):
     [
         ([("1.jpg", jpeg()), ("1.png", jpeg()), ("1.cls", b"1")], "several images and one class", "1"),
         ([("a/1.cls", b"1"), ("a/1.txt", b"")], "a class and no image", "a/1"),
-        ([("1.jpg", jpeg()), ("2.jpg", jpeg()), ("1.jpg", jpeg())], "the name of another one", "1.jpg"),
+        ([("1.jpg", jpeg()), ("2.jpg", jpeg()), ("1.jpg", jpeg())], "the same name as another one", "1.jpg"),
     ],
 )
 def test_samples_that_make_no_sense(tmp_path, members, why, first):
     _, index = looked(tmp_path, [("0.jpg", jpeg()), ("0.cls", b"0"), *members])
-    assert index.found.wrong == {why: (1, first)} and samples(index)[0] == ("0.jpg", "0")
+    assert index.contents.wrong == {why: (1, first)} and samples(index)[0] == ("0.jpg", "0")
 
 
 def test_what_is_no_photo_is_counted(tmp_path):
     members = [("cat", None), ("cat/1.jpg", jpeg()), ("cat/._1.jpg", b"x"), ("cat/2.jpg", b""), ("cat/3.jpg", "1.jpg")]
     _, index = looked(tmp_path, [*members, ("README", b"x"), ("cat/4.txt", b"x"), ("cat/5.jpg.gz", b"x")])
-    found = index.found
+    found = index.contents
     assert (found.hidden, found.empty, found.links) == (1, 1, 1)
     assert found.others == {"without a suffix": 1, ".txt": 1, ".gz": 1} and len(index) == 1
 
@@ -125,8 +125,8 @@ def test_a_cut_tar_tells_what_is_whole(tmp_path):
         path.write_bytes(whole[:end])
         index = tars.look(ShardFile.of(path))
         assert samples(index) == [(f"{n:06}.jpg", str(n)) for n in range(len(index))]
-        seen.add((len(index), bool(index.found.broken)))
-        assert len(index) == 3 or index.found.broken.startswith(
+        seen.add((len(index), bool(index.contents.broken)))
+        assert len(index) == 3 or index.contents.broken.startswith(
             ("it ends in the middle of ", "it has no end", "it is em")
         )
     assert {(1, True), (2, True), (3, False)} <= seen
@@ -155,4 +155,4 @@ def test_an_image_larger_than_images_are_is_not_read(tmp_path):
 
 def test_labels_are_small(tmp_path):
     _, index = looked(tmp_path, with_classes([5] * 10))
-    assert index.labels.dtype == np.int32 and index.found.texts == ["5"]
+    assert index.labels.dtype == np.int32 and index.contents.texts == ["5"]

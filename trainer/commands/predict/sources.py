@@ -19,7 +19,7 @@ from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
 from trainer.data.folders.photo_folders import LOOKED_AT
 from trainer.data.folders.scanning import NEEDS, LeftOut, images_below, is_image
 from trainer.data.photos.decoding import formats, without_warnings
-from trainer.data.photos.pixel_range import Looked, Range
+from trainer.data.photos.pixel_range import PixelValues, Range
 from trainer.data.sampling import contiguous_span
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.recipe.text import shown
@@ -102,14 +102,14 @@ def image_files(
             "give a folder, a file of paths, or -"
         ) from None
     if not paths:
-        ignored = f" that can be read here ({left.told()})" if left.told() else ""
+        ignored = f" that can be read here{left.in_brackets()}" if left.in_words() else ""
         raise SetupError(
             f"data.root={root} holds no images{ignored}; give a folder (of JPEG, PNG, WebP, ...), a file of paths, or -"
         )
     start, stop = contiguous_span(len(paths), rank, size)
     items = _labelled(paths[start:stop], classes)
     doubt = "" if rank else doubt_of(paths, pixel_range)
-    return Inputs(root, stop - start, items, total=len(paths), ignored=left.told(), doubt=doubt)
+    return Inputs(root, stop - start, items, total=len(paths), ignored=left.in_words(), doubt=doubt)
 
 
 def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:
@@ -142,7 +142,7 @@ def _classes(labels: Any) -> list[int] | None:
 
 def doubt_of(paths: Sequence[str], pixel_range: Range | None) -> str:
     """A warning where some of the image files leave the range of their pixels open; empty for photos."""
-    looked = Looked(pixel_range)
+    looked = PixelValues(pixel_range)
     for path in paths[:: 1 + len(paths) // LOOKED_AT]:
         # What cannot be read has a row that says so.
         with suppress(Exception), without_warnings(), files.opened(path) as file:

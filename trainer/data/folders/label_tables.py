@@ -16,7 +16,7 @@ from trainer import tasks
 from trainer.data.folders.layout import HELD_OUT, TRAIN
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
 from trainer.data.folders.splits import Before
-from trainer.data.folders.table_names import Naming, counts_rows, is_index, is_there, missing, naming, not_named
+from trainer.data.folders.table_names import Naming, counts_rows, is_index, is_there, missing, naming, unlisted
 from trainer.data.folders.table_text import Line, check_commas, read_lines
 from trainer.data.items import TARGETS
 from trainer.data.sets import Datasets
@@ -26,9 +26,9 @@ from trainer.tasks.task import Reads
 
 SPLIT = "split"  # the column that says which set an image is in
 SEPARATOR = ";"  # between the classes of an image
-OTHERS = {"|": "|", ",": "a comma", " ": "a blank"}  # that may stand there in other tables
+OTHERS = {"|": "|", ",": "a comma", " ": "a blank"}  # in other programs' tables
 BINARY = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}  # as pandas and R write them
-DIGITS = 10  # so many classes are often called by numbers
+DIGITS = 10  # up to so many classes may have numbers as names
 
 WANTED = {
     "class": "a column with each image's class",
@@ -49,90 +49,89 @@ class Table:
     """A CSV with a header: one column is an image's path below data.root, `split` may say which set it is in.
 
     Attributes:
-        columns: what it tells of each image.
+        columns: the names of the others.
         train, val: its rows; where it is not `divided`, all of them train and none is held out.
-        told: what to say of how it was read; empty where it is as the guide describes it.
+        notes: how it was read, where it is not as the guide describes it.
 
     Raises:
         SetupError: it cannot be read, or is no such table; the line says where.
     """
 
     def __init__(self, path: Path, root: Path, reads: Reads, data: DataRecipe) -> None:
-        self.path, self.told = path, ""
+        self.path = path
         header, lines, separator = read_lines(path)
-        self._decimals = separator != ","  # where programs write 1,72 they put something else between columns
+        self._decimals = separator != ","  # a comma may then stand before decimals: 1,72
         image = self._columns(header, "image_column", data.image_column)
         self._wanted = self._columns(header, "label_column", data.label_column)
-        found = naming(root, header, lines, image or range(len(header)))
-        notes = [found.told] if found.told else []
-        if is_there(root, found.path(header[found.column])):
+        named = naming(root, header, lines, image or range(len(header)))
+        notes = [named.note] if named.note else []
+        if is_there(root, named.path(header[named.column])):
             notes.append("there is no header, line 1 names an image too")
             lines = [Line(1, header), *lines]
             header = [f"column {n + 1}" for n in range(len(header))]
-        taken = (found.column, *self._wanted)
+        taken = (named.column, *self._wanted)
         split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n not in taken), None)
-        told = self._wanted or [n for n in range(len(header)) if n not in (split, found.column)]
-        may_count = not self._wanted and found.column and len(told) > 1 and (reads == "class" or is_index(header[0]))
+        labels = self._wanted or [n for n in range(len(header)) if n not in (split, named.column)]
+        may_count = not self._wanted and named.column and len(labels) > 1 and (reads == "class" or is_index(header[0]))
         if may_count and split != 0 and counts_rows([line.cells[0] for line in lines]):
-            told.remove(0)
-        if lines[0].number == 1 and reads != "class" and (reads == "values" or len(told) > 1):
+            labels.remove(0)
+        if lines[0].number == 1 and reads != "class" and (reads == "values" or len(labels) > 1):
             raise SetupError(
-                f"{path}, line 1 names an image: put a header above it, such as file,{','.join('abc'[: len(told)])}, "
-                "of which the names of classes or values are taken"
+                f"{path}, line 1 names an image: put a header above it, such as file,{','.join('abc'[: len(labels)])}, "
+                "with the names of classes or values"
             )
-        self.columns = tuple(header[n] for n in told)
+        self.columns = tuple(header[n] for n in labels)
         self.train: list[Row] = []
         self.val: list[Row] = []
-        lost = [line for line in lines if not is_there(root, found.path(line.cells[found.column]))]
+        lost = [line for line in lines if not is_there(root, named.path(line.cells[named.column]))]
         if lost:
-            raise missing(path, root, lines, lost, found)
-        rows = self._rows(lines, found, split, told, reads)
+            raise missing(path, root, lines, lost, named)
+        rows = self._rows(lines, named, split, labels, reads)
         again = len(lines) - len(rows)
         if again:
-            notes.append(f"{again} line{'s' * (again > 1)} said again what is said above, and are left out")
-        if beside := not_named(root, {row.file for _, row in rows}):
-            notes.append(beside)
-        self.told = "; ".join(notes)
+            notes.append(f"{again} repeated line{'s' * (again > 1)} left out")
+        if others := unlisted(root, {row.file for _, row in rows}):
+            notes.append(others)
+        self.notes = {"labels": "; ".join(notes)} if notes else {}
         self.divided = split is not None or any(part in (*TRAIN, *HELD_OUT) for part, _ in rows)
         self._divide(rows)
 
     def _columns(self, header: Sequence[str], key: str, names: str | Sequence[str] | None) -> list[int]:
-        """Where the columns are that a key of the recipe names.
+        """The places of the columns that a key of the recipe names.
 
         Raises:
             SetupError: one is not there.
         """
         known = [name.lower() for name in header]
-        found = []
+        columns = []
         for name in [names] if isinstance(names, str) else names or []:
             if name.lower() not in known:
                 raise SetupError(f"data.{key}={name} is no column of {self.path}; its columns are {_listed(header)}")
-            found.append(header.index(name) if name in header else known.index(name.lower()))
-        return found
+            columns.append(header.index(name) if name in header else known.index(name.lower()))
+        return columns
 
     def _rows(
-        self, lines: Sequence[Line], found: Naming, split: int | None, told: Sequence[int], reads: Reads
+        self, lines: Sequence[Line], named: Naming, split: int | None, labels: Sequence[int], reads: Reads
     ) -> list[tuple[str, Row]]:
-        """Its rows, each with the part that it is in; an image has one, and several only to train on more often."""
+        """Its rows, each with the part that it is in; only training images may have several rows."""
         known: dict[str, tuple[str, Row]] = {}
         rows: list[tuple[str, Row]] = []
         for number, cells in lines:
-            image = found.path(cells[found.column])
+            image = named.path(cells[named.column])
             part = (cells[split] if split is not None else image.partition("/")[0]).lower()
-            row = Row(number, image, tuple(cells[n] for n in told))
-            before, said = known.setdefault(image, (part, row))
-            if (before, said.cells) != (part, row.cells):
-                other = _listed(said.cells) if said.cells != row.cells else before
-                one = "an image's classes stand in one line, as cat;dog" if reads == "classes" else "keep one of them"
+            row = Row(number, image, tuple(cells[n] for n in labels))
+            before, first = known.setdefault(image, (part, row))
+            if (before, first.cells) != (part, row.cells):
+                other = _listed(first.cells) if first.cells != row.cells else before
+                advice = "write its classes in one line, as cat;dog" if reads == "classes" else "keep one of them"
                 raise SetupError(
-                    f"{self.path}, line {number}: {image} is there already (line {said.number}), as {other}: {one}"
+                    f"{self.path}, line {number}: {image} is there already (line {first.number}), as {other}: {advice}"
                 )
-            if said is row or part in TRAIN:  # where a table does not divide them, copies might get into both parts
+            if first is row or part in TRAIN:  # where a table does not divide them, copies might get into both parts
                 rows.append((part, row))
         return rows
 
     def _divide(self, rows: Sequence[tuple[str, Row]]) -> None:
-        """Put each row into the set that it is for."""
         for part, row in rows:
             if part in TRAIN or not self.divided:
                 self.train.append(row)
@@ -143,8 +142,8 @@ class Table:
                     f"{self.path}, line {row.number}: nothing says whether {row.file} is for training: put it below "
                     "train/ or val/, or add a column `split` with train or val"
                 )
-        for found, name in ((self.train, "train"), (self.val, "val")):
-            if not found and self.divided:
+        for part_rows, name in ((self.train, "train"), (self.val, "val")):
+            if not part_rows and self.divided:
                 raise SetupError(f"{self.path} has no row of {SPLIT} {name}; both sets need images")
 
     def read(self, reads: Reads) -> tuple[tuple[str, ...], list[npt.NDArray[Any]]]:
@@ -163,26 +162,24 @@ class Table:
         if reads == "classes" and len(self.columns) == 1 and not {*BINARY} >= {*map(str.lower, cells)}:
             self._check_separator(cells)
             names = sorted({name for cell in cells for name in _several(cell)})
-            found = [np.zeros((len(rows), len(names)), np.float32) for rows in parts]
-            for rows, targets in zip(parts, found, strict=True):
+            matrices = [np.zeros((len(rows), len(names)), np.float32) for rows in parts]
+            for rows, targets in zip(parts, matrices, strict=True):
                 for n, row in enumerate(rows):
                     for name in _several(row.cells[0]):
                         targets[n, self._place(row, name, names)] = 1
-            return tuple(names), found
+            return tuple(names), matrices
         if reads in ("classes", "values") and self.columns:
             for n, column in enumerate(self.columns if self._decimals else ()):
                 check_commas(self.path, column, ((row.number, row.cells[n]) for rows in parts for row in rows))
             return self.columns, [self._matrix(rows) for rows in parts]
         likely = next((name for name in self.columns if name.lower() in TARGETS), (*self.columns, "")[0])
         choose = f": data.label_column={likely} takes that" if likely else ""
-        raise SetupError(
-            f"{self.path} needs {WANTED[reads]}; beside the images' its columns are {_listed(self.columns)}{choose}"
-        )
+        raise SetupError(f"{self.path} needs {WANTED[reads]}; its other columns are {_listed(self.columns)}{choose}")
 
     def _check_separator(self, cells: Sequence[str]) -> None:
-        """Refuse cells in which something else than `;` stands between the classes of an image."""
+        """Refuse cells in which another mark than `;` separates the classes of an image."""
         names = {cell for cell in cells if cell}
-        for mark, called in OTHERS.items():
+        for mark, words in OTHERS.items():
             first = next((cell for cell in cells if mark in cell), None)
             if first is None or any(SEPARATOR in cell for cell in cells):
                 continue
@@ -190,12 +187,12 @@ class Table:
             if mark == "|" or (mark == "," and _shared(names, mark)) or len(parts) < len(names):
                 meant = SEPARATOR.join(part.strip() for part in first.split(mark) if part.strip())
                 raise SetupError(
-                    f"{self.path}: '{first}' looks like several classes with {called} between them: write {meant}, or "
+                    f"{self.path}: '{first}' looks like several classes with {words} between them: write {meant}, or "
                     "a column of 0 and 1 for each class"
                 )
 
     def _check_classes(self, names: Sequence[str]) -> None:
-        """Refuse numbers to be foretold, which hardly ever are the same twice."""
+        """Refuse numbers of which hardly any comes twice: they are values to be predicted, not classes."""
         measures = all(map(_is_number, names)) and (len(names) > DIGITS or not all(map(str.isdigit, names)))
         if measures and len(names) > len(self.train) / 2:
             raise SetupError(
@@ -218,18 +215,18 @@ class Table:
     def _numbers(self, row: Row) -> list[float]:
         try:
             cells = [cell.replace(",", ".") if self._decimals else cell for cell in row.cells]
-            found = [BINARY[cell.lower()] if cell.lower() in BINARY else float(cell) for cell in cells]
+            numbers = [BINARY[cell.lower()] if cell.lower() in BINARY else float(cell) for cell in cells]
         except ValueError:
-            found = [math.nan]
-        if not all(map(math.isfinite, found)):
+            numbers = [math.nan]
+        if not all(map(math.isfinite, numbers)):
             some = len(row.cells) > 1 and not self._wanted
             choose = f"; data.label_column=[{','.join(self.columns[:2])}] takes only these columns" if some else ""
             raise SetupError(f"{self.path}, line {row.number}: {_listed(row.cells)} are not all numbers{choose}")
-        return found
+        return numbers
 
 
 def open_table(recipe: Recipe, before: Before) -> Datasets:
-    """The images of `data.root` that the table `data.labels` names, with the targets that it tells.
+    """The images of `data.root` that the table `data.labels` names, with their targets.
 
     Raises:
         SetupError: something is missing or makes no sense; the line says what and where.
@@ -249,8 +246,7 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
     split = f"the held-out rows of {path}"
     if not table.divided:
         train, val, split = divided(train, recipe, before)
-    notes = {"labels": table.told} if table.told else {}
-    return photos(recipe, train, val, names, split, notes, made=not table.divided)
+    return photos(recipe, train, val, names, split, table.notes, drawn=not table.divided)
 
 
 def _is_number(cell: str) -> bool:
@@ -261,7 +257,7 @@ def _is_number(cell: str) -> bool:
 
 
 def _shared(names: Iterable[str], mark: str) -> bool:
-    """Whether parts of the names, with `mark` between them, are parts of others or stand alone."""
+    """Whether a part of a name, between `mark`s, occurs in several names."""
     parts = Counter(part.strip() for name in names for part in {*name.split(mark)} if part.strip())
     return max(parts.values(), default=0) > 1
 

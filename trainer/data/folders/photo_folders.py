@@ -1,4 +1,4 @@
-"""Photo folders: root/train/<class>/... and root/val/<class>/..., or what else `layout` knows."""
+"""Photo folders: root/train/<class>/... and root/val/<class>/..., and the other layouts of `layout`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.folders.splits import Before, hold_out, table
 from trainer.data.photos.decoding import formats, reason
 from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out
-from trainer.data.photos.pixel_range import Looked, wanted_of
+from trainer.data.photos.pixel_range import PixelValues, wanted_of
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
 from trainer.recipe import AugmentRecipe, Recipe
@@ -31,11 +31,11 @@ from trainer.saving import files
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 2**30
-PHOTO = 224  # pixels along a side that photos are brought to
+PHOTO = 224  # pixels along a side to which photos are resized
 LOOKED_AT = 100  # headers of images, to choose a size
 GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
-LISTED = 12  # classes whose images are counted one by one
-UNBALANCED = 5  # times as many images
+LISTED = 12  # classes whose counts are listed in full
+UNBALANCED = 5  # times as many images as the smallest class
 
 Shape = tuple[int, int, int]  # channels, height, width
 Photos = TypeVar("Photos", bound=EncodedPhotos)
@@ -83,7 +83,7 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
     if layout.beside:
         notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
     names = [files.portable(name) for name in classes]
-    return photos(recipe, train, val, names, split, notes, made=layout.held_out is None)
+    return photos(recipe, train, val, names, split, notes, drawn=layout.held_out is None)
 
 
 def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
@@ -92,17 +92,17 @@ def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
 
 
 def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Photos, str]:
-    """The images that train and those held out, of a set that nobody divided, and what to say of it.
+    """The training and the held-out images of a set without a split, and the split in words.
 
     Raises:
         SetupError: nothing can be held out.
     """
     names = [whole.name(index) for index in range(len(whole))]
-    one = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
-    chosen, told = hold_out(names, one, recipe.data.val_fraction, recipe.seed, before, whole.root)
+    labels = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
+    chosen, split = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root)
     if chosen.all():
-        return whole, whole, told
-    return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), told
+        return whole, whole, split
+    return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), split
 
 
 def split_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
@@ -116,7 +116,7 @@ def split_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) 
     return table((("train", rows(train)), ("val", rows(val))))
 
 
-def counted(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool) -> dict[str, str]:
+def class_counts(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool) -> dict[str, str]:
     """How many images each class has, for a run's banner, and what to do where some have far fewer."""
     several = train.labels.ndim > 1  # rows of 0 and 1
     here, there = (
@@ -145,15 +145,15 @@ def photos(
     names: Sequence[str],
     split: str,
     notes: Mapping[str, str],
-    made: bool,
+    drawn: bool,
 ) -> Datasets:
-    """A data set of photos; tiny ones are decoded at once. `made` says that nobody had divided them."""
+    """A data set of photos; tiny ones are decoded at once. `drawn` says that the split was drawn here."""
     train.pixel_range = val.pixel_range = wanted_of(recipe.data)
-    values = Looked(train.pixel_range)
-    channels, size, looked = image_shape(recipe, header_shapes(train, values))
+    values = PixelValues(train.pixel_range)
+    channels, size, shape = image_shape(recipe, header_shapes(train, values))
     values.check()
-    counts = {} if tasks.kind(recipe).reads == "values" else counted(train, val, names, recipe.data.balance)
-    notes = {**looked, **values.notes(), **counts, **notes}
+    counts = {} if tasks.kind(recipe).reads == "values" else class_counts(train, val, names, recipe.data.balance)
+    notes = {**shape, **values.notes(), **counts, **notes}
     bytes_needed = (len(train) + len(val)) * size * size * channels
     tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
     mean, std = statistics(*IMAGENET, channels)
@@ -170,28 +170,28 @@ def photos(
         split=split,
         notes={**cropping(recipe.augment, size), **notes},
         sources=(train, val),
-        split_table=partial(split_table, train, val, names) if made and train is not val else None,
+        split_table=partial(split_table, train, val, names) if drawn and train is not val else None,
     )
 
 
 def cropping(augment: AugmentRecipe, size: int) -> dict[str, str]:
-    """What to say where parts of images are enlarged that have few pixels as they are."""
+    """A note where crops of tiny images are enlarged."""
     if augment.crop != "resized" or size > TINY:
         return {}
     return {"crop": f"parts of images of {size} pixels show little: augment.crop=pad shifts them instead"}
 
 
-def header_shapes(folder: EncodedPhotos, looked: Looked | None = None) -> list[Shape]:
-    """(channels, height, width) of some of the images, as their headers tell; none is decoded but what is `looked` at:
-    pixels that are no bytes."""
+def header_shapes(folder: EncodedPhotos, values: PixelValues | None = None) -> list[Shape]:
+    """(channels, height, width) of some of the images, by their headers; `values` looks at pixels that are not bytes,
+    for which alone images are decoded."""
     shapes = []
     for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
-        with suppress(Exception), warnings.catch_warnings():  # what cannot be read is found in training
+        with suppress(Exception), warnings.catch_warnings():  # training reports what cannot be read
             warnings.simplefilter("ignore")
             with to_look_at(folder.address(index)) as file, Image.open(file, formats=formats()) as image:
                 shapes.append(shape_of(image))
-                if looked is not None:
-                    looked.add(image, folder.where(int(index)))
+                if values is not None:
+                    values.add(image, folder.where(int(index)))
     return shapes
 
 
@@ -200,27 +200,26 @@ def shape_of(image: Image.Image) -> Shape:
 
 
 def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str, str]]:
-    """Channels and size to bring images to, and what to say of it.
+    """Channels and size of the model's images, and a note about them.
 
-    What the recipe says; else small square images of one size stay as they are, gray ones gray, and everything else
-    becomes what photos are commonly brought to, 3 x 224 x 224, as it does where the model's starting weights or
-    torchvision's models want that.
+    What the recipe says; else small square images of one size stay as they are, gray ones gray, and all others become
+    3 x 224 x 224, as do all images where the starting weights or torchvision's models want that.
     """
     data, model, sizes = recipe.data, recipe.model, {shape[1:] for shape in shapes}
     height, width = next(iter(sizes)) if len(sizes) == 1 else (PHOTO, PHOTO)
-    torchvisions, own = model.name in torchvision_classifiers(), model.init_from is not None
-    small = height == width < PHOTO and model.weights is None and not (own and torchvisions)
+    torchvisions, started = model.name in torchvision_classifiers(), model.init_from is not None
+    small = height == width < PHOTO and model.weights is None and not (started and torchvisions)
     gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
-    coloured = torchvisions or own or model.weights is not None
+    coloured = torchvisions or started or model.weights is not None
     channels = data.channels or (1 if gray and not coloured else 3)
     size = data.image_size or (height if small else PHOTO)
     if (data.image_size and data.channels) or not shapes:
         return channels, size, {}
-    found = f"{len(shapes)} looked at are {'gray' if gray else 'in colour'}, "
-    found += f"{height} x {width}" if len(sizes) == 1 else "of several sizes"
+    seen = f"{len(shapes)} looked at are {'gray' if gray else 'in colour'}, "
+    seen += f"{height} x {width}" if len(sizes) == 1 else "of several sizes"
     keys = [f"data.{key}=" for key in ("channels", "image_size") if getattr(data, key) is None]
-    chosen = f"{' and '.join(keys)} choose{'s' if len(keys) == 1 else ''} otherwise"
-    return channels, size, {"images": f"become {channels} x {size} x {size} ({found}); {chosen}"}
+    advice = f"{' and '.join(keys)} choose{'s' if len(keys) == 1 else ''} otherwise"
+    return channels, size, {"images": f"become {channels} x {size} x {size} ({seen}); {advice}"}
 
 
 def statistics(
@@ -233,7 +232,7 @@ def statistics(
         return mean * 3, std * 3
 
     def luma(values: tuple[float, ...]) -> tuple[float, ...]:
-        return (sum(part * share for part, share in zip(values, (0.299, 0.587, 0.114), strict=True)),)
+        return (sum(part * weight for part, weight in zip(values, (0.299, 0.587, 0.114), strict=True)),)
 
     return luma(mean), luma(std)
 
@@ -246,7 +245,7 @@ def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, eva
     """
     images = torch.empty(len(folder), size, size, channels, dtype=torch.uint8)
     failures: dict[int, str] = {}
-    # In this thread: images are so small that several threads take longer, by passing the interpreter lock around.
+    # In one thread: images are so small that several contend for the interpreter lock and take longer.
     for index in range(len(folder)):
         try:
             images[index] = held_out(folder.open(index, channels)[0], size).permute(1, 2, 0)

@@ -1,4 +1,4 @@
-"""What lies in folders of photos: class folders, their images in order, and what is left out, counted by its reason."""
+"""The contents of folders of photos: class folders, their images in order, and files that are left out, by reason."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ JUNK = (  # in small letters
     *("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "$recycle.bin"),
     *("system volume information", "lost+found"),
 )
-NEEDS = {  # kinds of photos that are read with a package, or after a change
+NEEDS = {  # what it takes to read other kinds of photos
     **dict.fromkeys((".heic", ".heif", ".heics", ".heifs", ".hif"), "pip install pillow-heif"),
     **dict.fromkeys((".avif", ".webp"), "pip install --upgrade pillow"),
     ".jxl": "pip install pillow-jxl-plugin",
     **dict.fromkeys((".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"), "export them as JPEG"),
     **dict.fromkeys((".svg", ".psd", ".pdf", ".eps", ".ai"), "export them as PNG"),
 }
-ASKED = 50_000  # files whose sizes are asked for: more would take long on a disk behind a network
+ASKED = 50_000  # files of which the size is looked up: it takes long on a network file system
 
 
 class LeftOut:
-    """What is not read among images, counted."""
+    """Counts the files that are not read, by reason."""
 
     def __init__(self, empty: bool = True) -> None:
-        """`empty` says whether files without a byte, and links to none, are looked for."""
+        """`empty`: look for files of no bytes, and for broken links."""
         self.looks = empty
-        self.asked = 0 if empty else ASKED  # files whose sizes were asked for
-        self._kinds: Counter[str] = Counter()  # photos of kinds that cannot be read here, by suffix
+        self.asked = 0 if empty else ASKED  # files of which the size was looked up
+        self._kinds: Counter[str] = Counter()  # photos that cannot be read here, by suffix
         self._junk: list[str] = []
         self._empty = self._loose = self._links = self._broken = 0
         self._others: Counter[str] = Counter()
 
     def junk(self, name: str) -> None:
-        """A file or folder of another program."""
+        """A hidden file or folder of another program."""
         self._junk.append(name)
 
     def empty(self) -> None:
-        """An image file without a byte in it."""
+        """An image file of no bytes."""
         self._empty += 1
 
     def broken(self) -> None:
-        """A link that is called like an image, to a file that is not there."""
+        """A link to an image that does not exist."""
         self._broken += 1
 
     def loose(self, count: int) -> None:
@@ -58,20 +58,20 @@ class LeftOut:
         self._loose += count
 
     def other(self, name: str) -> None:
-        """A file that is no image that can be read here."""
+        """A file that is not an image, or cannot be read here."""
         suffix = os.path.splitext(name)[1]
         (self._kinds if suffix.lower() in NEEDS else self._others)[suffix or "without a suffix"] += 1
 
     def inside(self, hidden: int, empty: int, links: int, others: Mapping[str, int]) -> None:
-        """So many files of each kind in a shard; `others` by suffix."""
+        """Files in a shard; `others` by suffix."""
         self._junk += ["in shards"] * hidden
         self._empty += empty
         self._links += links
         for suffix, count in others.items():
             (self._kinds if suffix in NEEDS else self._others)[suffix] += count
 
-    def told(self) -> str:
-        """In one line; empty where there is nothing."""
+    def in_words(self) -> str:
+        """In one line; empty where there are none."""
         parts = [f"{_files(count, kind)}: {NEEDS[kind.lower()]}" for kind, count in self._kinds.items()]
         if self._loose:
             parts.append(f"{self._loose} image{'s' * (self._loose > 1)} outside the class folders")
@@ -89,9 +89,12 @@ class LeftOut:
             parts.append(f"{_files(self._others.total(), 'other')} ({named})")
         return "; ".join(parts)
 
+    def in_brackets(self) -> str:
+        return f" ({self.in_words()})" if self.in_words() else ""
+
     def notes(self) -> dict[str, str]:
         """For a run's banner."""
-        return {"ignored": self.told()} if self.told() else {}
+        return {"ignored": self.in_words()} if self.in_words() else {}
 
 
 def _files(count: int, kind: str) -> str:
@@ -100,33 +103,30 @@ def _files(count: int, kind: str) -> str:
 
 @lru_cache(maxsize=1)
 def readable_suffixes() -> frozenset[str]:
-    """Suffixes, with the dot and in small letters, of the kinds of image that are read."""
+    """Suffixes, as in .jpg, of the kinds of image that are read."""
     kinds = formats()
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in kinds)
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is called like an image that can be read here."""
+    """Whether a file has the suffix of an image that can be read here."""
     return os.path.splitext(name)[1].lower() in readable_suffixes()
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether to look for images below it: not below a link that leads back to a folder above it, or to itself.
-
-    Above it lie the folders that it really is in, and those on the way to it, which may be links themselves.
-    """
+    """Whether to look for images below it: not below a link to a folder above it, in its path or its real path."""
     try:
         if not entry.is_dir() or not entry.is_symlink():
             return entry.is_dir()
     except OSError:
-        return False  # as a link to itself: whatever reads it will say so
+        return False  # such as a link to itself
     target, here = os.path.realpath(entry.path), os.path.realpath(os.path.dirname(entry.path))
-    way = {os.path.realpath(parent) for parent in Path(entry.path).absolute().parents}
-    return os.path.commonpath([target, here]) != target and target not in way
+    parents = {os.path.realpath(parent) for parent in Path(entry.path).absolute().parents}
+    return os.path.commonpath([target, here]) != target and target not in parents
 
 
 def is_junk(name: str) -> bool:
-    """Whether a file or folder is one that a system or program left among the user's: ._IMG.jpg, .DS_Store."""
+    """Whether a file or folder is one that a system or program left there: ._IMG.jpg, .DS_Store."""
     return name.startswith(".") or name.lower() in JUNK
 
 
@@ -146,7 +146,7 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
                     folders.append(entry.name)
                 elif not is_image(entry.name):
                     left.other(entry.name)
-                elif left.looks and entry.is_symlink() and not _is_there(entry):
+                elif left.looks and entry.is_symlink() and _is_broken(entry):
                     left.broken()
                 elif _is_empty(entry, left):
                     left.empty()
@@ -157,23 +157,23 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
     return sorted(folders), sorted(images)
 
 
-def _is_there(entry: os.DirEntry[str]) -> bool:
-    """Whether a link leads to something; the entry keeps what it learned of that."""
-    with suppress(OSError):
-        entry.stat()
+def _is_broken(entry: os.DirEntry[str]) -> bool:
+    try:
+        entry.stat()  # the entry caches it
+    except OSError:
         return True
     return False
 
 
 def _is_empty(entry: os.DirEntry[str], left: LeftOut) -> bool:
     left.asked += 1
-    with suppress(OSError):  # whatever reads it will say so
+    with suppress(OSError):  # reading it will raise the same
         return left.asked <= ASKED and entry.is_file() and entry.stat().st_size == 0
     return False
 
 
 def images_below(folder: str, left: LeftOut, below: str = "") -> Iterator[str]:
-    """The images of a folder and of those in it, as paths that begin with `below`; sorted a folder."""
+    """The images of a folder and its subfolders, as paths that begin with `below`; each folder is sorted."""
     folders, images = listed(folder, left)
     start = f"{below}/" if below else ""
     entries = sorted([(name, False) for name in images] + [(name, True) for name in folders])
@@ -188,25 +188,25 @@ def class_images(folder: Path, classes: Sequence[str], left: LeftOut) -> list[li
     """For each class folder its images, subfolders included, as sorted paths below `folder`.
 
     Raises:
-        SetupError: a class without images, or folders in which nothing can be found.
+        SetupError: a class without images.
     """
-    found = [sorted(images_below(os.path.join(folder, name), left, name)) for name in classes]
-    full = [name for name, images in zip(classes, found, strict=True) if images]
-    if len(full) == 1 < len(classes) and {path.count("/") for path in found[classes.index(full[0])]} != {1}:
+    images = [sorted(images_below(os.path.join(folder, name), left, name)) for name in classes]
+    full = [name for name, paths in zip(classes, images, strict=True) if paths]
+    if len(full) == 1 < len(classes) and {path.count("/") for path in images[classes.index(full[0])]} != {1}:
         raise SetupError(
             f"{folder}: of its folders only {full[0]} holds images: {quote(f'data.root={folder / full[0]}')}"
         )
-    for name, images in zip(classes, found, strict=True):
-        if not images:
-            own = LeftOut()
-            list(images_below(os.path.join(folder, name), own))
-            told = f" that can be read here ({own.told()})" if own.told() else ""
+    for name, paths in zip(classes, images, strict=True):
+        if not paths:
+            left = LeftOut()
+            list(images_below(os.path.join(folder, name), left))
             raise SetupError(
-                f"{folder / name} holds no images{told}; remove the folder or put images there (JPEG, PNG, WebP, ...)"
+                f"{folder / name} holds no images that can be read here{left.in_brackets()}; remove the folder or put "
+                "images there (JPEG, PNG, WebP, ...)"
             )
-    return found
+    return images
 
 
 def few(names: Sequence[str]) -> str:
-    """Some names, in words."""
+    """The first names, in words."""
     return ", ".join(names[:4]) + ", ..." * (len(names) > 4)

@@ -1,4 +1,4 @@
-"""Which images are held out where nobody said so: a share of each class, the same ones every time."""
+"""Held-out images where the data set has no split: a fraction of each class, the same images every time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainer.processes.rank import is_restart
 from trainer.saving.files import opened, portable
 from trainer.saving.run_folder import RunFolder
 
-SPLIT_FILE = "split.csv"  # of a run folder: the split that was made for it, which data.labels= takes too
+SPLIT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
 HEADER = ("file", "label", "split")
 
 Array = npt.NDArray[Any]
 
 
 class Before(NamedTuple):
-    """A split that was made before, for images that are opened again.
+    """The split of an earlier run, for images that are opened again.
 
     Attributes:
         held_out: the names of the images that were held out; None: those that the recipe's seed draws.
-        elsewhere: whether these may be other images altogether, of which then all are held out.
+        elsewhere: whether these may be other images, of which then all are held out.
     """
 
     held_out: frozenset[str] | None = None
@@ -39,26 +39,26 @@ class Before(NamedTuple):
 NOTHING_BEFORE = Before()
 
 
-def draw(names: Sequence[str], labels: Array, share: float, seed: int) -> Array:
+def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Array:
     """Which of the images to hold out: (images,) bool.
 
-    Of each class the share, rounded, at least one and never all; of a class with one image none. An image's own name
-    and the seed draw it, so neither the order of files nor other classes change anything.
+    Of each class the fraction, rounded, at least one and never all; of a class with one image none. Depends on an
+    image's name and the seed alone: neither the order of files nor other classes change anything.
     """
     keys = [hashlib.blake2b(f"{seed}/".encode() + os.fsencode(name), digest_size=8).digest() for name in names]
     drawn = np.frombuffer(b"".join(keys), ">u8")
     chosen = np.zeros(len(names), bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
-        count = min(len(members) - 1, max(1, round(share * len(members))))
+        count = min(len(members) - 1, max(1, round(fraction * len(members))))
         chosen[members[np.argsort(drawn[members], kind="stable")][:count]] = True
     return chosen
 
 
 def hold_out(
-    names: Sequence[str], labels: Array, share: float, seed: int, before: Before, where: str
+    names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str
 ) -> tuple[Array, str]:
-    """Which of the images are held out, (images,) bool, and what to say of it.
+    """Which of the images are held out, (images,) bool, and that in words.
 
     Raises:
         SetupError: nothing would be held out, or left to train.
@@ -74,14 +74,14 @@ def hold_out(
             )
     if before.elsewhere:
         return np.ones(len(names), bool), f"all of {where}"
-    chosen = draw(names, labels, share, seed)
+    chosen = draw(names, labels, fraction, seed)
     if not chosen.any():
         raise SetupError(f"{where}: every class has one image, so none can be held out: give each two or more")
-    return chosen, f"{share:.3g} of each class of {where}, drawn by file name and seed={seed} (data.val_fraction)"
+    return chosen, f"{fraction:.3g} of each class of {where}, drawn by file name and seed={seed} (data.val_fraction)"
 
 
 def continued(folder: RunFolder) -> Before:
-    """The split of the run that goes on in a folder, or of a start of the same job that saved nothing yet."""
+    """The split of the run that is continued in a folder, or of an earlier start of the same job."""
     return Before(held_out_of(folder.path)) if folder.resuming or is_restart() else NOTHING_BEFORE
 
 
@@ -102,7 +102,7 @@ def held_out_of(path: Path) -> frozenset[str] | None:
 def part_of(path: Path, part: str) -> frozenset[str] | None:
     """The images of a part, `train` or `val`, of a run, by its folder, a checkpoint in it or its weights.
 
-    None: it made no split.
+    None: it drew no split.
 
     Raises:
         SetupError: its split.csv cannot be read.

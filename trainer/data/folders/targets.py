@@ -1,4 +1,4 @@
-"""Targets of samples that are read one by one, held against the task."""
+"""Targets of samples that are read one by one, checked against the task."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor
 from trainer.data.sets import PhotoSource, TensorSpec
 from trainer.tasks import Classification, Task
 
-MANY, SPARSE = 1000, 20  # class numbers from here on are looked at; so many to one in use are too many
+MANY, SPARSE = 1000, 20  # numbers below the first are right; so many for each one in use are too many
 
 
 def sparse(numbers: npt.NDArray[Any]) -> str:
-    """What to say of class numbers (samples,) of which hardly any is in use: one that is far too high makes a class of
-    each number below it. Empty where all is well."""
+    """A warning where hardly any of the class numbers (samples,) up to the highest is in use; empty where many are."""
     used, counts = np.unique(numbers[numbers >= 0], return_counts=True)
     if not len(used) or used[-1] < MANY or len(used) * SPARSE > used[-1]:
         return ""
@@ -31,18 +30,18 @@ def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
     """A sample's target as the task wants it.
 
     Raises:
-        ValueError: it is none; the line says what is wanted.
+        ValueError: it is not one.
     """
     try:
         return kind.checked(torch.as_tensor(target)[None], names)[0]
     except (TypeError, ValueError, RuntimeError) as error:
-        told = f"its label is {target}, and " if isinstance(target, int) else ""
-        raise ValueError(f"{told}{error}") from None
+        label = f"its label is {target}, and " if isinstance(target, int) else ""
+        raise ValueError(f"{label}{error}") from None
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the targets of a data set are to be."""
+    """Task, names and shape of a data set's targets."""
 
     kind: type[Task]
     names: tuple[str, ...]
@@ -50,28 +49,28 @@ class Targets:
 
     @property
     def dense(self) -> bool:
-        """Whether they lie under the pixels of their images."""
+        """Whether each pixel of an image has a target."""
         return len(self.spec.shape) > 1
 
-    def one(self, target: Any) -> Tensor | int:
+    def checked(self, target: Any) -> Tensor | int:
         """A sample's target.
 
         Raises:
-            ValueError: it is no target of the task, or not as the others are.
+            ValueError: it is no target of the task, or has another shape or type than the others.
         """
         plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
         if plain and type(target) is int and 0 <= target < len(self.names):
             return target  # checking a tensor takes longer than reading a small image
-        found = target_of(target, self.kind, self.names)
-        if found.shape != self.spec.shape or torch.promote_types(found.dtype, self.spec.dtype) != self.spec.dtype:
-            raise ValueError(f"its target is {TensorSpec.of(found[None])}, and that of others {self.spec}")
-        return found
+        tensor = target_of(target, self.kind, self.names)
+        if tensor.shape != self.spec.shape or torch.promote_types(tensor.dtype, self.spec.dtype) != self.spec.dtype:
+            raise ValueError(f"its target is {TensorSpec.of(tensor[None])}, and that of others {self.spec}")
+        return tensor
 
-    def beside(self, image: Tensor, size: int | None) -> Tensor:
-        """An image (C, H, W) as it may stand beside its target.
+    def checked_image(self, image: Tensor, size: int | None) -> Tensor:
+        """An image (C, H, W) that fits its target.
 
         Raises:
-            ValueError: the target lies under its pixels, and it has not `size` of them along each side.
+            ValueError: each pixel has a target, and it is not `size` x `size`.
         """
         if self.dense and image.shape[-2:] != (size, size):
             height, width = image.shape[-2:]
@@ -80,12 +79,12 @@ class Targets:
 
 
 class TaskSource:
-    """A user's own source, whose targets are held against the task; those that it tells beforehand stay that way."""
+    """A user's own source, whose targets are checked against the task; `labels` are known without reading."""
 
     labels: Any
 
     def __init__(self, source: PhotoSource, targets: Targets, size: int, labels: Tensor | None) -> None:
-        """`labels` are those of all samples as the task wants them, where the source knows them."""
+        """`labels` are those of all samples, where the source has them."""
         self.source, self.targets, self.size = source, targets, size
         if labels is not None:
             self.labels = labels.numpy()
@@ -99,5 +98,5 @@ class TaskSource:
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         image, label = self.source.read(index, channels)
         known = getattr(self, "labels", None)
-        target = self.targets.one(label) if known is None else torch.as_tensor(known[index])
-        return self.targets.beside(image, self.size), target
+        target = self.targets.checked(label) if known is None else torch.as_tensor(known[index])
+        return self.targets.checked_image(image, self.size), target

@@ -1,7 +1,7 @@
-"""Pixels that are no plain bytes: which of their values are black and white.
+"""Pixels that are not bytes: which of their values are black and white.
 
 That is one decision for a whole data set, the recipe's data.pixel_range, or follows from the kind of file. It never
-follows from one image's own values, which would make a dark photo as bright as a bright one.
+follows from the values of one image, which would make a dark photo as bright as a bright one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from trainer.recipe import DataRecipe
 Range = tuple[float, float]  # what is black, what is white
 Values = np.ndarray[Any, Any]
 
-WHOLE, REAL = (0.0, 65535.0), (0.0, 1.0)  # of 16 bits without a sign, and of real numbers, where nothing else is said
-BEYOND = 0.05  # of the range: a filter may leave a little above white or below black
-DARK = 4  # a set whose brightest value is below this part of white was hardly written with that white
+WHOLE, REAL = (0.0, 65535.0), (0.0, 1.0)  # of unsigned 16 bits, and of real numbers, unless something else is known
+BEYOND = 0.05  # of the range: filters may overshoot a little above white or below black
+DARK = 4  # a set whose brightest value is below a fourth of white was hardly written with that white
 WHITES = (1, 255, 1023, 4095, 16383, 65535)
 SAMPLE_FORMAT = next(number for number, tag in TiffTags.TAGS_V2.items() if tag.name == "SampleFormat")
 PHOTOMETRIC = next(number for number, tag in TiffTags.TAGS_V2.items() if tag.name == "PhotometricInterpretation")
@@ -31,12 +31,12 @@ def wanted_of(data: DataRecipe) -> Range | None:
 
 
 class PixelKind(NamedTuple):
-    """How an image holds its pixels; to be asked before they are loaded.
+    """The type of an image's pixels; to be looked up before they are loaded.
 
     Attributes:
-        natural: black and white by the kind of file; None where it does not tell.
+        natural: black and white by the kind of file; None where it does not say.
         colour: 16 bits a channel, of which Pillow keeps the upper 8.
-        read_as: what the bytes really are, where Pillow takes them for another type.
+        read_as: the real type, where Pillow reads the bytes as another one.
         inverted: 0 is white.
     """
 
@@ -47,7 +47,7 @@ class PixelKind(NamedTuple):
 
 
 def kind_of(image: Image.Image) -> PixelKind | None:
-    """None: its pixels are bytes."""
+    """None for bytes."""
     tile = getattr(image, "tile", None) or [None]
     arguments = getattr(tile[0], "args", "")
     raw = str(arguments[0] if isinstance(arguments, tuple) and arguments else arguments)
@@ -58,7 +58,7 @@ def kind_of(image: Image.Image) -> PixelKind | None:
     if image.mode.startswith("I;16"):
         white = 4095.0 if raw == "I;12" else WHOLE[1]
         return PixelKind((0.0, white), inverted=tags.get(PHOTOMETRIC) == 0)
-    if image.mode == "I":  # Pillow brings PPM's to 16 bits, by the white that each file tells
+    if image.mode == "I":  # Pillow scales PPM's to 16 bits, by the white that each file says
         return PixelKind(WHOLE if image.format == "PPM" else None, read_as=None if signed or not tags else np.uint32)
     if signed:
         return PixelKind(None, read_as=np.int8)
@@ -66,17 +66,17 @@ def kind_of(image: Image.Image) -> PixelKind | None:
 
 
 def values_of(image: Image.Image, kind: PixelKind) -> Values:
-    """The numbers that its pixels are; of colour with 16 bits a channel, the upper 8."""
+    """Its pixels as numbers; of colour with 16 bits a channel, the upper 8."""
     values = np.asarray(image)
     values = values.view(kind.read_as) if kind.read_as is not None else values
     return values if kind.natural is None or not kind.inverted else np.asarray(kind.natural[1], values.dtype) - values
 
 
 def as_bytes(values: Values, natural: Range | None, wanted: Range | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Values from 0 to 255; those beyond black and white are black and white.
+    """Values from 0 to 255, clipped to black and white.
 
     Raises:
-        ValueError: nothing tells what is black and white, or they go beyond what the kind of file allows.
+        ValueError: black and white are not known, or values lie beyond what the kind of file allows.
     """
     if wanted is None and natural == WHOLE:  # as Pillow does with colour
         return (values >> 8).astype(np.uint8)
@@ -93,7 +93,7 @@ def as_bytes(values: Values, natural: Range | None, wanted: Range | None) -> np.
 
 
 def beyond(low: float, high: float, natural: Range) -> bool:
-    """Whether values reach further than from black to white."""
+    """Whether values lie outside of black to white."""
     return low < -BEYOND * natural[1] or high > natural[1] * (1 + BEYOND)
 
 
@@ -104,26 +104,26 @@ def numbers(values: Values) -> str:
 
 
 def advice(low: float, high: float) -> str:
-    """What to type for values that reach from `low` to `high`."""
+    """What to type for values from `low` to `high`."""
     white = next((white for white in WHITES if high <= white * (1 + BEYOND)), high)
     white = white if high >= white / DARK or high <= 0 else high
     black, white = (0, white) if low >= -BEYOND * white else (low, high)
-    return f"data.pixel_range=[{black:.7g},{white:.7g}] tells which values are black and white"
+    return f"data.pixel_range=[{black:.7g},{white:.7g}] says which values are black and white"
 
 
-class Looked:
-    """What was found out about the values of some images of a set."""
+class PixelValues:
+    """The range of values in some images of a set."""
 
     def __init__(self, wanted: Range | None) -> None:
         self.wanted = wanted
-        self.count = self.pages = 0  # images with such values; TIFF files of several pages
+        self.count = self.pages = 0  # images whose pixels are not bytes; TIFF files of several pages
         self._first = ""
         self._kind = PixelKind(None)
         self._what = ""
         self._low = self._high = 0.0
 
     def add(self, image: Image.Image, where: str) -> None:
-        """Another image, not yet loaded: of kinds like ours it is, unless what is to be known is known."""
+        """Look at an image that is not loaded yet; it is loaded where its values may matter."""
         self.pages += image.format == "TIFF" and getattr(image, "n_frames", 1) > 1
         kind = kind_of(image)
         if kind is None:
@@ -148,7 +148,7 @@ class Looked:
         return self._kind.natural is None or 0 < self._high < self._kind.natural[1] / DARK
 
     def check(self) -> None:
-        """Refuse values of which nobody can tell what is black and white.
+        """Refuse values of which black and white are not known.
 
         Raises:
             SetupError: with what to type.
@@ -167,7 +167,7 @@ class Looked:
         raise SetupError(f"{start} of {natural[1]:g}: {advice(self._low, self._high)}; {whole} if they are so dark")
 
     def notes(self) -> dict[str, str]:
-        """What a run's banner should say of them."""
+        """For a run's banner."""
         notes = {}
         if self.wanted is not None and not self.count:
             notes["pixels"] = "are bytes, which data.pixel_range does not change"

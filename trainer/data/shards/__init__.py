@@ -1,4 +1,4 @@
 """Shards: files of many encoded images each, tar or Parquet, read in place and in any order.
 
-Not how images are decoded or varied: that is the same as for a file each.
+Decoding and augmentation are the same as for images in a file each.
 """

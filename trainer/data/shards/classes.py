@@ -1,4 +1,4 @@
-"""What the classes of shards are called: by their numbers and a list of names, by their names, or by folders."""
+"""The names of the classes of shards: numbers with a list of names, names, or folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.saving import files
 
 LISTS = ("classes.txt", "classes.json")  # beside the shards: the names of classes 0, 1, ...
 MOST = 2**20  # classes
-DIGITS = 100  # of a number: Python reads none of thousands
+DIGITS = 100  # of a number: int() refuses thousands
 
 Array = npt.NDArray[Any]
 
@@ -42,17 +42,17 @@ def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out
 
     Args:
         root: where a list of names may lie.
-        train, held_out: (samples,) bool; what is neither does not count.
+        train, held_out: (samples,) bool; samples in neither do not count.
 
     Raises:
-        SetupError: they make no sense; the line says what was found.
+        SetupError: they make no sense.
     """
-    texts, codes = _together([index.found.texts for index in indexes], [index.labels for index in indexes])
+    texts, codes = _merged([index.contents.texts for index in indexes], [index.labels for index in indexes])
     if not (codes >= 0).any():
-        below, codes = _together([index.found.below for index in indexes], [index.folders for index in indexes])
+        below, codes = _merged([index.contents.below for index in indexes], [index.folders for index in indexes])
         texts = [*map(posixpath.basename, below)]
         if all(part_of_folder(text) for text in texts if text):
-            texts = ["" for _ in texts]  # they tell what trains, and of no class
+            texts = ["" for _ in texts]  # they are parts such as train, not classes
         numbers = False
     else:
         used = np.unique(codes[train | held_out])
@@ -70,7 +70,7 @@ def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out
 
 
 def _number(root: Path, text: str) -> int:
-    """The number of a class; -1 of what is none."""
+    """The number of a class; -1 of other text."""
     if not re.fullmatch(r"\d+", text):
         return -1
     if len(text) > DIGITS or int(text) >= MOST:
@@ -78,12 +78,12 @@ def _number(root: Path, text: str) -> int:
     return int(text)
 
 
-def _together(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:
-    """Codes into a table each, as codes into one; -1 stays."""
+def _merged(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:
+    """One table of texts, and all codes as places in it; -1 stays."""
     whole: dict[str, int] = {}
-    own = [[whole.setdefault(text, len(whole)) for text in table] for table in tables]
-    found = [_of(*each) for each in zip(own, codes, strict=True)]
-    return [*whole], np.concatenate([np.empty(0, np.int64), *found])
+    places = [[whole.setdefault(text, len(whole)) for text in table] for table in tables]
+    merged = [_of(*each) for each in zip(places, codes, strict=True)]
+    return [*whole], np.concatenate([np.empty(0, np.int64), *merged])
 
 
 def _of(values: Sequence[int], codes: Array) -> Array:
@@ -92,19 +92,19 @@ def _of(values: Sequence[int], codes: Array) -> Array:
 
 
 def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[str]:
-    """The names of classes that are numbers: as the shards tell, a list beside them, or the numbers."""
+    """The names of classes that are numbers: from the shards, else from a list beside them, else the numbers."""
     count = int(numbers.max(initial=-1)) + 1
-    told = {tuple(index.found.told) for index in indexes if index.found.told}
-    if len(told) > 1:
-        one, other = sorted(told)[:2]
-        raise SetupError(f"{root}: its shards name other classes: {few(one)} in some and {few(other)} in others")
+    lists = {tuple(index.contents.names) for index in indexes if index.contents.names}
+    if len(lists) > 1:
+        first, other = sorted(lists)[:2]
+        raise SetupError(f"{root}: its shards name different classes: {few(first)} in some and {few(other)} in others")
     where = str(root)
-    names = list(next(iter(told), ()))
+    names = list(next(iter(lists), ()))
     if not names:
         path = next((root / name for name in LISTS if (root / name).is_file()), None)
         if path is None:
             if strange := sparse(numbers):
-                raise SetupError(f"{root}: {strange}; mend that, or name all classes in classes.txt, one a line")
+                raise SetupError(f"{root}: {strange}; correct it, or name all classes in classes.txt, one a line")
             return [str(number) for number in range(count)]
         where, names = str(path), listed(path)
     if len(names) < count:
@@ -121,18 +121,18 @@ def listed(path: Path) -> list[str]:
     try:
         if path.suffix == ".txt":
             return [line.strip() for line in files.read(path).decode().splitlines() if line.strip()]
-        found = json.loads(files.read(path))
-        if isinstance(found, dict):
-            pairs = found.items() if all(isinstance(name, str) for name in found.values()) else _turned(found)
-            numbered = {int(number): name for number, name in pairs}
-            found = [numbered[number] for number in range(len(numbered))]
-        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        names = json.loads(files.read(path))
+        if isinstance(names, dict):
+            by_number = all(isinstance(name, str) for name in names.values())
+            numbered = (
+                {int(key): value for key, value in names.items()}
+                if by_number
+                else {int(value): key for key, value in names.items()}
+            )
+            names = [numbered[number] for number in range(len(numbered))]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("it holds no list of names")
-        return found
+        return names
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = files.why(error) if isinstance(error, OSError) else "no list of names"
         raise SetupError(f"{path} cannot be used ({why}): write one name a line in classes.txt") from None
-
-
-def _turned(found: dict[str, Any]) -> list[tuple[Any, str]]:
-    return [(number, name) for name, number in found.items()]

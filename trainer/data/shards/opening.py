@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.encoded import in_shard
+from trainer.data.encoded import EncodedPhotos, in_shard
 from trainer.data.folders.photo_folders import divided, photos
 from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.folders.splits import Before
@@ -24,36 +24,62 @@ from trainer.data.shards.classes import Classes, classes_of
 from trainer.data.shards.indexes import ShardIndex
 from trainer.data.shards.patterns import EXAMPLE, part_of, part_of_folder, shards_of
 from trainer.data.shards.shard_files import ShardFile
-from trainer.data.shards.shard_photos import ShardPhotos
 from trainer.errors import SetupError
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
 
-THREADS = 16  # that look at shards: they wait for the disk
-SPEAK = 5.0  # seconds of looking after which a line says how far it is
-HELD_OUT = ("val", "test")  # the first that is there is held out
+THREADS = 16  # that make indexes: they wait for the disk
+PROGRESS = 5.0  # seconds between two lines of progress
+HELD_OUT = ("val", "test")  # the first that exists is held out
 KINDS = {".tar": tars, ".parquet": parquet}
 
 Array = npt.NDArray[Any]
 
 
 class ShardSplit(NamedTuple):
-    """What trains and what is held out, as shards or the folders in them are called.
+    """What trains and what is held out, by the names of shards or of the folders in them.
 
     Attributes:
-        train: None where nothing is called so: everything is one set.
-        held_out: None where a share of the training images is to be held out.
+        train: None where there is no split: everything is one set.
+        held_out: None where a part of the training images is to be held out.
     """
 
     train: str | None = None
     held_out: str | None = None
 
 
+class ShardPhotos(EncodedPhotos):
+    """The images of one split, each by its shard and its place there."""
+
+    def __init__(
+        self, root: Path, names: Iterable[str], labels: Array, begins: Sequence[bytes], shards: Array, places: Array
+    ) -> None:
+        """
+        Args:
+            names: paths below `root`, as if a shard were a folder.
+            labels: (names, ...) classes.
+            begins: the first bytes of the addresses of each shard's images.
+            shards: (names,) places in `begins`.
+            places: (names, 2) where an image is, as its kind of shard counts.
+        """
+        super().__init__(root, names, labels)
+        self._begins, self._shards, self._places = tuple(begins), shards, places
+
+    def address(self, index: int) -> bytes:
+        first, second = self._places[index].tolist()
+        return self._begins[int(self._shards[index])] + b"%016d\0%016d" % (first, second)
+
+    def part(self, rows: Array) -> Self:
+        part = super().part(rows)
+        part._shards, part._places = self._shards[rows].astype(np.int32), self._places[rows]
+        return part
+
+
 def open_shards(recipe: Recipe, before: Before) -> Datasets:
     """The images of the shards that `data.root` names.
 
     Raises:
-        SetupError: something is missing or cannot be used; the line says what to type.
+        SetupError: something is missing or cannot be used.
     """
     if recipe.data.root is None:
         raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
@@ -68,21 +94,23 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
         beside = [names[row] for row in sorted({*range(len(names))} - {*wanted})]
         paths, names = ([listed[row] for row in wanted] for listed in (paths, names))
         parts = [parts[row] for row in wanted]
-    shards, indexes = looked_at(paths)
-    own = np.repeat(np.array(parts, object), [len(index) for index in indexes])
+    shards, indexes = indexed(paths)
+    sample_parts = np.repeat(np.array(parts, object), [len(index) for index in indexes])
     if not any(parts):
         texts = any((index.labels >= 0).any() for index in indexes)
-        own = np.concatenate([np.empty(0, object), *(_parts_inside(index, texts) for index in indexes)])
-        if any(inside := {*own.tolist()} - {None}):
+        sample_parts = np.concatenate([np.empty(0, object), *(_parts_inside(index, texts) for index in indexes)])
+        if any(inside := {*sample_parts.tolist()} - {None}):
             split = split_of(inside, recipe.data.root)
-    train, held_out = (own == part for part in split) if split.train else (np.ones(len(own), bool), own == "")
+    train, held_out = np.ones(len(sample_parts), bool), np.zeros(len(sample_parts), bool)
+    if split.train:
+        train, held_out = (sample_parts == part for part in split)
     held_out &= split.held_out is not None
     if split.train and (others := int((~train & ~held_out).sum())):
         beside.append(f"{others:,} images in other folders")
     classes = classes_of(root, indexes, train, held_out)
     if split.held_out == "test" and not (classes.labels[held_out] >= 0).any():  # as competitions give them out
         beside += [name for name, part in zip(names, parts, strict=True) if part == "test"] or ["test"]
-        split, held_out = ShardSplit(split.train), np.zeros(len(own), bool)
+        split, held_out = ShardSplit(split.train), np.zeros(len(train), bool)
     whole = _photos(root, names, shards, indexes, classes)
     notes = _notes(recipe, whole, indexes, shards, classes.labels, train | held_out)
     _check(recipe, root, classes, train, notes)
@@ -91,68 +119,67 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     known = classes.labels >= 0
     trains = whole.part(np.flatnonzero(train & known))
     if split.held_out is None:
-        trains, holds, told = divided(trains, recipe, before)
+        trains, holds, words = divided(trains, recipe, before)
     else:
-        holds, told = whole.part(np.flatnonzero(held_out & known)), f"what is called {split.held_out} in {root}"
+        holds, words = whole.part(np.flatnonzero(held_out & known)), f"what is called {split.held_out} in {root}"
         if not len(holds):
             raise SetupError(f"{root}: no image of {split.held_out} has a class")
-    data = photos(recipe, trains, holds, classes.names, told, notes, made=split.held_out is None)
+    data = photos(recipe, trains, holds, classes.names, words, notes, drawn=split.held_out is None)
     if isinstance(data.train, ImageSet) or recipe.data.cache != "off":
         return data
     return replace(data, notes={**data.notes, **_slow(indexes)})
 
 
 def split_of(parts: set[str], root: str) -> ShardSplit:
-    """Which of the parts that are there train and are held out.
+    """Which of the parts trains and which is held out.
 
     Raises:
-        SetupError: nothing trains, and more than one part is held out.
+        SetupError: nothing trains, and there are several held-out parts.
     """
     held_out = [part for part in HELD_OUT if part in parts]
     if "train" in parts:
         return ShardSplit("train", held_out[0] if held_out else None)
     if len(held_out) > 1:
         raise SetupError(f"data.root={root} holds {' and '.join(held_out)} and no train: name one, or what trains too")
-    return ShardSplit()  # of that a share is held out, or all where it is other data than the run's
+    return ShardSplit()
 
 
-def _parts_inside(index: ShardIndex, told: bool) -> Array:
-    """The part of each sample, by the folders within its shard; the innermost is a class where none are `told`."""
-    folders = (path if told else os.path.dirname(path) for path in index.found.below)
+def _parts_inside(index: ShardIndex, texts: bool) -> Array:
+    """The part of each sample, by the folders within its shard; without `texts` the innermost folder is its class."""
+    folders = (path if texts else os.path.dirname(path) for path in index.contents.below)
     return np.array([*map(part_of_folder, folders), None], object)[index.folders]
 
 
-def looked_at(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:
-    """The shards, and what is in each: as kept, or found out now.
+def indexed(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:
+    """The shards and their indexes, which are made where there are none.
 
     Raises:
         SetupError: one cannot be used.
     """
-    begun, alone = time.monotonic(), place().local_rank == 0
-    found: dict[int, tuple[ShardFile, ShardIndex]] = {}
-    spoke = begun
+    indexes: dict[int, tuple[ShardFile, ShardIndex]] = {}
+    printed, prints = time.monotonic(), place().local_rank == 0
     with ThreadPoolExecutor(min(THREADS, len(paths))) as pool:
-        order = random.sample(range(len(paths)), len(paths))  # of several ranks each begins elsewhere
-        waiting = {pool.submit(_looked_at, paths[row]): row for row in order}
+        order = random.sample(range(len(paths)), len(paths))  # each rank begins with other shards
+        waiting = {pool.submit(_index, paths[row]): row for row in order}
         try:
             for done in as_completed(waiting):
-                found[waiting[done]] = done.result()
-                if alone and time.monotonic() - spoke > SPEAK:
-                    spoke = time.monotonic()
-                    print(f"  shards: looked at {len(found):,} of {len(paths):,}, once for all runs", flush=True)
+                indexes[waiting[done]] = done.result()
+                if prints and time.monotonic() - printed > PROGRESS:
+                    printed = time.monotonic()
+                    print(f"  shards: indexed {len(indexes):,} of {len(paths):,}, once for all runs", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    rows = [found[row] for row in range(len(paths))]
+    rows = [indexes[row] for row in range(len(paths))]
     return [shard for shard, _ in rows], [index for _, index in rows]
 
 
-def _looked_at(path: str) -> tuple[ShardFile, ShardIndex]:
+def _index(path: str) -> tuple[ShardFile, ShardIndex]:
     kind = KINDS.get(os.path.splitext(path)[1], tars)
     try:
         shard = ShardFile.of(path)
         return shard, kind.index(shard)
-    except SetupError:  # which is an OSError, too
+    except SetupError:  # a kind of OSError
         raise
     except OSError as error:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
@@ -185,18 +212,18 @@ def _notes(
     labels: Array,
     used: Array,
 ) -> dict[str, str]:
-    """What a run's banner should say of what is left out.
+    """For a run's banner: what is left out.
 
     Raises:
         SetupError: something is wrong with a shard or a sample, and data.on_error=stop.
     """
     left, wrong = LeftOut(empty=False), list[str]()
     for shard, index in zip(shards, indexes, strict=True):
-        found = index.found
-        left.inside(found.hidden, found.empty, found.links, found.others)
-        if found.broken:
-            wrong.append(f"{shard}: {found.broken}; {len(index):,} samples before that are whole")
-        wrong += [f"{shard}: {_many(count)} {why} ({first})" for why, (count, first) in found.wrong.items()]
+        contents = index.contents
+        left.inside(contents.hidden, contents.empty, contents.links, contents.others)
+        if contents.broken:
+            wrong.append(f"{shard}: {contents.broken}; {len(index):,} samples before that are whole")
+        wrong += [f"{shard}: {_many(count)} {why} ({first})" for why, (count, first) in contents.wrong.items()]
     nameless = np.flatnonzero((labels < 0) & used)
     if len(nameless) and len(nameless) < used.sum():
         wrong.append(f"{_many(len(nameless))} no class ({whole.where(int(nameless[0]))})")
@@ -214,13 +241,13 @@ def _many(count: int) -> str:
 
 
 def _check(recipe: Recipe, root: Path, classes: Classes, train: Array, notes: dict[str, str]) -> None:
-    """Refuse what holds nothing to train on, or nothing to tell apart."""
+    """Refuse shards without training images, or without two classes."""
     if not train.any():
-        told = f" ({notes['ignored']})" if "ignored" in notes else ""
-        raise SetupError(f"data.root={recipe.data.root} holds no images that can be read here{told}")
+        ignored = f" ({notes['ignored']})" if "ignored" in notes else ""
+        raise SetupError(f"data.root={recipe.data.root} holds no images that can be read here{ignored}")
     if not classes.names or not (classes.labels[train] >= 0).any():
         raise SetupError(
-            f"{root}: nothing tells the classes of its images: put a .cls beside each image (0001.jpg, 0001.cls), or "
+            f"{root}: its images have no classes: put a .cls beside each image (0001.jpg, 0001.cls), or "
             "the images of a class into a folder of its own, as tar -C photos -cf photos.tar . does with class folders"
         )
     if len(classes.names) == 1:
@@ -228,15 +255,15 @@ def _check(recipe: Recipe, root: Path, classes: Classes, train: Array, notes: di
 
 
 def _slow(indexes: Sequence[ShardIndex]) -> dict[str, str]:
-    """What to say of shards in which one image costs reading many."""
-    costs = [index.found.note for index in indexes if index.found.note]
+    """A note about shards in which reading one image means reading many."""
+    costs = [index.contents.note for index in indexes if index.contents.note]
     if not costs:
         return {}
     return {"parquet": f"each photo is read with its row group, {costs[0]}: data.cache=disk does so once and for all"}
 
 
-def there(root: str) -> bool:
-    """Whether shards that data.root may mean are on this machine."""
+def exist(root: str) -> bool:
+    """Whether data.root names shards on this machine."""
     try:
         return bool(shards_of(root))
     except SetupError:

@@ -1,8 +1,8 @@
 """Parquet files of encoded images, as published with a column of images and one of labels. Read through pyarrow.
 
-Parquet keeps the rows of a group together, compressed in pages of many: one image costs reading its group. A process
-keeps the groups that it read last, so what is read in the order of the file is read once: small images that are decoded
-at the start, evaluation, the making of a cache. Training without a cache reads a group for each image.
+Parquet compresses the rows of a group together: reading one image means reading its group. A process keeps the groups
+that it read last, so what is read in the order of the file is read once: small images that are decoded at the start,
+evaluation, building a cache. Training without a cache reads a group for each image.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +29,7 @@ GROUP = 2**30  # bytes of images in a row group, at most
 
 
 def index(shard: ShardFile) -> ShardIndex:
-    """Its rows, kept or found.
+    """The index of its rows.
 
     Raises:
         SetupError: pyarrow is not installed, or the file is no such table.
@@ -69,7 +68,7 @@ def pyarrow() -> Any:
 
 
 def look(shard: ShardFile) -> ShardIndex:
-    """Read the file's own index, and the labels."""
+    """Read the metadata and the labels."""
     try:
         table = opened(shard)
         schema = table.schema_arrow
@@ -83,20 +82,18 @@ def look(shard: ShardFile) -> ShardIndex:
         column = table.read([label], use_threads=False).column(0)
     except SetupError:
         raise
-    except Exception as error:  # of a damaged file pyarrow raises anything at all
+    except Exception as error:  # pyarrow raises anything at all for a damaged file
         return ShardIndex.of((), (), (), (), Contents([], broken=f"it cannot be read as Parquet ({reason(error)})"))
     if sum(_bytes(group, image) for group in groups) < SMALLEST * len(column) and _is_empty(table, image):
         raise SetupError(
-            f"{shard}: its column {image} is empty, as where it holds paths in place of images: write the bytes of the "
-            "images there, or name their folder: data.name=imagefolder data.root=FOLDER"
+            f"{shard}: its column {image} holds no bytes, perhaps paths: write the images' bytes there, or type "
+            "data.name=imagefolder data.root=FOLDER"
         )
     largest = max((_bytes(group, image) for group in groups), default=0)
     if largest > GROUP:
         raise SetupError(
-            f"{shard}: a row group of it holds {as_size(largest)} of images, and one is read as a whole: write "
-            'it anew with fewer rows a group: python -c "import pyarrow.parquet as p; f = p.ParquetFile('
-            "'OLD'); w = p.ParquetWriter('NEW', f.schema_arrow); [w.write_batch(b) for b in f.iter_batches(100)]; "
-            'w.close()"'
+            f"{shard}: a row group holds {as_size(largest)} of images, and is read as a whole: write it anew with "
+            "fewer rows a group (row_group_size=100 of pyarrow.parquet.write_table)"
         )
     column = column.combine_chunks().dictionary_encode()
     column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
@@ -105,8 +102,8 @@ def look(shard: ShardFile) -> ShardIndex:
     rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
     most = max((group.num_rows for group in groups), default=0)
     note = f"{most:,} rows of {as_size(largest)}" if most > 1 else ""
-    found = Contents(texts, class_names(schema, label), note=note)
-    return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), found)
+    contents = Contents(texts, class_names(schema, label), note=note)
+    return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), contents)
 
 
 def _is_empty(table: Any, image: str) -> bool:
@@ -164,13 +161,12 @@ def label_column(schema: Any) -> str | None:
 
 
 def class_names(schema: Any, label: str) -> list[str] | None:
-    """The names of the classes, where the schema tells them as the library `datasets` does."""
+    """The names of the classes, where the schema has them as the library `datasets` writes them."""
     try:
-        told = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
+        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
     except (KeyError, ValueError, TypeError):
         return None
-    names: Sequence[Any] = told if isinstance(told, list) else ()
-    return [str(name) for name in names] or None
+    return [str(name) for name in names] if isinstance(names, list) and names else None
 
 
 class RowGroups:

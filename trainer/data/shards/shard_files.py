@@ -1,6 +1,6 @@
-"""Shards as they were when they were looked at: who reads one later finds the same bytes, or is told.
+"""Shards as they were when they were indexed: reading one later gives the same bytes, or raises an error.
 
-Each process opens what it reads, when it reads it, and holds no more than some of them open.
+Each process opens the shards that it reads, and keeps the last `OPEN` of them open.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class ShardFile(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> ShardFile:
-        """As it is now.
-
+        """
         Raises:
             OSError: it is not there.
         """
@@ -43,10 +42,9 @@ class ShardFile(NamedTuple):
         return os.fsdecode(self.path)
 
     def read(self, start: int, size: int) -> Bytes:
-        """A part of it.
-
+        """
         Raises:
-            OSError: it cannot be read, or is not what it was.
+            OSError: it cannot be read, or has changed.
         """
         file = opened(self)
         data = np.empty(size, np.uint8)
@@ -60,7 +58,7 @@ class ShardFile(NamedTuple):
 
 
 class OpenShard:
-    """A descriptor that is closed when nobody uses it any more: other threads may still read what is crowded out."""
+    """A descriptor that is closed with its last reference: threads may still read one that left the cache."""
 
     def __init__(self, path: bytes) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -73,10 +71,9 @@ class OpenShard:
 
 @lru_cache(maxsize=OPEN)
 def opened(shard: ShardFile) -> OpenShard:
-    """A shard to be read.
-
+    """
     Raises:
-        OSError: it cannot be opened, or is not what it was.
+        OSError: it cannot be opened, or has changed.
     """
     file = OpenShard(shard.path)
     if not stat.S_ISREG(file.facts.st_mode):

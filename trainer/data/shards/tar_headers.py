@@ -1,6 +1,6 @@
 """The members of a tar file by its headers: one pass that reads no image.
 
-Read as POSIX's pax and GNU tar write them. Where the archive stops being one is said, and what comes before is told.
+Reads the pax format of POSIX and GNU tar's. Where an archive is damaged, the members before that are given.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 BLOCK = 512
-WINDOW = 2**14  # bytes that are read at once: a header and the small files around it
+WINDOW = 2**14  # bytes that are read at once: a header and small files after it
 ZEROS = 2**20
 DIGITS = 20  # of a size, at most
-LONGEST = 2**20  # bytes of a name or of what pax tells of a file
+LONGEST = 2**20  # bytes of a name or a pax header
 PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 BARE = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
 NAMES = {tarfile.GNUTYPE_LONGNAME: "path", tarfile.GNUTYPE_LONGLINK: "linkpath"}
 
 
 class BrokenError(Exception):
-    """The archive is not whole, or not one that images can be read from; the text says how."""
+    """The archive is damaged, or images cannot be read from it; the text says how."""
 
 
 class Member(NamedTuple):
     """A file, folder or link of an archive.
 
     Attributes:
-        kind: as tar writes it; `is_file` tells what matters.
+        kind: tar's type flag.
         start, size: of its bytes.
     """
 
@@ -47,7 +47,7 @@ class Member(NamedTuple):
 
 
 class Window:
-    """A file that is read here and there, and often just behind where it was read before."""
+    """Reads a file in pieces, with a buffer for small pieces behind one another."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size, self._descriptor, self._start, self._data = size, descriptor, 0, b""
@@ -61,15 +61,15 @@ class Window:
 
 
 def members(window: Window) -> Iterator[Member]:
-    """All of them, in order; of archives that were put behind one another, all as well.
+    """All of them, in order, of concatenated archives too.
 
     Raises:
-        BrokenError: from there on nothing can be told.
+        BrokenError: the rest cannot be read.
         OSError: it cannot be read.
     """
     place, ended = 0, False
     common: dict[str, str] = {}
-    own: dict[str, str] = {}
+    member: dict[str, str] = {}
     while place < window.size:
         head = window.read(place, BLOCK)
         ended = head.count(0) == len(head)
@@ -83,22 +83,22 @@ def members(window: Window) -> Iterator[Member]:
         if kind in NAMES or kind in PAX or kind == tarfile.XGLTYPE:
             text = _text(window, place, size)
             if kind in NAMES:
-                own.setdefault(NAMES[kind], os.fsdecode(text.rstrip(b"\0")))
+                member.setdefault(NAMES[kind], os.fsdecode(text.rstrip(b"\0")))
             elif kind == tarfile.XGLTYPE:
                 common |= pax(text)
             else:
-                own |= pax(text)
+                member |= pax(text)
             place += _whole(size)
             continue
-        if common or own:
-            more, own = {**common, **own}, {}
+        if common or member:
+            more, member = {**common, **member}, {}
             name = more.get("GNU.sparse.name", more.get("path", name))
             if any(key.startswith("GNU.sparse.") for key in more):
                 kind = tarfile.GNUTYPE_SPARSE
-            if (told := more.get("size", "")).isdecimal():
-                if len(told) > DIGITS:
+            if (digits := more.get("size", "")).isdecimal():
+                if len(digits) > DIGITS:
                     raise BrokenError("it is damaged in a pax header")
-                size = int(told)
+                size = int(digits)
         if kind == tarfile.GNUTYPE_SPARSE:
             raise BrokenError(f"{name} in it is stored with holes: make the tar anew without --sparse")
         if kind in BARE:
@@ -112,7 +112,7 @@ def members(window: Window) -> Iterator[Member]:
 
 
 def _header(head: bytes, place: int) -> tuple[str, bytes, int]:
-    """Name, kind and size; the sum of the header's bytes, with blanks in place of the sum itself, has to be right."""
+    """Name, kind and size, once the checksum is right: the sum of all bytes, with blanks in place of itself."""
     try:
         size = _number(head[124:136])
         right = size >= 0 and _number(head[148:156]) == sum(head) - sum(head[148:156]) + 8 * ord(" ")
@@ -122,20 +122,20 @@ def _header(head: bytes, place: int) -> tuple[str, bytes, int]:
         raise BrokenError(f"it is damaged at byte {place:,}" if place else "it is not a tar file")
     name, kind = head[:100].partition(b"\0")[0], head[156:157]
     prefix = head[345:500].partition(b"\0")[0] if head[257:263] == b"ustar\0" else b""
-    if name.endswith(b"/") and kind in tarfile.REGULAR_TYPES:  # as they were written before there was a kind for it
+    if name.endswith(b"/") and kind in tarfile.REGULAR_TYPES:  # old tars have no flag for folders
         kind = tarfile.DIRTYPE
     return os.fsdecode(prefix + b"/" + name if prefix else name), kind, size
 
 
 def _number(field: bytes) -> int:
-    """In octal digits, or in bytes where those are too few."""
+    """In octal digits, or in binary where those are too few."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     return int(field.partition(b"\0")[0].strip() or b"0", 8)
 
 
 def _whole(size: int) -> int:
-    """Bytes in full blocks."""
+    """Rounded up to full blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
@@ -149,25 +149,25 @@ def _text(window: Window, place: int, size: int) -> bytes:
 
 
 def pax(text: bytes) -> dict[str, str]:
-    """What a pax header says: lines of "length key=value", of which the length is one of bytes.
+    """The values of a pax header: lines of "length key=value", with the length in bytes.
 
     Raises:
-        BrokenError: it says something else.
+        BrokenError: it is damaged.
     """
-    found, place = {}, 0
+    values, place = {}, 0
     while place < len(text) and text[place]:
         length, _, _ = text[place : place + 20].partition(b" ")
         if not length.isdigit() or int(length) <= len(length) or place + int(length) > len(text):
             raise BrokenError("it is damaged in a pax header")
         line = text[place + len(length) + 1 : place + int(length) - 1]
         key, _, value = line.partition(b"=")
-        found[os.fsdecode(key)] = os.fsdecode(value)
+        values[os.fsdecode(key)] = os.fsdecode(value)
         place += int(length)
-    return found
+    return values
 
 
 def _behind_zeros(window: Window, place: int) -> int:
-    """Where the next block begins that is not all zeros, or the end."""
+    """The next block that is not all zeros, or the end."""
     while place < window.size:
         zeros = window.read(place, ZEROS)
         rest = zeros.lstrip(b"\0")

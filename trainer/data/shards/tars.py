@@ -1,8 +1,7 @@
-"""Tar files of encoded images: which samples one holds, by WebDataset's conventions, and where their bytes lie.
+"""Tar files of encoded images: their samples, by WebDataset's conventions, and where their bytes are.
 
-A sample is the files that follow one another and are called alike up to the first dot: 0001.jpg and 0001.cls. Its
-class is the text in .cls, or `label`, `cls` or `class` in .json. Where nothing of that is there, every image is a
-sample, and its class is the folder that it lies in.
+A sample is consecutive files with the same name up to the first dot: 0001.jpg and 0001.cls. Its class is the text in
+.cls, or `label`, `cls` or `class` in .json. Where there are none, every image is a sample, and its class is its folder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.data.folders.scanning import NEEDS, is_junk, readable_suffixes
-from trainer.data.folders.table_text import COMPRESSED
 from trainer.data.photos.decoding import LARGEST
 from trainer.data.shards.indexes import Contents, ShardIndex, kept
 from trainer.data.shards.shard_files import Bytes, ShardFile, opened
@@ -26,10 +24,17 @@ KIND = b"tar"
 IMAGE, CLASS, JSON = ".img", ".cls", ".json"
 CLASS_KEYS = ("cls", "label", "class")  # in JSON
 LONGEST = {CLASS: 4096, JSON: 2**20}  # bytes
+COMPRESSED = {  # first bytes of compressed files, and what unpacks them
+    b"\x1f\x8b": "gunzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ\0": "unxz",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\x04\x22\x4d\x18": "unlz4",
+}
 
 
 def index(shard: ShardFile) -> ShardIndex:
-    """Its samples, kept or found.
+    """The index of its samples.
 
     Raises:
         SetupError: it is no tar that can be read in place.
@@ -53,7 +58,7 @@ def look(shard: ShardFile) -> ShardIndex:
     """Read all headers, and the classes."""
     file = opened(shard)
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead would be images
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read-ahead would read images
     window = Window(file.descriptor, shard.size)
     _check_unpacked(shard, window.read(0, 8))
     samples, broken = Samples(window), ""
@@ -77,19 +82,19 @@ def _check_unpacked(shard: ShardFile, begin: bytes) -> None:
 
 
 class Samples:
-    """The samples of a tar, as its members come."""
+    """Collects the samples of a tar from its members."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
         self._key = ""
-        self._sample: list[tuple[str, Member]] = []  # suffixes and files of the sample that is not yet at its end
-        self._told: dict[str, bytes] = {}  # what its files that tell of it hold, by suffix
+        self._sample: list[tuple[str, Member]] = []  # suffixes and files of the current sample
+        self._metadata: dict[str, bytes] = {}  # the contents of its .cls and .json, by suffix
         self._names: dict[str, tuple[int, int, int, int]] = {}  # start, size, class, folder
         self._texts: dict[str, int] = {}
         self._below: dict[str, int] = {}
         self._others: Counter[str] = Counter()
         self._wrong: dict[str, tuple[int, str]] = {}
-        self._found = Contents([])
+        self._contents = Contents([])
 
     def add(self, member: Member) -> None:
         folder, _, base = tidied(member.name).rpartition("/")
@@ -105,15 +110,15 @@ class Samples:
                 self._key = key
             suffix = dot + suffix.lower()
             self._sample.append((suffix, member))
-            if member.size <= LONGEST.get(suffix, -1):  # at once: the window is there
-                self._told[suffix] = self._window.read(member.start, member.size)
+            if member.size <= LONGEST.get(suffix, -1):  # now, while it is in the window's buffer
+                self._metadata[suffix] = self._window.read(member.start, member.size)
 
     def index(self, broken: str) -> ShardIndex:
-        """Of all that were added; `broken` says why no more came: of the last sample then a file may be missing."""
+        """Of all samples; `broken` says why the tar could not be read on: the last sample may then be incomplete."""
         if not broken or not self._texts:
             self._end()
-        found = replace(
-            self._found,
+        contents = replace(
+            self._contents,
             texts=[*self._texts],
             below=[*self._below] or [""],
             others=dict(self._others),
@@ -126,24 +131,24 @@ class Samples:
             ((start, size) for start, size, _, _ in rows),
             (label for _, _, label, _ in rows),
             (folder for _, _, _, folder in rows),
-            found,
+            contents,
         )
 
     def _count(self, **more: int) -> None:
-        """So many more of something."""
-        self._found = replace(self._found, **{key: getattr(self._found, key) + n for key, n in more.items()})
+        contents = self._contents
+        self._contents = replace(contents, **{key: getattr(contents, key) + n for key, n in more.items()})
 
     def _refuse(self, why: str, name: str) -> None:
         count, first = self._wrong.get(why, (0, name))
         self._wrong[why] = (count + 1, first)
 
     def _end(self) -> None:
-        """The sample is at its end."""
-        sample, texts = self._sample, self._told
-        self._sample, self._told = [], {}
+        """Add the current sample."""
+        sample, texts = self._sample, self._metadata
+        self._sample, self._metadata = [], {}
         images = [member for suffix, member in sample if suffix == IMAGE or _last(suffix) in readable_suffixes()]
-        told = next((text for key in LONGEST if (text := class_in(key, texts.get(key, b""))) is not None), None)
-        is_sample = any(suffix == CLASS for suffix, _ in sample) or told is not None
+        label = next((text for key in LONGEST if (text := class_in(key, texts.get(key, b""))) is not None), None)
+        is_sample = any(suffix == CLASS for suffix, _ in sample) or label is not None
         kept = {member.start for member in images}
         for suffix, member in sample:
             if suffix not in (CLASS, JSON) and member.start not in kept:
@@ -156,14 +161,14 @@ class Samples:
         if not images and is_sample and not any(_last(suffix) in NEEDS for suffix, _ in sample):
             self._refuse("a class and no image", self._key.lstrip("/"))
         for member in images:
-            self._keep(member, told)
+            self._keep(member, label)
 
     def _keep(self, member: Member, text: str | None) -> None:
         name = tidied(member.name)
         if not member.size:
             self._count(empty=1)
         elif name in self._names:
-            self._refuse("the name of another one", name)
+            self._refuse("the same name as another one", name)
         else:
             label = -1 if text is None else self._texts.setdefault(text, len(self._texts))
             below = self._below.setdefault(name.rpartition("/")[0], len(self._below))
@@ -171,22 +176,22 @@ class Samples:
 
 
 def class_in(suffix: str, raw: bytes) -> str | None:
-    """What a file of a sample calls its class, if it does."""
+    """The class in a sample's .cls or .json, if there is one."""
     try:
-        found: Any
+        label: Any
         if suffix == CLASS:
-            found = raw.decode()
+            label = raw.decode()
         else:
-            told = json.loads(raw)
-            found = next((told[key] for key in CLASS_KEYS if key in told), None) if isinstance(told, dict) else None
+            facts = json.loads(raw)
+            label = next((facts[key] for key in CLASS_KEYS if key in facts), None) if isinstance(facts, dict) else None
     except (ValueError, RecursionError):
         return None
-    text = str(found).strip() if isinstance(found, str | int) and not isinstance(found, bool) else ""
+    text = str(label).strip() if isinstance(label, str | int) and not isinstance(label, bool) else ""
     return text if len(text.splitlines()) == 1 else None
 
 
 def tidied(name: str) -> str:
-    """A member's name without what leads nowhere, as in ./cat/1.jpg."""
+    """A member's name, normalised where it has to be: ./cat/1.jpg is cat/1.jpg."""
     return posixpath.normpath(name).lstrip("/") if name.startswith((".", "/")) or "/." in name or "//" in name else name
 
 

@@ -297,13 +297,8 @@ def test_one_class_is_nothing_to_learn(tmp_path):
     with pytest.raises(SetupError, match=r"one class, 'a', and .* in a folder of its own, .*train/<class> and .*val/"):
         opened("data.name=imagefolder", one)
     deep = small_photos(tmp_path / "deep", splits=["train/all", "val/all"])
-    with pytest.raises(SetupError, match=r"'all', holding 2 folders of images \(a, b\): .*mv .*/train/all/\* "):
+    with pytest.raises(SetupError, match=r"one class, 'all', .*the folders in it \(a, b\) are the classes, move them"):
         opened("data.name=imagefolder", deep)
-    lower = small_photos(tmp_path / "lower", splits=["train/pets/train", "train/pets/val", "val/pets/x"])
-    with pytest.raises(
-        SetupError, match=rf"2 folders of images \(train, val\): data\.root={tmp_path}/lower/train/pets$"
-    ):
-        opened("data.name=imagefolder", lower)
 
 
 def test_a_download_appears_whole_and_leaves_nothing_else(mirror, tmp_path):

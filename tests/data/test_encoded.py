@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.shards.making import in_folders, jpeg, tarred
-from trainer.data.encoded import encoded, identity, in_shard, open_address, to_look_at
+from trainer.data.encoded import encoded, header_file, identity, in_shard, open_address
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.shards import tars
 from trainer.data.shards.opening import ShardPhotos
@@ -33,7 +33,7 @@ def pair(tmp_path):
 def test_the_same_bytes_and_headers(pair):
     for one, other in zip(*([part.address(n) for n in range(3)] for part in pair), strict=True):
         assert encoded(one).tobytes() == encoded(other).tobytes()
-        assert to_look_at(one).read() == to_look_at(other).read()
+        assert header_file(one).read() == header_file(other).read()
         assert open_address(other, 3).height == 30
 
 

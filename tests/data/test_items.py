@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from trainer.data import ImageSet, TensorSet
 from trainer.data.datasets import open_datasets
 from trainer.data.items import as_input, names_of, pair
-from trainer.data.photos.photo_reader import own_draws, seed_draws
+from trainer.data.photos.photo_reader import private_draws, seed_draws
 from trainer.data.registered import registered
 from trainer.errors import RecipeError
 from trainer.processes import pickling
@@ -113,8 +113,8 @@ def test_names_that_a_set_tells(part, kind, names):
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        (Rows([(0, 1)] * 10_001), r"10,001 items are too many to look at: .*data=\(train_set, val_set, 10\)"),
-        (Rows([(0, 0.5)]), "classes are whole numbers from 0, found float32; numbers to be told: task.name=regression"),
+        (Rows([(0, 1)] * 10_001), r"10,001 items are too many to count them: .*data=\(train_set, val_set, 10\)"),
+        (Rows([(0, 0.5)]), "classes are whole numbers from 0, found float32; to predict numbers: task.name=regression"),
         (Rows([7]), r"its items cannot be read \(ValueError: an item must be"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_lent_name_is_given_back():
 
 
 def drawn(seed, epoch, sample):
-    with own_draws():
+    with private_draws():
         seed_draws(seed, epoch, sample)
         return torch.rand(1).item(), float(np.random.rand()), random.random()
 

@@ -1,4 +1,4 @@
-"""Of what a set consists: a number for each sample, by which a continued run knows it again, wherever it lies."""
+"""Fingerprints of a set's samples, an int64 each, by which a continued run recognises them in another folder too."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from trainer.data.encoded import EncodedPhotos, size_of
-from trainer.data.items import own_targets
+from trainer.data.items import stored_targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import Datasets, ImageSet, TensorSet
 
 AT_ONCE = 2**16  # samples
-SIZED = 256  # photos of a part
-LOOKED_AT = 1024  # bytes of a sample in memory: more would take long where there are gigabytes
+SIZED = 256  # photos of a part whose sizes are kept
+LOOKED_AT = 1024  # bytes of a sample in memory: more would take long for gigabytes
 
 Array = npt.NDArray[Any]
 
 
 def contents_of(data: Datasets) -> dict[str, Tensor]:
-    """The numbers (samples,) int64 of the training and the held-out samples, in their order."""
+    """The fingerprints (samples,) int64 of the training and the held-out samples, in their order."""
     parts = data.sources or (data.train, data.val)
     return {name: torch.from_numpy(_keys(part)) for name, part in zip(("train", "val"), parts, strict=True)}
 
 
 def sizes_of(part: Any, keys: Tensor, known: Tensor) -> Tensor:
-    """The places of some photos and their sizes in bytes, (photos, 2) int64: of those with `known` keys first."""
+    """The indices of some photos and their sizes in bytes, (photos, 2) int64: those with `known` keys first."""
     if not isinstance(part, EncodedPhotos):
         return torch.zeros(0, 2, dtype=torch.int64)
     places = np.lexsort((keys.numpy(), ~torch.isin(keys, known).numpy()))[:SIZED]
@@ -38,7 +38,7 @@ def sizes_of(part: Any, keys: Tensor, known: Tensor) -> Tensor:
 
 
 def difference(was: Tensor, now: Tensor) -> str:
-    """How many samples were added and removed, in words; empty where they are the same in the same order."""
+    """How many samples were added and removed, in words; empty where nothing changed."""
     if torch.equal(was, now):
         return ""
     _, place = torch.unique(torch.cat([was, now]), return_inverse=True)
@@ -48,9 +48,9 @@ def difference(was: Tensor, now: Tensor) -> str:
 
 
 def _keys(part: Any) -> Array:
-    """Photos are known by their paths below the root, what lies in memory by its values, each with its label.
+    """Of photos by their paths below the root, of tensors by their values, each with its label.
 
-    Of items that are read one by one their own lists tell; without any their number alone.
+    Of items by the paths and targets that their data set lists; 0 where it lists none.
     """
     if isinstance(part, EncodedPhotos):
         return _hashed(*part.listed()) ^ _rows(part.labels)
@@ -70,28 +70,28 @@ def _listed(items: Any) -> Array:
         return _listed(items.dataset)[np.asarray(items.indices, np.int64)]
     if isinstance(items, ConcatDataset):
         return np.concatenate([_listed(part) for part in items.datasets])
-    named = getattr(items, "samples", None)  # torchvision's: a path and a class each
-    targets = own_targets(items)
+    samples = getattr(items, "samples", None)  # torchvision's: a path and a class each
+    targets = stored_targets(items)
     keys = np.zeros(len(items), np.int64) if targets is None else _rows(targets.numpy())
-    if isinstance(named, Sequence) and len(named) == len(items) and isinstance(named[0][0], str):
+    if isinstance(samples, Sequence) and len(samples) == len(items) and isinstance(samples[0][0], str):
         root = str(getattr(items, "root", ""))
-        names = [path.removeprefix(root).encode(errors="surrogateescape") for path, *_ in named]
+        names = [path.removeprefix(root).encode(errors="surrogateescape") for path, *_ in samples]
         keys = keys ^ _hashed(b"".join(names), np.cumsum([len(name) for name in names], dtype=np.int64))
     return keys
 
 
 def _rows(values: Array) -> Array:
-    """A number for each row's bytes, of some of them where a row is long."""
+    """A hash of each row's bytes, of some of them where a row is long."""
     if not values.size:
         return np.zeros(len(values), np.int64)
     flat = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
     flat = np.ascontiguousarray(flat[:, :: -(-flat.shape[1] // LOOKED_AT)])
-    # Turned, so that a row that is a label does not cancel an equal name.
+    # Multiplied, so that a label does not cancel an equal name.
     return _hashed(flat.reshape(-1), np.arange(1, len(flat) + 1) * flat.shape[1]) * 31
 
 
 def _hashed(joined: bytes | Array, ends: Array) -> Array:
-    """A number for each of many byte strings that stand behind one another: a random multiple of each byte, summed."""
+    """A hash of each of many concatenated byte strings: the sum of its bytes, each times a random factor."""
     data = np.frombuffer(joined, np.uint8) if isinstance(joined, bytes) else joined
     lengths = np.diff(ends, prepend=0)
     factors = np.random.Generator(np.random.Philox(key=1)).integers(

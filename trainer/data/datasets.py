@@ -19,9 +19,8 @@ from trainer.data.folders.label_tables import open_table
 from trainer.data.folders.photo_folders import open_folder, statistics
 from trainer.data.folders.splits import NOTHING_BEFORE, Before
 from trainer.data.folders.targets import Targets, TaskSource, target_of
-from trainer.data.in_memory import in_memory
 from trainer.data.photos.decoding import reason
-from trainer.data.registered import UserItems, open_registered, registered
+from trainer.data.registered import UserItems, in_memory, open_registered, registered
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
 from trainer.data.shards.opening import open_shards
 from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
@@ -32,94 +31,95 @@ from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20
 NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
-MOVING = ("crop", "hflip", "auto")  # augmentation that puts pixels elsewhere
+MOVING = ("crop", "hflip", "auto")  # augmentation that moves pixels
 
 
 def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
     """Find, and where allowed download, what `recipe.data` names. Needs no process group: every rank calls it.
 
-    `before` tells which images an earlier part of the run held out, where the data set has no split of its own.
+    `before` is the split of an earlier part of the run, where the data set has none of its own.
 
     Raises:
         RecipeError: there is no such data set, or it does not fit the recipe.
         SetupError: its files are not here, or cannot be read.
     """
-    tasks.kind(recipe)  # a name that is none is told before anything is looked for
+    tasks.kind(recipe)  # refuses an unknown task before anything is opened
     return _for_task(recipe, _opened(recipe, before))
 
 
-def _for_task(recipe: Recipe, found: Datasets) -> Datasets:
+def _for_task(recipe: Recipe, data: Datasets) -> Datasets:
     """With targets as the recipe's task wants them."""
     kind = tasks.kind(recipe)
 
-    def told(part: ImageSet | TensorSet | PhotoSource) -> Tensor | None:
-        """The targets that are known without reading an image."""
+    def known(part: ImageSet | TensorSet | PhotoSource) -> Tensor | None:
+        """The targets, where they are known without reading an image."""
         labels = getattr(part, "labels", None)
         try:
-            return None if labels is None else kind.checked(torch.as_tensor(labels), found.classes)
+            return None if labels is None else kind.checked(torch.as_tensor(labels), data.classes)
         except ValueError as error:
             raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
 
-    train, val = told(found.train), told(found.val)
-    spec = _looked_at(recipe, found) if train is None else TensorSpec.of(train)
-    targets = Targets(kind, found.classes, spec)
+    train, val = known(data.train), known(data.val)
+    spec = _target_spec(recipe, data) if train is None else TensorSpec.of(train)
+    targets = Targets(kind, data.classes, spec)
 
-    def held(part: ImageSet | TensorSet | PhotoSource, labels: Tensor | None) -> ImageSet | TensorSet | PhotoSource:
-        if isinstance(part, UserItems):  # holds each target against the task by itself
+    def checked(part: ImageSet | TensorSet | PhotoSource, labels: Tensor | None) -> ImageSet | TensorSet | PhotoSource:
+        if isinstance(part, UserItems):  # checks each target itself
             return part
         if isinstance(part, ImageSet | TensorSet | EncodedPhotos):
             return part if labels is None else with_labels(part, labels)
-        return TaskSource(part, targets, found.image_size, labels)
+        return TaskSource(part, targets, data.image_size, labels)
 
     if recipe.data.balance and (kind.reads != "class" or train is None or train.dim() > 1):
-        reason = "has not one class an image" if train is not None or kind.reads != "class" else "tells none beforehand"
-        raise RecipeError(f"data.balance=true draws classes equally often, and data.name={recipe.data.name} {reason}")
-    found = replace(found, train=held(found.train, train), val=held(found.val, val), targets=spec)
-    _check_augmentation(recipe, found)
-    return _normalised(recipe.data, found)
+        has_others = train is not None or kind.reads != "class"
+        why = "has not one class an image" if has_others else "does not have its classes without reading all images"
+        raise RecipeError(f"data.balance=true draws classes equally often, and data.name={recipe.data.name} {why}")
+    data = replace(data, train=checked(data.train, train), val=checked(data.val, val), targets=spec)
+    _check_augmentation(recipe, data)
+    return _normalised(recipe.data, data)
 
 
-def _normalised(data: DataRecipe, found: Datasets) -> Datasets:
-    """With the recipe's mean and standard deviation, where it tells them."""
-    if data.mean is None and data.std is None:
-        return found
-    if found.plain:
-        key = "mean" if data.mean is not None else "std"
-        raise RecipeError(f"data.{key} is for images, and the inputs of data.name={data.name} are {found.plain}")
+def _normalised(recipe: DataRecipe, data: Datasets) -> Datasets:
+    """With the recipe's mean and standard deviation, where it has them."""
+    if recipe.mean is None and recipe.std is None:
+        return data
+    if data.plain:
+        key = "mean" if recipe.mean is not None else "std"
+        raise RecipeError(f"data.{key} is for images, and the inputs of data.name={recipe.name} are {data.plain}")
     mean, std = (
-        own if said is None else statistics(tuple(said), tuple(said), found.channels)[0]
-        for own, said in ((found.mean, data.mean), (found.std, data.std))
+        known if wanted is None else statistics(tuple(wanted), tuple(wanted), data.channels)[0]
+        for known, wanted in ((data.mean, recipe.mean), (data.std, recipe.std))
     )
-    return replace(found, mean=mean, std=std)
+    return replace(data, mean=mean, std=std)
 
 
-def _looked_at(recipe: Recipe, found: Datasets) -> TensorSpec:
-    """Of a target in a set that does not tell its targets beforehand."""
-    source = found.train
+def _target_spec(recipe: Recipe, data: Datasets) -> TensorSpec:
+    """Of a target in a set whose targets are not known without reading."""
+    source = data.train
     kind = tasks.kind(recipe)
-    if isinstance(source, UserItems | ImageSet | TensorSet) or found.targets != CLASS or kind.reads == "class":
-        return found.targets
+    if isinstance(source, UserItems | ImageSet | TensorSet) or data.targets != CLASS or kind.reads == "class":
+        return data.targets
     try:
-        return TensorSpec.of(target_of(source.read(0, found.channels)[1], kind, found.classes)[None])
+        return TensorSpec.of(target_of(source.read(0, data.channels)[1], kind, data.classes)[None])
     except Exception as error:  # a user's source may raise anything at all
         raise SetupError(f"{source.where(0)} cannot be read ({reason(error)})") from None
 
 
-def _check_augmentation(recipe: Recipe, found: Datasets) -> None:
-    """Refuse what moves or mixes pixels where there are none, or where targets lie under them."""
-    augment, untouched = recipe.augment.model_dump(), AugmentRecipe().model_dump()
-    on = [key for key in MOVING if augment[key] != untouched[key]]
+def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
+    """Refuse what moves or mixes pixels where inputs are not images, or each pixel has a target."""
+    augment, default = recipe.augment.model_dump(), AugmentRecipe().model_dump()
+    keys: tuple[str, ...] = MOVING
     name = f"data.name={recipe.data.name}"
-    if found.plain:
-        on = [key for key in (*MOVING, "mixup", "cutmix", "erase") if augment[key] != untouched[key]]
-        reason = f"is for images, and the inputs of {name} are {found.plain}"
-    elif len(found.targets.shape) > 1:
-        shape = " x ".join(map(str, found.targets.shape))
-        reason = f"moves pixels, and the targets of {name}, of {shape}, would not move with them"
+    if data.plain:
+        keys = (*MOVING, "mixup", "cutmix", "erase")
+        why = f"is for images, and the inputs of {name} are {data.plain}"
+    elif len(data.targets.shape) > 1:
+        shape = " x ".join(map(str, data.targets.shape))
+        why = f"moves pixels, and the targets of {name}, of {shape}, would not move with them"
     else:
         return
-    if on:
-        raise RecipeError(f"augment.{on[0]}={augment[on[0]]} {reason}: set augment.{on[0]}={untouched[on[0]]}")
+    for key in (key for key in keys if augment[key] != default[key]):
+        raise RecipeError(f"augment.{key}={augment[key]} {why}: set augment.{key}={default[key]}")
 
 
 def _opened(recipe: Recipe, before: Before) -> Datasets:
@@ -161,7 +161,7 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
 
 def digits(data: DataRecipe) -> Datasets:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. Every fifth, starting with the first, is held out."""
-    # Read where it lies: importing scikit-learn takes a second, its data file a fiftieth of one.
+    # Read from scikit-learn's file: importing scikit-learn takes a second, the file a fiftieth of one.
     package = find_spec("sklearn")
     places = (package.submodule_search_locations if package else None) or [""]
     path = Path(places[0], "datasets", "data", "digits.csv.gz")
@@ -178,7 +178,7 @@ def digits(data: DataRecipe) -> Datasets:
 
 
 def synthetic(recipe: Recipe, samples: int, size: int, classes: int) -> Datasets:
-    """Random images of `size` x `size` and fixed labels: free to read, and to be learned by heart only."""
+    """Random images of `size` x `size` and fixed labels."""
     channels = recipe.data.channels or 3
     rows = min(POOL_IMAGES, max(1, POOL_BYTES // (size * size * channels)))
 

@@ -1,4 +1,4 @@
-"""torchvision's small sets: found in the data folder, or downloaded there by one process a node.
+"""torchvision's small sets, in the data folder or downloaded there by one process a node.
 
 The data folder is `data.root`, else $TRAINER_DATA, else ~/.cache/trainer.
 """
@@ -29,11 +29,11 @@ Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
 
 @dataclass(frozen=True)
 class Published:
-    """A set that torchvision knows."""
+    """A data set of torchvision's."""
 
     maker: Any
     folder: str  # what torchvision expects in the data folder
-    files: str  # what must lie in it, for people
+    files: str  # what belongs into it, in words
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -68,28 +68,27 @@ def load_published(data: DataRecipe) -> tuple[Split, Split, tuple[str, ...]]:
     """(training set, held-out set, class names), downloaded where that is needed and allowed.
 
     Raises:
-        SetupError: not here and not to be had; the line says what to put where.
+        SetupError: it is not here and cannot be downloaded.
     """
     known, root = PUBLISHED[data.name], data_folder(data)
-    found = _load(known, root)
-    if found is None:
-        why = "data.download=false"
-        if data.download:
-            try:
-                with locks.in_turn(root, f".{data.name}.lock"):  # the ranks that waited find it there
-                    found = _load(known, root) or _download(known, root, data.name)
-            except (OSError, RuntimeError, EOFError, ValueError) as error:
-                why = f"the download failed: {reason(error)}"
-        if found is None:
-            raise SetupError(
-                f"{data.name} is not in {root} ({why}); put {known.folder}/ there, {known.files}, "
-                "or type data.root=FOLDER where it is"
-            )
-    return found
+    loaded = _load(known, root)
+    why = "data.download=false"
+    if loaded is None and data.download:
+        try:
+            with locks.in_turn(root, f".{data.name}.lock"):  # other ranks have downloaded it meanwhile
+                loaded = _load(known, root) or _download(known, root, data.name)
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            why = f"the download failed: {reason(error)}"
+    if loaded is None:
+        raise SetupError(
+            f"{data.name} is not in {root} ({why}); put {known.folder}/ there, {known.files}, "
+            "or type data.root=FOLDER where it is"
+        )
+    return loaded
 
 
 def _load(known: Published, root: Path) -> tuple[Split, Split, tuple[str, ...]] | None:
-    """The set as it lies in `root`; None where it does not, or not whole."""
+    """The set in `root`; None where it is missing or incomplete."""
     if not (root / known.folder).is_dir():
         return None
     try:
@@ -109,19 +108,19 @@ def _tensors(data: Any) -> Split:
 
 
 def _download(known: Published, root: Path, name: str) -> tuple[Split, Split, tuple[str, ...]] | None:
-    """Download beside the place and rename, so that whoever is killed leaves nothing that looks whole."""
+    """Download into a temporary folder and rename it, so that a killed process leaves nothing that looks complete."""
     for left_over in root.glob(f".{name}-*.tmp"):
         shutil.rmtree(left_over, ignore_errors=True)
-    place = root / f".{name}-{os.getpid()}.tmp"
-    patience = socket.getdefaulttimeout()
+    draft = root / f".{name}-{os.getpid()}.tmp"
+    timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(PATIENCE)
     try:
-        place.mkdir()
+        draft.mkdir()
         for train in (True, False):
-            known.maker(place, train=train, download=True)
-        shutil.rmtree(root / known.folder, ignore_errors=True)  # only what was not whole
-        os.replace(place / known.folder, root / known.folder)
+            known.maker(draft, train=train, download=True)
+        shutil.rmtree(root / known.folder, ignore_errors=True)  # an incomplete one
+        os.replace(draft / known.folder, root / known.folder)
     finally:
-        socket.setdefaulttimeout(patience)
-        shutil.rmtree(place, ignore_errors=True)
+        socket.setdefaulttimeout(timeout)
+        shutil.rmtree(draft, ignore_errors=True)
     return _load(known, root)

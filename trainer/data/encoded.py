@@ -1,8 +1,7 @@
 """Encoded images of one split: in a file each, or many in a shard.
 
-Where the bytes of one lie is its address, which means the same in every process of the machine: the path of its file;
-or the path of a shard, its kind, size and time of change, and two numbers by which its kind finds an image, with zero
-bytes between.
+An image's address says where its bytes are, in every process of the machine: the path of its file; or, separated by
+zero bytes, the path of a shard, its kind, size and time of change, and two numbers that depend on its kind.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
 
 
 def in_shard(shard: ShardFile, kind: bytes) -> bytes:
-    """How the addresses of a shard's images begin."""
+    """The first bytes of the addresses of a shard's images."""
     return b"%b\0%b\0%d\0%d\0" % (shard.path, kind, shard.size, shard.time)
 
 
@@ -55,7 +54,7 @@ def open_address(address: bytes, channels: int, pixel_range: Range | None = None
     return open_encoded(encoded(address), channels, pixel_range)
 
 
-def to_look_at(address: bytes) -> BinaryIO:
+def header_file(address: bytes) -> BinaryIO:
     """A file to read an image's header from.
 
     Raises:
@@ -65,26 +64,26 @@ def to_look_at(address: bytes) -> BinaryIO:
 
 
 def identity(address: bytes) -> bytes:
-    """What changes where the image may have."""
+    """Bytes that change when the image may have changed."""
     if b"\0" in address:
         return address
     try:
         facts = os.stat(address)
         size, changed = facts.st_size, facts.st_mtime_ns
-    except OSError:  # a link to nothing, say: training says what is wrong with it
+    except OSError:  # such as a broken link: training reports it
         size = changed = -1
     return b"%b\0%d\0%d" % (address, size, changed)
 
 
 def size_of(address: bytes) -> int:
-    """The bytes that an image has; -1 where it is not there, or only reading it would tell."""
+    """The image's size in bytes; -1 where it is missing, or the size is not known without reading."""
     parts = identity(address).split(b"\0")
     in_file, in_tar = b"\0" not in address, parts[1] == tars.KIND
     return int(parts[1]) if in_file else int(parts[-1]) if in_tar else -1
 
 
 class EncodedPhotos(ABC):
-    """The images of one split. A million names are one block of bytes: cheap to hold and to send to workers.
+    """The images of one split. All names are one block of bytes: cheap to hold and to send to workers.
 
     Attributes:
         pixel_range: the recipe's data.pixel_range.
@@ -93,7 +92,7 @@ class EncodedPhotos(ABC):
     pixel_range: Range | None = None
 
     def __init__(self, root: Path, names: Iterable[str], labels: npt.NDArray[Any]) -> None:
-        """`names` are paths below `root`, and `labels` (names, ...) what they show."""
+        """`names` are paths below `root`, `labels` (names, ...) their targets."""
         self.root, self.labels = str(root), labels
         listed = [os.fsencode(name) for name in names]
         self._names = b"".join(listed)
@@ -101,7 +100,7 @@ class EncodedPhotos(ABC):
 
     @abstractmethod
     def address(self, index: int) -> bytes:
-        """Where its bytes are."""
+        """Of an image: see the module."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -115,15 +114,15 @@ class EncodedPhotos(ABC):
         return os.path.join(self.root, self.name(index))
 
     def listed(self) -> tuple[bytes, npt.NDArray[np.int64]]:
-        """All names, one behind the other, and where each ends."""
+        """All names, concatenated, and where each ends."""
         return self._names, self._ends
 
     def digest(self) -> str:
-        """Of which images these are and what they show, wherever their folder lies."""
-        found = hashlib.blake2b(self._names, digest_size=16)
+        """A hash of names and targets, which does not depend on where the folder is."""
+        digest = hashlib.blake2b(self._names, digest_size=16)
         for values in (self._ends, self.labels):
-            found.update(np.ascontiguousarray(values).data)
-        return found.hexdigest()
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
         return open_address(self.address(index), channels, self.pixel_range), torch.as_tensor(self.labels[index])

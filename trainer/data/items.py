@@ -21,19 +21,19 @@ COUNTED = 10_000  # items that are read to count their classes where nothing els
 
 
 def pair(item: Any) -> tuple[Any, Any]:
-    """An item's input and target; a dictionary's are found by their names.
+    """An item's input and target; those of a dictionary by their keys.
 
     Raises:
-        ValueError: it is no such item.
+        ValueError: it has another form.
     """
     if isinstance(item, Mapping):
-        found = [next((name for name in names if name in item), None) for names in (INPUTS, TARGETS)]
-        if None in found:
+        keys = [next((name for name in names if name in item), None) for names in (INPUTS, TARGETS)]
+        if None in keys:
             raise ValueError(
                 f"a dictionary needs one of {', '.join(INPUTS[:4])} and one of {', '.join(TARGETS[:4])}, "
                 f"found {', '.join(map(str, item))[:100]}"
             )
-        return item[found[0]], item[found[1]]
+        return item[keys[0]], item[keys[1]]
     if isinstance(item, tuple | list) and len(item) == 2:
         return item[0], item[1]
     several = f" of {len(item)}" if isinstance(item, tuple | list) else ""
@@ -43,19 +43,19 @@ def pair(item: Any) -> tuple[Any, Any]:
     )
 
 
-def as_input(found: Any) -> Any:
+def as_input(value: Any) -> Any:
     """An item's input as a Pillow image or a tensor, with an image's channels first.
 
     Raises:
         TypeError: it is neither, nor an array of numbers.
     """
-    if isinstance(found, Image.Image):
-        return found
-    return channels_first(torch.as_tensor(np.array(found) if isinstance(found, np.ndarray) else found), 3)
+    if isinstance(value, Image.Image):
+        return value
+    return channels_first(torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value), 3)
 
 
 def channels_first(images: Tensor, dimensions: int) -> Tensor:
-    """uint8 images that lie as (H, W) or (H, W, C) as (C, H, W); `dimensions` is 4 for several in a tensor."""
+    """uint8 images (H, W) or (H, W, C) as (C, H, W); `dimensions` is 4 for several in a tensor."""
     if images.dtype != torch.uint8:
         return images
     if images.dim() == dimensions - 1:
@@ -67,7 +67,7 @@ def channels_first(images: Tensor, dimensions: int) -> Tensor:
 
 
 def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
-    """A part that lies in memory as a pair of tensors (inputs, targets); None for every other."""
+    """A part in memory as a pair of tensors (inputs, targets); None for others."""
     if isinstance(part, TensorDataset) and len(part.tensors) == 2:
         part = part.tensors
     if isinstance(part, Subset) and (whole := tensors_of(part.dataset)) is not None:
@@ -81,21 +81,21 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
-    """The names of a set's classes, or of a regression's values: its own, else numbers, as many as there are.
+    """The names of a set's classes, or of a regression's values, where it has any, else numbers.
 
     Raises:
-        RecipeError: nothing tells how many.
+        RecipeError: their number is not known.
     """
-    if (known := _own_names(part)) and kind.reads != "values":
+    if (known := _class_names(part)) and kind.reads != "values":
         return known
     tensors = tensors_of(part)
     if kind.reads == "class":
-        targets = tensors[1] if tensors is not None else own_targets(part)
+        targets = tensors[1] if tensors is not None else stored_targets(part)
         targets = _counted(part, of) if targets is None else targets
         if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
             raise RecipeError(
                 f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
-                "numbers to be told: task.name=regression"
+                "to predict numbers: task.name=regression"
             )
         if strange := sparse(targets.numpy()):
             raise RecipeError(f"{of}: {strange}; if so, give their number: data=(train_set, val_set, 1000)")
@@ -111,12 +111,12 @@ def _numbers(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(max(1, count))))
 
 
-def _own_names(part: Any) -> tuple[str, ...]:
-    """As torchvision's and Hugging Face's data sets tell them."""
+def _class_names(part: Any) -> tuple[str, ...]:
+    """As torchvision's and Hugging Face's data sets have them."""
     if isinstance(part, Subset):
-        return _own_names(part.dataset)
+        return _class_names(part.dataset)
     if isinstance(part, ConcatDataset):
-        return _own_names(part.datasets[0])
+        return _class_names(part.datasets[0])
     classes = getattr(part, "classes", None)
     if isinstance(classes, Sequence) and not isinstance(classes, str) and classes:
         return tuple(map(str, classes))
@@ -130,25 +130,25 @@ def _own_names(part: Any) -> tuple[str, ...]:
     return ()
 
 
-def own_targets(part: Any) -> Tensor | None:
-    """All class indices, where a data set has them beside its images."""
+def stored_targets(part: Any) -> Tensor | None:
+    """All class indices, where a data set has them as an attribute."""
     if isinstance(part, Subset):
-        return own_targets(part.dataset)
+        return stored_targets(part.dataset)
     for name in ("targets", "labels"):
         try:
-            found = torch.as_tensor(getattr(part, name))
+            targets = torch.as_tensor(getattr(part, name))
         except (AttributeError, TypeError, ValueError, RuntimeError):
             continue
-        if found.dim() == 1 and len(found):
-            return found
+        if targets.dim() == 1 and len(targets):
+            return targets
     return None
 
 
 def _counted(part: Any, of: str) -> Tensor:
     if len(part) > COUNTED:
         raise RecipeError(
-            f"{of}: how many classes there are is not told by its `classes` or `targets`, and {len(part):,} items are "
-            "too many to look at: give their number, or their names, as a third: data=(train_set, val_set, 10)"
+            f"{of}: it has no `classes` or `targets` that give the number of classes, and {len(part):,} items are too "
+            "many to count them: give their number, or their names, as a third: data=(train_set, val_set, 10)"
         )
     try:
         return torch.stack([torch.as_tensor(pair(part[index])[1]) for index in range(len(part))])

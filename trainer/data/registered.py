@@ -1,25 +1,25 @@
-"""Data sets of the user's own: functions that a plugin registers."""
+"""Data sets of the user's own: functions that a plugin registers, and images in memory."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torchvision.transforms.v2 import functional as vision
 
 from trainer import tasks
 from trainer.data.folders.photo_folders import IMAGENET, Shape, image_shape, shape_of, statistics
 from trainer.data.folders.targets import Targets, target_of
-from trainer.data.in_memory import in_memory
 from trainer.data.items import as_input, names_of, pair, tensors_of
-from trainer.data.photos.decoding import from_item
+from trainer.data.photos.decoding import from_item, with_channels
 from trainer.data.photos.pixel_range import wanted_of
-from trainer.data.sets import CLASS, Datasets, TensorSet, TensorSpec
+from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
@@ -27,7 +27,9 @@ from trainer.recipe.known_names import DATASETS
 from trainer.recipe.registry import Registry
 from trainer.tasks import Task
 
-ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size; each is made in full
+ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size
+ROLES = ("training set", "held-out set")
+SPLIT = "the held-out part that its function returns"
 
 Maker = Callable[[DataRecipe], Any]
 registered = Registry[Maker]("register_dataset", taken=lambda: DATASETS)
@@ -36,11 +38,11 @@ registered = Registry[Maker]("register_dataset", taken=lambda: DATASETS)
 def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Make a data set known as `data.name=name`.
 
-    The decorated function takes the recipe's `data` section and returns (train, val, names) or a `Datasets`; the names
-    are those of the classes, or of a regression's values, their number, or None where the sets tell. train and val each
-    are a pair of tensors or arrays (inputs, targets) or a TensorDataset, which are kept in memory, or any map-style
-    data set of items (input, target) or {"image": input, "label": target}, which loader workers read. What an item
-    draws at random (torch, NumPy, random) depends on seed, epoch and index alone.
+    The decorated function takes the recipe's `data` section and returns (train, val, names) or a `Datasets`; names are
+    the names of the classes, or of a regression's values, their number, or None where the sets have them. train and val
+    each are a pair of tensors or arrays (inputs, targets) or a TensorDataset, which are kept in memory, or any
+    map-style data set of items (input, target) or {"image": input, "label": target}, which loader workers read. What an
+    item draws at random (torch, NumPy, random) depends on seed, epoch and index alone.
 
     Images are uint8 tensors (N, C, H, W), C = 1 or 3; an item is one of them, of any size, or a Pillow image. Inputs of
     another type reach the model as they are, and all have one shape. Targets are what the recipe's task wants: for
@@ -53,10 +55,10 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
 
 
 def open_registered(recipe: Recipe) -> Datasets:
-    """What the function of `data.name` gives, as far as it does not depend on the task.
+    """The data set of the function that is registered as `data.name`.
 
     Raises:
-        RecipeError: it gives something else than `register_dataset` tells.
+        RecipeError: it returns something else than `register_dataset` says.
     """
     data = recipe.data
     made = registered[data.name](data)
@@ -66,14 +68,13 @@ def open_registered(recipe: Recipe) -> Datasets:
         raise RecipeError(
             f"data.name={data.name}: its function must return (train, val, class names), not {type(made).__name__}"
         )
-    *parts, found = made
+    *parts, names = made
     tensors = [tensors_of(part) for part in parts]
     if all(pair is not None for pair in tensors):
         pairs = [pair for pair in tensors if pair is not None]
         _check_pairs(data, pairs)
-        return _from_tensors(data, pairs, _names(found, pairs[0], recipe))
-    mixed = any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts)
-    if mixed:
+        return _from_tensors(data, pairs, _names(names, pairs[0], recipe))
+    if any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts):
         raise RecipeError(f"data.name={data.name}: train and val must both be pairs of tensors, or neither")
     for part, role in zip(parts, ROLES, strict=True):
         if isinstance(part, DataLoader):
@@ -85,19 +86,16 @@ def open_registered(recipe: Recipe) -> Datasets:
             )
         if not len(part):
             raise RecipeError(f"data.name={data.name}: its {role} must have a length above 0, found no items")
-    return _from_items(recipe, parts, _names(found, parts[0], recipe))
+    return _from_items(recipe, parts, _names(names, parts[0], recipe))
 
 
-def _names(found: Any, train: Any, recipe: Recipe) -> tuple[str, ...]:
-    """The names that a user gives, or as many numbers, or what the training set tells."""
-    if found is None:
+def _names(names: Any, train: Any, recipe: Recipe) -> tuple[str, ...]:
+    """The names that a user gives, or as many numbers, or those of the training set."""
+    if names is None:
         return names_of(train, tasks.kind(recipe), f"data.name={recipe.data.name}, {ROLES[0]}")
-    if isinstance(found, int):
-        return tuple(map(str, range(found)))
-    return tuple(str(name) for name in found)
-
-
-SPLIT = "the held-out part that its function returns"
+    if isinstance(names, int):
+        return tuple(map(str, range(names)))
+    return tuple(map(str, names))
 
 
 def _check_pairs(data: DataRecipe, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -126,6 +124,46 @@ def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tu
     return in_memory(data, train, val, names, measured(train[0]), SPLIT)
 
 
+def in_memory(
+    data: DataRecipe,
+    train: Sequence[Tensor],
+    val: Sequence[Tensor],
+    classes: tuple[str, ...],
+    known: tuple[tuple[float, ...], tuple[float, ...]],
+    split: str,
+) -> Datasets:
+    """A data set of two pairs of images (N, C, H, W) uint8 and targets (N, ...), resized to the recipe's size.
+
+    `known` are the images' mean and standard deviation, a channel each.
+
+    Raises:
+        RecipeError: images of another shape than the recipe can have.
+    """
+    channels = data.channels or train[0].shape[1]
+    height, width = train[0].shape[-2:]
+    if data.image_size is None and height != width:
+        raise RecipeError(
+            f"data.name={data.name}: images of {height} x {width} are not square; "
+            f"set data.image_size={max(height, width)}"
+        )
+    size = data.image_size or int(height)
+
+    def resized(pair: Sequence[Tensor]) -> ImageSet:
+        images = with_channels(pair[0], channels)
+        if images.shape[-2:] != (size, size):
+            if pair[1].dim() > 2:
+                raise RecipeError(
+                    f"data.name={data.name}: its images are {' x '.join(map(str, images.shape[-2:]))} and would become "
+                    f"{size} x {size}, and its targets, of {' x '.join(map(str, pair[1].shape[1:]))}, would not follow"
+                )
+            images = cast(Tensor, vision.resize(images, [size, size], antialias=True))
+        return ImageSet(images, pair[1])
+
+    mean, std = statistics(*known, channels)
+    parts, sources = (resized(train), resized(val)), (train, val)
+    return Datasets(data.name, *parts, classes, channels, size, mean, std, False, split, sources=sources)
+
+
 def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) -> Datasets:
     data = recipe.data
     kind = tasks.kind(recipe)
@@ -143,36 +181,30 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
     return Datasets(data.name, train, val, names, channels, size, mean, std, False, SPLIT, notes, target)
 
 
-ROLES = ("training set", "held-out set")
-
-
 def _of_one_size(recipe: Recipe, shapes: Sequence[Shape], target: TensorSpec) -> Recipe:
-    """The recipe with the one size of images under whose pixels targets lie: neither can be brought to another.
+    """The recipe with the images' size, where each pixel has a target: such images are not resized.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: they have several sizes, or are not square.
     """
     sizes = {shape[1:] for shape in shapes}
     height, width = next(iter(sizes))
     if len(sizes) > 1 or height != width or recipe.data.image_size not in (None, height):
-        found = ", ".join(f"{height} x {width}" for height, width in sorted(sizes)[:4])
+        listed = ", ".join(f"{height} x {width}" for height, width in sorted(sizes)[:4])
         raise RecipeError(
             f"data.name={recipe.data.name}: its targets, of {' x '.join(map(str, target.shape))}, lie on its images: "
-            f"all of them must be squares of one size, and data.image_size that size or left out; found {found}"
+            f"all of them must be squares of one size, and data.image_size that size or left out; found {listed}"
         )
     return recipe.replace(data__image_size=height)
 
 
 class UserItems:
-    """A user's map-style data set as a source of photos, or of other inputs, which are as `spec` says.
-
-    Images under whose pixels targets lie must have `data.image_size` pixels along each side.
-    """
+    """A user's map-style data set as a source of photos, or of other inputs of shape and type `spec`."""
 
     def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, data: DataRecipe) -> None:
         self.items, self.name, self.targets, self.spec = items, name, targets, spec
         self.size, self.pixel_range = data.image_size, wanted_of(data)
-        self.by_value = False  # its classes travel too: no other process can import them
+        self.by_value = False  # pickle its classes too: no other process can import them
 
     def __getstate__(self) -> dict[str, Any]:
         if self.by_value or pickling.nowhere_to_import():
@@ -192,13 +224,13 @@ class UserItems:
         return f"{self.name}: item {index}"
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
-        found, target = pair(self.items[index])
-        found, target = as_input(found), self.targets.checked(target)
+        item, label = pair(self.items[index])
+        item, target = as_input(item), self.targets.checked(label)
         if self.spec is None:
-            return self.targets.checked_image(from_item(found, channels, self.pixel_range), self.size), target
-        inputs = plain(found)
-        if (own := TensorSpec(tuple(inputs.shape), inputs.dtype)) != self.spec:
-            raise ValueError(f"its input is {own}, and that of others {self.spec}")
+            return self.targets.checked_image(from_item(item, channels, self.pixel_range), self.size), target
+        inputs = plain(item)
+        if (spec := TensorSpec.of(inputs[None])) != self.spec:
+            raise ValueError(f"its input is {spec}, and that of others {self.spec}")
         return inputs, target
 
 
@@ -210,34 +242,34 @@ def plain(inputs: Tensor) -> Tensor:
 def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shape], TensorSpec | None, TensorSpec]:
     """Of some of a user's items: images' (channels, height, width), else the inputs; and the target.
 
-    What is wrong with an item is said where it is read.
+    Reading an item reports what is wrong with it.
     """
     shapes: list[Shape] = []
     spec: TensorSpec | None = None
     target: TensorSpec | None = None
     for index in range(0, len(items), max(1, len(items) // ITEMS_LOOKED_AT)):
         with suppress(Exception):
-            found, label = pair(items[index])
-            found = as_input(found)
-            if isinstance(found, Image.Image):
-                shapes.append(shape_of(found))
+            item, label = pair(items[index])
+            item = as_input(item)
+            if isinstance(item, Image.Image):
+                shapes.append(shape_of(item))
+            elif item.dtype == torch.uint8:
+                channels, height, width = item.shape
+                shapes.append((channels, height, width))
             else:
-                if found.dtype == torch.uint8:
-                    channels, height, width = found.shape
-                    shapes.append((channels, height, width))
-                else:
-                    spec = spec or TensorSpec.of(plain(found)[None])
-            own = TensorSpec.of(target_of(label, kind, names)[None])
-            if target is not None and own.shape == target.shape:  # whole numbers first, and others later
-                own = TensorSpec(own.shape, torch.promote_types(own.dtype, target.dtype))
-            target = own if target is None or own.shape == target.shape else target
+                spec = spec or TensorSpec.of(plain(item)[None])
+            other = TensorSpec.of(target_of(label, kind, names)[None])
+            if target is None:
+                target = other
+            elif other.shape == target.shape:  # whole numbers first, and others later
+                target = TensorSpec(other.shape, torch.promote_types(other.dtype, target.dtype))
     return shapes, None if shapes else spec, target or CLASS
 
 
 def _plain(
     data: DataRecipe, train: Any, val: Any, names: tuple[str, ...], spec: TensorSpec, target: TensorSpec | None = None
 ) -> Datasets:
-    """Inputs that are no images."""
+    """A data set of inputs that are not images."""
     first, last = (spec.shape[0], spec.shape[-1]) if spec.shape else (1, 1)
     return Datasets(
         data.name, train, val, names, first, last, (), (), False, SPLIT, targets=target or CLASS, plain=spec

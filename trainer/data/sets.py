@@ -23,8 +23,8 @@ class Batch:
     Attributes:
         inputs: (N, ...). Images are (N, C, H, W) float32, normalised; channels_last in memory where the recipe asks for
             it. Empty on a shard that needs no inputs.
-        targets: (N, ...) as the task wants them: class indices (N,) int64, for one; float32 shares under mixup and
-            cutmix. Empty on a shard that needs no targets.
+        targets: (N, ...) as the task wants them: class indices (N,) int64, for example; float32 soft targets under
+            mixup and cutmix. Empty on a shard that needs no targets.
         count: rows from `count` on are padding (evaluation only).
     """
 
@@ -61,12 +61,12 @@ CLASS = TensorSpec((), torch.int64)  # one class index
 
 @dataclass(frozen=True)
 class Example:
-    """What a micro-batch looks like, for those who have to know before the first one comes.
+    """Shapes and types of a micro-batch, before the first one is read.
 
     Attributes:
         rows: samples of a full one.
         inputs, targets: of a sample, as `Batch` has them on the device.
-        images: whether the inputs are images, which may lie in another order in memory.
+        images: whether the inputs are images, which may be channels_last in memory.
     """
 
     rows: int
@@ -80,7 +80,7 @@ class Example:
         return (self.rows, *self.inputs.shape)
 
     def zeros(self, device: torch.device, rows: int | None = None, channels_last: bool = False) -> Batch:
-        """A micro-batch of nothing, of `rows` samples or a full one. In memory it lies as those of a batch."""
+        """A micro-batch of zeros, of `rows` samples or a full one, with the strides of a batch."""
         count = self.rows if rows is None else rows
         inputs, targets = (
             torch.zeros(count, *part.shape, dtype=part.dtype, device=device) for part in (self.inputs, self.targets)
@@ -88,8 +88,8 @@ class Example:
         return Batch(self._laid_out(inputs, channels_last), targets, count)
 
     def random(self, device: torch.device, rows: int, channels_last: bool) -> Tensor:
-        """Inputs to measure with, the same ones every time: normal where they are real numbers, else zeros. In memory
-        they lie as those of a batch."""
+        """Inputs to measure with, the same every time: normal where they are real numbers, else zeros; with the
+        strides of a batch."""
         if not self.inputs.dtype.is_floating_point:
             return self.zeros(device, rows).inputs
         inputs = torch.randn(rows, *self.inputs.shape, generator=torch.Generator().manual_seed(0)).to(device)
@@ -98,7 +98,7 @@ class Example:
     def _laid_out(self, inputs: Tensor, channels_last: bool) -> Tensor:
         if not self.images or inputs.dim() != 4 or not (channels_last or inputs.shape[1] == 1):
             return inputs
-        # With one channel both orders are one, and a compiler still tells them apart: here as in a batch.
+        # With one channel both layouts are the same, but strides differ, and a compiler looks at them.
         return inputs.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).permute(0, 3, 1, 2)
 
 
@@ -107,10 +107,10 @@ class Shard:
     """What a rank reads.
 
     Attributes:
-        index, count: share `index` of `count` of every global batch.
+        index, count: part `index` of `count` of every global batch.
         inputs: whether this rank needs the images; a pipeline stage that is not the first does not.
         targets: whether it needs the labels; a stage that is not the last does not.
-        every_sample: instead of a share of every global batch, a disjoint contiguous part of the epoch's permutation,
+        every_sample: instead of a part of every global batch, a disjoint contiguous part of the epoch's permutation,
             of which every sample is used once an epoch (local SGD, Hogwild).
     """
 
@@ -127,7 +127,7 @@ class ImageSet:
 
     Attributes:
         images: (rows, C, H, W) uint8, H = W.
-        labels: (rows, ...) as the task wants them: class indices (rows,) int64, for one.
+        labels: (rows, ...) as the task wants them: class indices (rows,) int64, for example.
         length: samples; None is one a row.
         failures: (path, reason) of the files that could not be read and were left out or replaced.
         where: the path of a sample, of images that were files.
@@ -145,7 +145,7 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class TensorSet:
-    """Inputs in memory that are no images, and reach the model as they are: measurements, sequences, tokens, volumes.
+    """Inputs in memory that are not images, and reach the model as they are: sequences, tokens, volumes.
 
     Attributes:
         inputs: (rows, ...) of any type.
@@ -179,13 +179,13 @@ class PictureSource(Protocol):
 
 @runtime_checkable
 class LabelledSource(PhotoSource, Protocol):
-    """A source that knows its labels without reading an image: ranks that need labels only then read none."""
+    """A source whose labels are known without reading an image: ranks that need only labels then read no images."""
 
     labels: npt.NDArray[Any]  # (samples, ...)
 
 
 def with_labels(part: Any, labels: Tensor) -> Any:
-    """The same samples, of a set in memory or of a source of ours that knows its labels, with other targets."""
+    """The same samples, of a set in memory or of a source of ours, with other targets."""
     if isinstance(part, ImageSet | TensorSet):
         return replace(part, labels=labels)
     part = copy.copy(part)
@@ -195,23 +195,23 @@ def with_labels(part: Any, labels: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Datasets:
-    """A training and a held-out set, and what a model and its inputs need to know of them."""
+    """A training and a held-out set, and the properties of their samples."""
 
     name: str
     train: ImageSet | TensorSet | PhotoSource
     val: ImageSet | TensorSet | PhotoSource
     classes: tuple[str, ...]  # or the names of a regression's values
-    channels: int  # of inputs that are no images the first size of a sample, and the last in place of image_size
+    channels: int  # where inputs are not images: the first size of a sample, and image_size the last
     image_size: int
     mean: tuple[float, ...]  # a channel each, of pixels in [0, 1]
     std: tuple[float, ...]
     synthetic: bool
     split: str  # what is held out, in words
-    notes: Mapping[str, str] = field(default_factory=dict)  # what a run's banner should say of them, by title
+    notes: Mapping[str, str] = field(default_factory=dict)  # for a run's banner, by title
     targets: TensorSpec = CLASS  # of a sample
-    plain: TensorSpec | None = None  # of a sample's inputs where they are no images
-    sources: tuple[Any, ...] = ()  # both sets as they were found, where they were changed to be kept in memory
-    split_table: Callable[[], str] | None = None  # where the split was made here: the text of a run's split.csv
+    plain: TensorSpec | None = None  # of a sample's inputs where they are not images
+    sources: tuple[Any, ...] = ()  # both sets before they were changed to be kept in memory
+    split_table: Callable[[], str] | None = None  # the text of a run's split.csv, where the split was drawn here
 
     @property
     def inputs(self) -> TensorSpec:

@@ -111,6 +111,6 @@ def test_real_pixels_slightly_beyond_black_or_white_are_those(tmp_path, ends):
 @pytest.mark.parametrize("ends", [(-1, 1), (0, 255), (0, 65535), (0, 1e6), (0, 70000)])
 def test_real_pixels_of_another_range_are_refused(tmp_path, ends):
     Image.fromarray(np.tile(np.linspace(*ends, 48, dtype=np.float32), (32, 1))).save(tmp_path / "real.tiff")
-    says = f"numbers from {ends[0]:g} to {ends[1]:g}: data.pixel_range=[{ends[0]},{ends[1]:.7g}] tells"
+    says = f"numbers from {ends[0]:g} to {ends[1]:g}: data.pixel_range=[{ends[0]},{ends[1]:.7g}] says"
     with pytest.raises(ValueError, match=re.escape(says)):
         read_image(str(tmp_path / "real.tiff"), 3)

@@ -13,7 +13,6 @@ from trainer.data import Example, TensorSpec, open_datasets
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.photo_reader import TINY
 from trainer.data.sets import CLASS
-from trainer.data.shards.opening import exist
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_own_input
 from trainer.recipe import Recipe
@@ -105,7 +104,7 @@ def _facts(recipe: Recipe) -> DatasetFacts:
         if stands_in:  # a number of steps would be one of the stand-in's
             return DatasetFacts(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
         return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
-    is_here = there if data.name == "shards" else lambda root: Path(root).expanduser().is_dir()
+    is_here = exist if data.name == "shards" else lambda root: Path(root).expanduser().is_dir()
     if data.name in OWN_PHOTOS and data.root is not None and not is_here(str(data.root)):
         classes, channels, size = IMAGENET
         if tasks.kind(recipe).reads == "values":

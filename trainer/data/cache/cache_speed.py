@@ -16,7 +16,7 @@ from trainer.data.cache.packing import Format
 from trainer.data.cache.stored import CachedFolder, picture_of, prepared
 from trainer.data.encoded import EncodedPhotos, encoded
 from trainer.data.photos.decoding import open_encoded
-from trainer.data.photos.photo_reader import PhotoDraws, own_draws, shorter_side
+from trainer.data.photos.photo_reader import PhotoDraws, private_draws, shorter_side
 from trainer.data.sampling import Array
 from trainer.recipe import Recipe
 from trainer.telemetry.verdict import Reading
@@ -34,7 +34,7 @@ def pace(folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, second
         seconds: to spend, about.
     """
     index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
-    with _one_thread(), own_draws():
+    with _one_thread(), private_draws():
         draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
         rows = [_of(folder, place, row, draws, recipe, size, channels) for row, place in _within(index, seconds)]
     known = [row for row in rows[1 if len(rows) > 1 else 0 :] if row is not None]  # the first one warms up

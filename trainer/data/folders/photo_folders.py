@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from trainer import tasks
-from trainer.data.encoded import EncodedPhotos, to_look_at
+from trainer.data.encoded import EncodedPhotos, header_file
 from trainer.data.folders.layout import check_several, classes_of, layout_of
 from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.folders.splits import Before, hold_out, table
@@ -188,7 +188,7 @@ def header_shapes(folder: EncodedPhotos, values: PixelValues | None = None) -> l
     for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
         with suppress(Exception), warnings.catch_warnings():  # training reports what cannot be read
             warnings.simplefilter("ignore")
-            with to_look_at(folder.address(index)) as file, Image.open(file, formats=formats()) as image:
+            with header_file(folder.address(index)) as file, Image.open(file, formats=formats()) as image:
                 shapes.append(shape_of(image))
                 if values is not None:
                     values.add(image, folder.where(int(index)))

@@ -1,4 +1,4 @@
-"""A picture of photos as the model sees them: some training images of each class, looked at before hours are spent."""
+"""The contact sheet: a picture of some training images of each class as the model sees them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trainer.saving.files import draft_of, put, writing
 from trainer.telemetry import fonts
 
 FILE = "contact_sheet.png"
-CLASSES, IMAGES = 20, 8  # at most: rows and columns
-SECONDS = 3.0  # of reading, after which no further column is begun
+CLASSES, IMAGES = 20, 8  # rows and columns, at most
+SECONDS = 3.0  # of reading, after which no further column begins
 CELL, MARGIN, NAMES, TEXT = 112, 6, 190, 14  # pixels
 
 
@@ -59,10 +59,10 @@ def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe:
     shown = f"{len(classes)} of {len(data.classes)} classes" if len(classes) < len(data.classes) else "training images"
     title = f"{shown} as the model sees them, {data.channels} x {data.image_size} x {data.image_size}"
     _write(paper, (MARGIN, MARGIN), title + ", augmented; before mixup, cutmix and erasing")
-    for row, (label, own) in enumerate(zip(classes, members, strict=True)):
+    for row, (label, samples) in enumerate(zip(classes, members, strict=True)):
         below = 2 * TEXT + row * height + CELL // 3
         _write(paper, (MARGIN, below), fonts.fit(data.classes[label], TEXT, NAMES - 2 * MARGIN))
-        _write(paper, (MARGIN, below + TEXT + 4), f"{len(own):,} images")
+        _write(paper, (MARGIN, below + TEXT + 4), f"{len(samples):,} images")
     for column, images in enumerate(_columns(part, members, data, recipe)):
         for row, image in images:
             left, top = NAMES + column * height, 2 * TEXT + row * height
@@ -86,14 +86,14 @@ def _some(classes: int) -> list[int]:
 def _columns(
     part: EncodedPhotos | ImageSet, members: list[Array], data: Datasets, recipe: Recipe
 ) -> Iterator[list[tuple[int, Tensor | None]]]:
-    """One image of each class after the other, (H, W, C) uint8 with its row, until there are enough or time is up.
+    """Columns of one image of each class, (H, W, C) uint8 with its row, until there are enough or time is up.
 
-    None stands for one that cannot be read.
+    None is an image that cannot be read.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     for column in range(IMAGES):
-        rows = [row for row, own in enumerate(members) if column < len(own)]
-        if not rows or (column and time.monotonic() - begun > SECONDS):
+        rows = [row for row, samples in enumerate(members) if column < len(samples)]
+        if not rows or (column and time.monotonic() - start > SECONDS):
             return
         spread = [members[row][column * len(members[row]) // min(IMAGES, len(members[row]))] for row in rows]
         yield list(zip(rows, _seen(part, np.array(spread), data, recipe), strict=True))
@@ -117,7 +117,7 @@ def _seen(part: EncodedPhotos | ImageSet, index: Array, data: Datasets, recipe: 
 
 
 def _cell(image: Tensor) -> Image.Image:
-    """At the size of the sheet; small images by whole pixels, so that one sees how few there are."""
+    """Resized to a cell; small images without interpolation, so that their pixels are seen."""
     pixels = image.numpy()
     picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
     small = picture.width < CELL

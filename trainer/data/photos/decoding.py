@@ -26,25 +26,23 @@ from trainer.saving import files
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# What Pillow may open, whatever a file is called: its readers of other formats start programs (EPS: Ghostscript), hold
-# no pixels, or are rarely met and rarely mended. HEIF and JXL where a package that reads them is installed.
+# What Pillow may open, whatever a file's suffix is: its readers of other formats start programs (EPS: Ghostscript), or
+# are rarely used and maintained. HEIF and JXL need a package that reads them.
 FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000"),
     *("TGA", "ICO", "DIB", "PCX", "SGI", "QOI"),
 )
-PLUGINS = {"pillow_heif": "register_heif_opener", "pillow_jxl": None}  # packages, and what makes them known to Pillow
+PLUGINS = {"pillow_heif": "register_heif_opener", "pillow_jxl": None}  # packages, and the function that registers each
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins
-LARGEST = 2**30  # bytes of an image file, and of the values that it may become
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of such a file
+LARGEST = 2**30  # bytes of an image file, and of its pixels
 
 
 def open_image(path: str, channels: int, pixel_range: Range | None = None) -> Picture:
     """A file's image, upright: turned as its EXIF orientation says.
 
-    `pixel_range` is the recipe's data.pixel_range.
-
-    JPEG goes through torchvision, which is twice as fast; what it does not take, every other kind, and what becomes
-    smaller at once, through Pillow.
+    `pixel_range` is the recipe's data.pixel_range. torchvision decodes JPEG, which is twice as fast; Pillow decodes
+    other kinds, JPEGs that torchvision refuses, and JPEGs that are decoded at a smaller size.
 
     Raises:
         OSError, ValueError, RuntimeError: it cannot be read; so does decoding.
@@ -56,7 +54,7 @@ def read_file(path: str | bytes) -> Bytes:
     """An image file's bytes.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is larger than an image is.
+        OSError, ValueError: it cannot be read, or is too large.
     """
     with files.opened(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
@@ -81,7 +79,7 @@ def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -
 
 
 def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
-    """Upright. Either library reads what the other does not take, whatever the factor."""
+    """Upright. Each library reads what the other refuses, whatever the factor."""
 
     def whole() -> Tensor:
         return _turned(jpeg_pixels(torch.from_numpy(data), channels), orientation)
@@ -99,17 +97,17 @@ def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
 
 
 def _smaller(data: Bytes, channels: int, factor: int) -> Tensor:
-    with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:  # how large it is we have looked at
+    with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:  # its size was checked
         if factor > 1:
             opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
         return from_pillow(opened, channels)
 
 
 def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
-    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8, as it lies.
+    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8, as it is stored.
 
     Raises:
-        RuntimeError: torchvision does not take it.
+        RuntimeError: torchvision refuses it.
     """
     mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
     with without_warnings():
@@ -158,17 +156,14 @@ def formats() -> tuple[str, ...]:
 
 
 def jpeg_header(data: Bytes) -> tuple[int, int, int]:
-    """Height and width as a JPEG's frame header tells them, before any pixel is allocated; (0, 0) without one.
-
-    And its EXIF orientation: 1 to 8, 1 where it has none.
-    """
+    """Height and width in a JPEG's frame header, (0, 0) without one, and its EXIF orientation: 1 to 8, by default 1."""
     place, end, orientation = 2, len(data) - 8, 0
     while place < end and data[place] == 0xFF:
         kind = data[place + 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[place + 5 : place + 9].tolist()
             return 256 * high + low, 256 * wide + narrow, orientation or 1
-        # Fill bytes and markers that stand alone are one and two bytes long; the others tell their length.
+        # Fill bytes have one byte and markers without a payload two; the others have a length field.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[place + 2]) + int(data[place + 3])
@@ -179,15 +174,15 @@ def jpeg_header(data: Bytes) -> tuple[int, int, int]:
 
 
 def _exif_orientation(exif: bytes) -> int:
-    found = Image.Exif()
-    with contextlib.suppress(Exception):  # EXIF is whatever a program wrote there
-        found.load(exif)
-        return _in_range(found)
+    parsed = Image.Exif()
+    with contextlib.suppress(Exception):  # EXIF may hold anything at all
+        parsed.load(exif)
+        return _in_range(parsed)
     return 1
 
 
 def _orientation(image: Image.Image) -> int:
-    """Of an image that is loaded: 1 to 8; 1 where it makes no sense."""
+    """Of an image that is loaded: 1 to 8; 1 where it is invalid."""
     with contextlib.suppress(Exception):
         return _in_range(image.getexif())
     return 1
@@ -199,10 +194,10 @@ def _in_range(exif: Image.Exif) -> int:
 
 
 def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """A Pillow image of any mode, as it lies, as (channels, height, width) uint8; transparency is dropped.
+    """A Pillow image of any mode, as it is stored, as (channels, height, width) uint8; transparency is dropped.
 
     Raises:
-        ValueError: its pixels are no bytes, and nothing tells which of their values are black and white.
+        ValueError: its pixels are not bytes, and black and white are not known.
     """
     kind = kind_of(image)
     if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
@@ -227,17 +222,17 @@ def with_channels(images: Tensor, channels: int) -> Tensor:
 
 def reason(error: BaseException) -> str:
     """Why something could not be read, in a few words."""
-    if isinstance(error, UnidentifiedImageError):  # which names an object of ours
+    if isinstance(error, UnidentifiedImageError):  # its text names a Python object
         return "cannot identify image file"
     text = error.strerror if isinstance(error, OSError) and error.strerror else text_of(error).partition("\n")[0]
     return text[:200] or type(error).__name__
 
 
 def from_item(image: Any, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """The image of a user's data set item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` gives it."""
+    """The image of a user's item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` returns it."""
     if isinstance(image, Image.Image):
         return from_pillow(image, channels, pixel_range)
     if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3):
-        found = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-        raise TypeError(f"an item must be (uint8 tensor of 1 or 3 x H x W or Pillow image, label), found {found}")
+        kind = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+        raise TypeError(f"an item must be (uint8 tensor of 1 or 3 x H x W or Pillow image, label), found {kind}")
     return with_channels(image, channels)

@@ -1,8 +1,7 @@
-"""Images that are decoded when their pixels are asked for, and no larger than they are asked for.
+"""Images that are decoded lazily, and no larger than needed.
 
 A photo of 12 megapixels that becomes 224 x 224 has a hundred times the pixels that are used. JPEG stores blocks of
-8 x 8 frequencies: of fewer of them a decoder makes an image of 1/2, 1/4 or 1/8 of the size at once (libjpeg's
-scale_denom), without the pixels between.
+8 x 8 frequencies: from fewer of them a decoder makes an image of 1/2, 1/4 or 1/8 of the size (libjpeg's scale_denom).
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch import Tensor
 
 Box = tuple[int, int, int, int]  # top, left, height, width, in pixels of the whole image
 
-FACTORS = (8, 4, 2)  # by which a decoder may make an image smaller
-FINE = 128  # pixels of a side that are decoded at least: a box begins at one of them, not between
+FACTORS = (8, 4, 2)  # by which a decoder may scale an image down
+FINE = 128  # pixels along a side that are decoded at least: a box begins at a whole pixel
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,8 @@ class Picture:
 
     Attributes:
         height, width: of the whole image in pixels.
-        decode: from a factor of `FACTORS`, or 1, to the image as (C, h, w) uint8. With factor 1 it has its own size, or
-            the one it is stored in; with others it may be smaller by no more than that factor.
+        decode: from a factor of `FACTORS`, or 1, to the image as (C, h, w) uint8. With factor 1 it has its full size,
+            or the size in which it is stored; with others it may be smaller by no more than that factor.
     """
 
     height: int
@@ -33,7 +32,7 @@ class Picture:
     decode: Callable[[int], Tensor]
 
     def pixels(self, box: Box, least: int) -> Tensor:
-        """A box of it as (C, h, w) uint8, of at least `least` and `FINE` pixels along each side where it has so many.
+        """A box as (C, h, w) uint8, of at least `least` and `FINE` pixels along each side where it has so many.
 
         Raises whatever decoding raises.
         """
@@ -54,7 +53,7 @@ class Picture:
 
 
 def _scaled(start: int, length: int, now: int, before: int) -> tuple[int, int]:
-    """A stretch of a side of `before` pixels, where that has become one of `now`."""
+    """An interval on a side of `before` pixels, scaled to `now` pixels."""
     if now == before:
         return start, length
     first = min(round(start * now / before), now - 1)

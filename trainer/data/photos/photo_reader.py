@@ -22,9 +22,9 @@ from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
 from trainer.recipe import AugmentRecipe
 
-TINY = 64  # images of this size and less are not zoomed into
-VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch resizes bytes as they are
-NEIGHBOURS = 100  # how many further samples are tried in place of one that cannot be read
+TINY = 64  # images of this size and less are not cropped for evaluation
+VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch resizes uint8 directly
+NEIGHBOURS = 100  # further samples that are tried in place of one that cannot be read
 
 # Which of the readers; epoch, or None for evaluation; sample indices, in training modulo the samples
 # (`sampling.balanced`).
@@ -33,14 +33,14 @@ Unreadable = tuple[str, str]  # what could not be read, and why
 
 
 class Report(NamedTuple):
-    """What came of filling a slot.
+    """The result of filling a slot.
 
     Attributes:
-        rows: that are real.
+        rows: that are not padding.
         failures: what could not be read.
-        end: whether the first of them is not to be got over.
-        uncached: photos of a cache that it did not give.
-        seconds: that it took.
+        end: whether the first of them ends training.
+        uncached: photos that the cache lacked.
+        seconds: of reading.
     """
 
     rows: int
@@ -53,8 +53,8 @@ class Report(NamedTuple):
 def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
     """A photo for evaluation: its shorter side resized to `shorter` pixels, and `size` x `size` cut out of the centre.
 
-    Whatever evaluates or labels goes through here, and so has the same pixels: the image is decoded no larger than
-    this takes. `shorter` is by default `shorter_side(size)`.
+    Evaluation and prediction both use it, and so have the same pixels. The image is decoded no larger than needed.
+    `shorter` is by default `shorter_side(size)`.
     """
     shorter = shorter or shorter_side(size)
     image = picture.whole(shorter)
@@ -65,32 +65,32 @@ def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
 
 
 def shorter_side(size: int) -> int:
-    """What the shorter side of a photo becomes before `size` pixels are cut out for evaluation: size / 0.875; of tiny
-    ones nothing is cut off."""
+    """The shorter side of a photo before `size` pixels are cut out for evaluation: size / 0.875; tiny ones are not
+    cut."""
     return size if size <= TINY else round(size / 0.875)
 
 
 def shorter_side_of(data: Datasets) -> int:
-    """The same for the held-out images of a data set: those that lie in memory, or on targets, are evaluated whole."""
+    """The same for a data set's held-out images: those in memory, or with a target for each pixel, are not cut."""
     whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
     return data.image_size if whole else shorter_side(data.image_size)
 
 
 def resized(image: Tensor, size: list[int]) -> Tensor:
     """Resize a (C, H, W) image to [height, width], or its shorter side to [length]."""
-    # As channels_last, which is how JPEG is decoded and batches are kept: faster to resize and to copy on.
+    # channels_last is how JPEG is decoded and batches are kept: faster to resize and to copy.
     whole = image[None].contiguous(memory_format=torch.channels_last)
     if len(size) == 1 or not VECTORISED or image.dtype != torch.uint8 or image.shape[1:] == (*size,):
         small: Tensor = vision.resize(whole, size, antialias=True)
         return small[0]
-    # What torchvision calls, without its look at every argument: a quarter of the time of a small image. The stride of
-    # the one image is spelt out, or torch returns another layout (pytorch/pytorch#68430).
+    # What torchvision calls, without its checks of each argument: a quarter of the time of a small image. The stride of
+    # the first dimension is set, or torch returns another layout (pytorch/pytorch#68430).
     whole = whole.as_strided(whole.shape, (whole.numel(), *whole.stride()[1:]))
     return F.interpolate(whole, size, mode="bilinear", antialias=True)[0]
 
 
 def seed_draws(seed: int, epoch: int, sample: int) -> None:
-    """From here on what a user's data set draws, from torch, NumPy or random, is this sample's in this epoch."""
+    """Seed torch, NumPy and random, for what a user's data set draws for this sample in this epoch."""
     key = int(sampling.hashed(seed, epoch, sample, sampling.ITEM)[0])
     torch.default_generator.manual_seed(key >> 1)
     random.seed(key)
@@ -98,8 +98,8 @@ def seed_draws(seed: int, epoch: int, sample: int) -> None:
 
 
 @contextmanager
-def own_draws() -> Iterator[None]:
-    """What is drawn within this block changes no draw outside."""
+def private_draws() -> Iterator[None]:
+    """Restore the states of random, NumPy and torch afterwards."""
     before, state = random.getstate(), np.random.get_state()
     try:
         with private_random_state():
@@ -110,7 +110,7 @@ def own_draws() -> Iterator[None]:
 
 
 class PhotoDraws:
-    """The random part of some photos' way to training, before they leave the worker."""
+    """The random augmentation of some photos, in a worker."""
 
     def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
         self.recipe = recipe
@@ -138,12 +138,12 @@ class PhotoDraws:
 
 
 class Reader:
-    """Fills slots of batch buffers with samples. What loader workers hold.
+    """Fills slots of batch buffers with samples, in loader workers.
 
     It never raises for a sample: a worker's traceback is no message for a user.
     """
 
-    as_picture: Callable[[Tensor], Picture] = staticmethod(Picture.of)  # what a source reads that opens no pictures
+    as_picture: Callable[[Tensor], Picture] = staticmethod(Picture.of)  # unless the source is a PictureSource
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Reader:
         """Read the samples of a `Key`."""
         images, labels = self.images[slot], self.labels[slot]
         before = self._uncached
-        with own_draws():
+        with private_draws():
             report = (
                 self._evaluation(images, labels, index)
                 if epoch is None
@@ -207,7 +207,7 @@ class Reader:
         return Report(row, failures)
 
     def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
-        """From (row, image) to what lies in the buffer."""
+        """From (row, image) to the buffer's layout."""
         draws = PhotoDraws(self.augment, self.seed, epoch, index)
         return lambda row, picture: draws.apply(row, picture, self.size).permute(1, 2, 0)
 
@@ -228,7 +228,7 @@ class Reader:
     def _try(
         self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
     ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
-        """The sample at a place of the epoch's order, which counts on behind the last one (`sampling.balanced`)."""
+        """The sample at a place of the epoch's order, modulo the samples (`sampling.balanced`)."""
         sample = place % len(self.source)
         try:
             if self.pictures is not None:
@@ -243,7 +243,7 @@ class Reader:
 
 
 class DenseReader(Reader):
-    """For images under whose pixels targets lie: they are neither resized nor cropped."""
+    """For images with a target for each pixel: they are neither resized nor cropped."""
 
     def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
         return lambda row, picture: self._for_evaluation(picture)
@@ -253,7 +253,7 @@ class DenseReader(Reader):
 
 
 class PlainReader(Reader):
-    """For inputs that are no images: they lie in the buffer as the data set gives them."""
+    """For inputs that are not images: the buffer holds them as the data set returns them."""
 
     as_picture = staticmethod(lambda inputs: Picture(0, 0, lambda _: inputs))
 

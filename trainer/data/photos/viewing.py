@@ -1,4 +1,4 @@
-"""Samples as pictures, for people: back from what a model gets, or read anew."""
+"""Samples as pictures, from a model's inputs or read anew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.data.sets import Datasets, ImageSet, PictureSource, TensorSet
 
 
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
-    """A batch's inputs (n, C, H, W) as uint8 (n, H, W, 1 or 3), before normalising; None where they are no images."""
+    """A batch's inputs (n, C, H, W) as uint8 (n, H, W, 1 or 3), not normalised; None where they are not images."""
     if datasets.plain or inputs.dim() != 4:
         return None
     mean, std = (torch.tensor(part)[:, None, None] for part in (datasets.mean, datasets.std))
@@ -22,7 +22,7 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
 
 
 def held_out_pictures(datasets: Datasets, index: Sequence[int]) -> Tensor | None:
-    """Held-out samples by their places, as (n, H, W, 1 or 3) uint8, cut as for evaluation; None as above."""
+    """Held-out samples by their indices, as (n, H, W, 1 or 3) uint8, cut as for evaluation; None as above."""
     part = datasets.val
     if datasets.plain or isinstance(part, TensorSet) or not index:
         return None
@@ -37,5 +37,5 @@ def held_out_pictures(datasets: Datasets, index: Sequence[int]) -> Tensor | None
 
 
 def _visible(images: Tensor) -> Tensor:
-    """(n, C, H, W) -> (n, H, W, 1 or 3): of other numbers of channels the first."""
+    """(n, C, H, W) -> (n, H, W, 1 or 3): the first of other numbers of channels."""
     return images[:, : 3 if images.shape[1] == 3 else 1].permute(0, 2, 3, 1).contiguous()

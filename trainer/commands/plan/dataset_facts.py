@@ -13,6 +13,7 @@ from trainer.data import Example, TensorSpec, open_datasets
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.photo_reader import TINY
 from trainer.data.sets import CLASS
+from trainer.data.shards.opening import exist
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_own_input
 from trainer.recipe import Recipe

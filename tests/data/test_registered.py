@@ -101,7 +101,7 @@ def test_a_users_small_items_stay_as_they_are(names):
 def test_a_users_set_of_one_class_is_refused(names):
     images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
     register_dataset("mine")(lambda data: (images, images, ["a"]))
-    with pytest.raises(RecipeError, match="1 class names are given, and a classifier tells at least 2 apart"):
+    with pytest.raises(RecipeError, match="1 class names are given, and a classifier needs at least 2"):
         opened("data.name=mine")
 
 

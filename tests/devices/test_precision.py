@@ -118,7 +118,7 @@ def test_times_that_scatter_too_much_are_no_advice(clock, monkeypatch, bf16, fp3
         page = Findings()
         monkeypatch.setattr(precisions, "AUTOCAST", {"bf16": torch.bfloat16})
         machine.precisions(page)
-        assert "not known: convolutions take too unevenly long" in str(page.sections)
+        assert "not known: the times of convolutions vary too much" in str(page.sections)
 
 
 def test_a_very_slow_precision_is_tried_twice(clock):

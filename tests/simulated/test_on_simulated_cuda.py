@@ -121,7 +121,7 @@ ELSEWHERE = {
     "commands/plan/speed_probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
     "commands/predict/predict_command.py _decoders: name != 'cpu'": "starts processes, which are not simulated",
     "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
-    "commands/doctor/process_groups.py _take_part: device.type == 'cuda'": "the same",
+    "commands/doctor/software.py _take_part: device.type == 'cuda'": "the same",
     "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
     "processes/peers.py no_way: cuda": "ranks that cannot reach each other: tests/processes/test_world.py",
     "processes/world.py World.connect: cuda and (not dist.is_nccl_available())": "tests/devices/test_cards.py",

@@ -98,7 +98,7 @@ def test_more_outputs_than_classes_weigh_one():
         ),
         (["task.name=regression", "augment.mixup=0.2"], None, "do not mix: set augment.mixup=0"),
         (["task.name=regression", "augment.mixup=1", "augment.cutmix=1"], None, "augment.mixup=0 augment.cutmix=0"),
-        (["task.name=regression", "model.num_classes=5"], None, "there are 3 values to tell: leave it out"),
+        (["task.name=regression", "model.num_classes=5"], None, "there are 3 values to predict: leave it out"),
         (["task.name=clasification"], None, "did you mean task.name=classification"),
         (["task.name=x"], None, "known: classification, multilabel, regression"),
     ],

@@ -180,7 +180,7 @@ def _unread(words: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str]
 
 
 def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Meaning]:
-    """Keys that two words set, each to another value, of which only the last can be told to type."""
+    """Keys that two words set to different values; the suggested line can have only one."""
     values: dict[str, list[str]] = {}
     for key, equals, value in (word.partition("=") for word in words):
         if equals and value not in values.setdefault(key, []):
@@ -199,7 +199,7 @@ def _answer(word: Word, line: CommandLine) -> Meaning | None:
 
 
 def _unknown(word: Word) -> str | None:
-    """Why a word can be left out of what is told to type; None where only the recipe can tell what is wrong."""
+    """Why a word is left out of the suggested line; None where only loading the recipe can say what is wrong."""
     if not word.key:
         return None if word.typed in FLAGS else "not key=value, as in epochs=10"
     if word.key in defaults() and (answer := unknown(word.key, word.value)) is not None:

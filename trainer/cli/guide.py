@@ -96,7 +96,7 @@ def _listed() -> str:
 def _as_started(topic: str, text: str) -> str:
     """A page with the program's name as it was typed; what only launch.sh knows stays launch.sh's.
 
-    `start` tells all ways to start, and so keeps them.
+    The page `start` lists all ways to start, and so keeps them.
     """
     text = text if topic == "start" else as_typed(text)
     return re.sub(r"\./launch\.sh(?= (?!test\b|tensorboard\b|--help\b)[\w-])", lambda _: program(), text)

@@ -1,4 +1,4 @@
-"""The words that can be typed, beside the keys of a recipe, and what other programs call them."""
+"""The words that commands take besides the keys of a recipe, and what other programs call them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Word:
     Attributes:
         typed: as it was typed, several words joined by blanks.
         key, value: what it sets; key is empty where it sets nothing.
-        fine: it is taken like this; otherwise the user is told how it is written.
+        fine: it is accepted as typed; otherwise an error says how it is written.
     """
 
     typed: str

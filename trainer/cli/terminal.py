@@ -13,11 +13,15 @@ from itertools import zip_longest
 INDENT = "    "  # of code
 GAP = 2  # blanks between the columns of a table; 1 where it is wide
 _ITEM = re.compile(r"(?:-|\d+\.) +")
+_BLOCK = re.compile(  # code between fences; a heading or comment; a table; anything else up to one of them
+    r"(?P<code>^ *```.*?^ *```.*?$)|^(?:#|<!--)[^\n]*|(?:^\|[^\n]*\n?)+|(?:^(?! *```|#|<!--|\|)[^\n]*\S[^\n]*\n?)+",
+    re.S | re.M,
+)
 
 
 def for_terminal(page: str, width: int) -> str:
     """The page in lines of `width` characters at most; code and words that are longer stay in one piece."""
-    return "\n\n".join("\n".join(block) for block in _blocks(page.splitlines(), width)) + "\n"
+    return "\n\n".join("\n".join(block) for block in _blocks(page, width)) + "\n"
 
 
 def cells(row: str) -> list[str]:
@@ -25,47 +29,22 @@ def cells(row: str) -> list[str]:
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
 
 
-def _blocks(lines: Sequence[str], width: int) -> Iterator[list[str]]:
-    """What stands between blank lines, each as lines for the terminal."""
-    at = 0
-    while at < len(lines):
-        end = _end(lines, at)
-        first, block = lines[at], lines[at:end]
-        if _fence(first):
-            yield [f"{INDENT}{line}".rstrip() for line in textwrap.dedent("\n".join(block[1:-1])).splitlines()]
+def _blocks(page: str, width: int) -> Iterator[list[str]]:
+    """Each block, as lines for the terminal."""
+    for block in _BLOCK.finditer(page):
+        lines = block[0].splitlines()
+        first = lines[0]
+        if block["code"]:
+            yield [f"{INDENT}{line}".rstrip() for line in textwrap.dedent("\n".join(lines[1:-1])).splitlines()]
         elif first.startswith("#"):
             title = _plain(first.lstrip("# "))
             yield [title, ("=" if first.startswith("# ") else "-") * len(title)]
         elif first.startswith("|"):
-            yield _table([cells(_plain(row)) for number, row in enumerate(block) if number != 1], width)
+            yield _table([cells(_plain(row)) for number, row in enumerate(lines) if number != 1], width)
         elif _ITEM.match(first):
-            yield [line for item in _items(block) for line in _wrapped(item, width)]
-        elif first.strip() and not first.startswith("<!--"):
-            yield _wrapped(" ".join(block), width)
-        at = end
-
-
-def _end(lines: Sequence[str], at: int) -> int:
-    """The line after the block that begins at a line."""
-    end = at + 1
-    if _fence(lines[at]):
-        while end < len(lines) and not _fence(lines[end]):
-            end += 1
-        return end + 1
-    if lines[at].startswith(("#", "<!--")) or not lines[at].strip():
-        return end
-    table = lines[at].startswith("|")
-    while (
-        end < len(lines) and lines[end].strip() and not lines[end].startswith(("#", "<!--")) and not _fence(lines[end])
-    ):
-        if lines[end].startswith("|") != table:
-            break
-        end += 1
-    return end
-
-
-def _fence(line: str) -> bool:
-    return line.lstrip().startswith("```")
+            yield [line for item in _items(lines) for line in _wrapped(item, width)]
+        elif not first.startswith("<!--"):
+            yield _wrapped(" ".join(lines), width)
 
 
 def _items(lines: Sequence[str]) -> list[str]:

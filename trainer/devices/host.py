@@ -1,4 +1,4 @@
-"""The computer that the cards are in: its processor, its memory, and what containers are left of them."""
+"""This machine's processor and memory, and the limits that a container sets to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # bytes: a control group that tells more has no limit
+UNLIMITED = 1 << 60  # bytes: a control group with more has no limit
 
 
 def processor() -> str:

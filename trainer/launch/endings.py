@@ -46,7 +46,7 @@ class Ending:
 def first_cause(endings: Iterable[Ending]) -> Ending:
     """The failure that explains the others, with the code and the line that the launcher passes on.
 
-    A rank that fails takes its peers along: they lose it (7) or are told to stop (143, SIGTERM). So a rank's own code
+    A rank that fails takes its peers along: they lose it (7) or are stopped (143, SIGTERM). So a rank's own code
     counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
     One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause. Nor is one
     that NCCL aborted, which waited for another.
@@ -106,7 +106,7 @@ def write_report(line: str, code: int, now: float) -> None:
     seconds = int(now) + (code == PeerError.code)  # torchrun takes the earliest for the cause, and a lost peer is none
     extra = {"py_callstack": line, "timestamp": str(seconds), "time": now, "rank": place().rank}
     draft = f"{path}.{os.getpid()}"  # torchrun may look at any moment, and cannot read half of it
-    with suppress(OSError):  # the exit code still tells
+    with suppress(OSError):  # the exit code is left
         Path(draft).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
         os.replace(draft, path)
 

@@ -41,7 +41,7 @@ def train_in_children(
 
     Args:
         plugin, nproc: as on the command line.
-        given: files that lie beside the ranks' own modules, by name, such as the module that `plugin` names.
+        given: files to be importable in the ranks, by name, such as the module that `plugin` names.
         answer: called in this thread with each report of rank 0; where it raises, the run ends, and this raises it.
         wanted: which reports rank 0 sends.
 

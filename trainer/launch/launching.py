@@ -133,7 +133,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
         arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
     os.environ[family.PARENT] = str(os.getpid())
-    # torchrun would set 1, and the user's own 1 could not be told from it.
+    # torchrun would set 1, which could not be distinguished from the user's own 1.
     os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
     quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]

@@ -23,7 +23,7 @@ MPI = (
     tuple(f"JSM_NAMESPACE_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")),  # jsrun
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
     ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),  # Cray
-    ("FLUX_TASK_LOCAL_ID", "", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),  # it tells the nodes instead
+    ("FLUX_TASK_LOCAL_ID", "", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),  # it gives the number of nodes instead
 )
 
 
@@ -127,7 +127,7 @@ def task_of_node(environment: Mapping[str, str]) -> int:
 
 
 def tasks_started(environment: Mapping[str, str]) -> int:
-    """How many tasks mpirun or srun started beside this one and with it, on all nodes; 1 where neither did."""
+    """How many tasks mpirun or srun started on all nodes, this one included; 1 where neither did."""
     if "RANK" in environment and "WORLD_SIZE" in environment:  # a rank, and no launcher
         return 1
     sizes = [environment.get(size, "") for _, _, rank, size in MPI if rank in environment]
@@ -169,7 +169,7 @@ def _mpi(environment: Mapping[str, str]) -> dict[str, str]:
             here = str(-(-int(size) // int(environment["FLUX_JOB_NNODES"])))
         if not all(text.isdigit() for text in (local, here, rank, size)) or int(size) < 2:
             continue
-        first, alike = divmod(int(rank) - int(local), int(here))  # ranks go node by node, unless told otherwise
+        first, alike = divmod(int(rank) - int(local), int(here))  # ranks go node by node, unless asked otherwise
         return {
             "NPROC": here if int(here) > 1 else "",  # one a node: it starts as many as there are devices
             "NNODES": str(-(-int(size) // int(here))),

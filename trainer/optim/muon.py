@@ -101,7 +101,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def _matrices(weight: Tensor, buffer: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each of shape (outputs, all else), the first two as views, in whichever order the weight lies in memory."""
+    """Each of shape (outputs, all else), the first two as views, whatever the memory format of the weight."""
     first, second, third = (
         tensor if weight.is_contiguous() else tensor.movedim(1, -1) for tensor in (weight, buffer, gradient)
     )

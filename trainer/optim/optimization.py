@@ -94,7 +94,7 @@ class Updater:
         """One optimizer step on the gradients there are.
 
         Args:
-            loss: this step's, 0-dim; in fp16 it tells what is bad, in other precisions the gradients do.
+            loss: this step's, 0-dim; in fp16 it shows what is bad, in other precisions the gradients do.
             strategy: gives the whole model's gradient norm and spreads flags over its parts.
             want_norm: compute the norm although nothing is clipped.
 

@@ -1,6 +1,6 @@
 """The JSON Schema of recipe files, by which editors complete keys, show their comments and mark mistakes.
 
-It lies beside the shipped recipes, whose second line names it for editors with the YAML language server: VS Code with
+It is beside the shipped recipes, whose second line names it for editors with the YAML language server: VS Code with
 Red Hat's YAML extension, Neovim, Emacs, Helix.
 """
 
@@ -20,7 +20,7 @@ USUAL_MODELS = ("resnet18", "resnet50", "vit_b_16", "convnext_tiny", "efficientn
 
 
 def schema_file() -> Path:
-    """Where the shipped schema lies."""
+    """The file of the shipped schema."""
     return shipped_folder() / FILE
 
 
@@ -48,7 +48,7 @@ def _usually(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
-    """Without references, which hide what stands beside them from old readers, and without titles made of names."""
+    """Without references, next to which old readers ignore all else, and without titles made of names."""
     if isinstance(node, list):
         return [_inlined(item, definitions) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Which keys do nothing beside others, and which a continued run may change."""
+"""Which keys have no effect together with others, and which a continued run may change."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The dotted keys in which two recipes differ and a continued run may not, with (old, new) values."""
     before, now = flatten(old.to_dict()), flatten(new.to_dict())
     free = FREE_ON_RESUME | ({"optimizer"} if new.resume_weights_only else set())
-    if old.data.cache_format is not None:  # wherever the pixels lie, they are those of that cache
+    if old.data.cache_format is not None:  # the pixels are those of that cache, wherever they are kept
         free |= {"data.cache"}
     changed = {key: (before[key], value) for key, value in now.items() if before[key] != value}
     return {key: values for key, values in changed.items() if not {key, key.partition(".")[0]} & free}

@@ -47,7 +47,7 @@ def nested(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_keyword(line: str, keywords: Mapping[str, Any]) -> str:
-    """What is said of a misspelt keyword, with the right one as Python has it: optimizer__lr, not optimizer.lr."""
+    """A message about a misspelt keyword, with the right one as Python has it: optimizer__lr, not optimizer.lr."""
     match = re.search(r"(\S+) is not a key; did you mean (\S+)\?$", line)
     if match is None or match[1].replace(".", "__") not in keywords:
         return line

@@ -41,7 +41,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def shipped_folder() -> Path:
-    """Where the shipped recipes lie: within the installed package, or beside it in a clone."""
+    """The folder of the shipped recipes: within the installed package, or beside it in a clone."""
     here = Path(__file__).parent.parent
     return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
@@ -64,7 +64,7 @@ def label_of(path: Path) -> str:
 
 
 def parent_of(name: str, label: str, child: Path | None) -> Path:
-    """The file that `extends: name` names: a shipped recipe, or one told from the folder of the child's file."""
+    """The file that `extends: name` names: a shipped recipe, or a path relative to the folder of the child's file."""
     shipped = shipped_recipes()
     folder = child.parent if child is not None else Path()
     try:

@@ -17,7 +17,7 @@ class Registry(dict[str, Kept]):
     def __init__(
         self, function: str, shipped: Mapping[str, Kept] | None = None, taken: Callable[[], Collection[str]] = tuple
     ) -> None:
-        """`function` is the decorator's name; `taken` tells names that mean something else."""
+        """`function` is the decorator's name; `taken` gives names that mean something else."""
         super().__init__(shipped or {})
         self._function, self._taken = function, taken
 

@@ -75,7 +75,7 @@ class DataRecipe(_Section):
 
     name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, synthetic; yours: imagefolder, shards")
     root: Root = key(None, "folder of the images, or a pattern of shards; null: ~/.cache/trainer, of sets to download")
-    labels: str | None = key(None, "a CSV that tells each image's labels; null: the folder that it lies in")
+    labels: str | None = key(None, "a CSV with the labels of each image; null: the name of its folder")
     image_column: str | None = key(None, "the column of data.labels that names the images; null: the first that does")
     label_column: Columns | None = key(None, "the one with the labels, or several as [age, height]; null: all others")
     val_fraction: float = key(0.2, "of each class, held out where photos have no val folder", gt=0, lt=1)
@@ -155,7 +155,7 @@ class ScheduleRecipe(_Section):
 
 
 class TaskRecipe(_Section):
-    """What the network is to tell of an image."""
+    """What the network is to predict of an image."""
 
     name: str = key("classification", "classification, multilabel, regression, or one that a plugin registers")
 
@@ -213,7 +213,7 @@ class SaveRecipe(_Section):
 
 
 class LoggingRecipe(_Section):
-    """What a run tells while it works."""
+    """What a run logs and shows."""
 
     every_steps: Positive = key(100, "steps between points in TensorBoard and rows of steps.csv")
     warmup_steps: int = key(10, "first steps, which every speed figure leaves out", ge=0)
@@ -296,7 +296,7 @@ class Recipe(_Section):
         return self.model_dump()
 
     def for_others(self) -> dict[str, Any]:
-        """What a file of weights tells of its recipe: without the paths of this machine and where figures went."""
+        """The recipe in the metadata of weights: without paths of this machine and without loggers."""
         tree = self.replace(**dict.fromkeys(("output", "resume", *LOCAL))).to_dict()
         del tree["logging"]
         return tree
@@ -320,7 +320,7 @@ class Recipe(_Section):
 def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -> Recipe:
     """A recipe of plain values; raises RecipeError with the line of what to type.
 
-    `origins` tells for dotted keys what file they are from; a line about a key of another file than `name` says which.
+    `origins` has the file that dotted keys are from; a message about a key of another file than `name` names it.
     """
     try:
         recipe = Recipe.model_validate(plain)

@@ -24,13 +24,13 @@ class Traits:
         processes: that train. `either` is the recipe's choice: see `Recipe.processes`.
         many_devices: one process may drive several devices.
         shares_devices: several processes may drive one device.
-        shared_memory: the weights lie in memory that all processes share: the CPU's, of one machine.
+        shared_memory: the weights are in memory that all processes share: the CPU's, of one machine.
         exchanges: what goes between devices. Gradients are all-reduced in every step; copies of the model go out, and
             gradients come back, in every pass; activations and their gradients go from stage to stage; weights are
             averaged every epoch or every few steps.
         staged: the model is cut into stages on several devices.
         micro_batches: of which stages work on several at the same time.
-        reference: the mode that the others are held against.
+        reference: the mode that the others are compared with.
         same_maths: as the reference, to float tolerance.
         every_sample: each process uses all samples of its own shard, rather than a share of every full global batch.
         private: what differs from process to process and is saved for each: model, optimizer, ema, scaler.

@@ -46,6 +46,6 @@ def release(version: str) -> tuple[int, int] | None:
 
 
 def torch_has(what: str) -> bool:
-    """Whether the installed torch has what a row names; one that does not tell its version counts as the newest."""
+    """Whether the installed torch has what a row names; one whose version cannot be read counts as the newest."""
     version = release(installed("torch"))
     return version is None or version >= SINCE[what].torch

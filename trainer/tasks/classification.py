@@ -13,7 +13,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.tasks.task import OnDevices, Task, register_task
 
-TOP = 5  # classes that are told of a prediction
+TOP = 5  # classes in a prediction
 
 
 @register_task("classification")
@@ -39,7 +39,7 @@ class Classification(Task):
             raise ValueError(f"labels must be whole numbers, one for each sample, found {described(targets)}")
         check_range(targets, names)
         if len(names) < 2:
-            raise ValueError(f"{len(names)} class names are given, and a classifier tells at least 2 apart")
+            raise ValueError(f"{len(names)} class names are given, and a classifier needs at least 2")
         return targets.to(torch.int64)
 
     def outputs(self) -> int:

@@ -58,7 +58,7 @@ class Multilabel(Task):
         return self.recipe.model.num_classes or len(self.names)
 
     def _weights(self, targets: Tensor | None) -> Tensor | None:
-        """(classes,): what a label counts beside its absence. `balanced`: as much as all the absences together."""
+        """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together."""
         if self.recipe.loss.class_weights != "balanced":
             return given_weights(self.recipe, self.names)
         labels = known(self.recipe, targets).double()

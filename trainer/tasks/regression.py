@@ -30,7 +30,7 @@ class Regression(Task):
         super().__init__(recipe, names, targets)
         if recipe.model.num_classes not in (None, len(self.names)):
             raise RecipeError(
-                f"model.num_classes={recipe.model.num_classes}, but there are {len(self.names)} values to tell: "
+                f"model.num_classes={recipe.model.num_classes}, but there are {len(self.names)} values to predict: "
                 "leave it out"
             )
 

@@ -23,13 +23,13 @@ class Task:
         reads: what a table of labels says of an image: its class, its classes, or numbers.
         metric: the one of `metrics` by which the best epoch is chosen.
         larger_is_better: whether the best is the largest.
-        tells: the names of all `metrics`; `loss` and `metric` where nothing else is said.
+        tells: the names of all `metrics`; `loss` and `metric` by default.
         titles: what people call a metric, where that is another name.
         fractions: the metrics that are shown in percent.
         mixes: whether targets can be mixed as mixup and cutmix mix images: see `shares`.
         uses: the keys of the recipe's `loss` that the `loss` of this very class looks at. The others are refused.
         recipe: the whole recipe.
-        names: of the classes, or of the values to be told.
+        names: of the classes, or of the predicted values.
     """
 
     reads: ClassVar[Reads] = "class"
@@ -111,7 +111,7 @@ class Task:
             RecipeError: outputs of this task are no numbers beside names.
         """
         raise RecipeError(
-            f"task.name={self.recipe.task.name} has no `ranked`, which tells what its outputs mean; label with "
+            f"task.name={self.recipe.task.name} has no `ranked`, which says what its outputs mean; label with "
             "trainer.predict(model, inputs, devices=...) instead, which returns the outputs themselves"
         )
 
@@ -129,7 +129,7 @@ class Task:
 
     @classmethod
     def headline(cls) -> str:
-        """The metric that people look at beside the loss: the one that chooses the best epoch, if that is another."""
+        """The metric to show next to the loss: the one that chooses the best epoch, if that is another."""
         return next((name for name in (cls.metric, *cls.metric_names()) if name != "loss"), "loss")
 
 

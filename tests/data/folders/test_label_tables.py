@@ -104,7 +104,7 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
         (table("file,a,b", ["1,2"] * 8), ["task.name=multilabel"], "labels must be 0 or 1, found 1 to 2"),
         (table("file,age", ["1", "nan"] * 4), ["task.name=regression"], "line 3: nan are not all numbers"),
         (table("file,label", ["cat", ""] * 4), [], "line 3: train/1.png has no class"),
-        (table("file,label", ["cat"] * 8), [], "1 class names are given, and a classifier tells at least 2 apart"),
+        (table("file,label", ["cat"] * 8), [], "1 class names are given, and a classifier needs at least 2"),
     ],
 )
 def test_what_is_no_table(photos, text, words, says):

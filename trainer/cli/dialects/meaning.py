@@ -18,7 +18,7 @@ SHARDS = (".tar", ".parquet")
 
 @dataclass(frozen=True)
 class Meaning:
-    """Words of ours that say what was meant, what else there is to say, and what was typed, where that is known."""
+    """The words to type instead, a note on them, and what was typed, where that is known."""
 
     words: tuple[str, ...]
     note: str = ""

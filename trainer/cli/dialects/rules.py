@@ -1,4 +1,4 @@
-"""What a value is in our words where a row of `other_values` cannot tell: a rule for each such key."""
+"""What a value is in our words where no row of `other_values` can say: a function for each such key."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _betas(key: str, value: str, line: CommandLine) -> Meaning:
 def _recompute(_: str, value: str, line: CommandLine) -> Meaning | None:
     if value.lower() in NONE or line.staged:
         return None
-    return Meaning((), "only mode=split and mode=pipeline have it, as pipeline.recompute=true; guide memory tells more")
+    return Meaning((), "only mode=split and mode=pipeline have it, as pipeline.recompute=true; guide memory has more")
 
 
 # By key, of ours or another's: called with the key and value as typed, and the command line.

@@ -26,7 +26,7 @@ def command(words: Sequence[str]) -> int:
 
 
 def examine() -> Findings:
-    """Look at everything. What fails becomes a problem of one line, and the rest goes on."""
+    """Look at everything. A check that fails becomes a problem of one line, and the others follow."""
     report = Findings()
     report.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
     if report.trying("software", software.versions, report):

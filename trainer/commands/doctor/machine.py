@@ -54,7 +54,7 @@ def precisions(report: Findings) -> None:
 
     for name in precision.AUTOCAST:
         times = precision.cpu_speed(name)
-        unclear = "not known: convolutions take too unevenly long, as beside other programs; try again"
+        unclear = "not known: the times of convolutions vary too much, as next to other programs; try again"
         text = unclear if math.isnan(times) else f"{times:.2g} times as fast as fp32, in a convolution on one core"
         report.row("processor", name, text)
 

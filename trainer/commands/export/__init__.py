@@ -1,6 +1,6 @@
 """`python -m trainer export`: a trained model as a file that other programs run, checked against the model itself.
 
-What is wrong with the words is said before torch is imported.
+Words are checked before torch is imported.
 Imports: errors, recipe, saving, tasks, data, launch, models, training.
 """
 

@@ -39,8 +39,9 @@ class ExportSource:
 
     Attributes:
         inputs: of one sample, without the batch dimension.
-        facts: to be kept beside the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are.
-        tensors: the weights as they were saved, and what their own file tells.
+        facts: to be stored with the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are.
+        tensors: the weights as they were saved.
+        metadata: of their file.
     """
 
     recipe: Recipe
@@ -85,7 +86,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         if mean and inputs.shape != (channels, size, size):
             raise ValueError("inputs of another size than the images")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path} is damaged: what it tells of its inputs makes no sense") from None
+        raise CheckpointError(f"{path} is damaged: its description of inputs makes no sense") from None
     if mean:
         ImageFacts.of(path, facts)
     task = tasks.create(recipe.replace(loss={}, augment={}), classes)
@@ -109,7 +110,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
 
 
 def _with_inputs(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dict[str, str]:
-    """What weights tell of their inputs; where they do not, as of an older version, the run's data set does."""
+    """The facts that weights have of their inputs; of an older version's weights those of the run's data set."""
     try:
         facts = facts_of(path, dict(metadata))
     except CheckpointError:
@@ -123,7 +124,9 @@ def _with_inputs(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dic
     try:
         data = open_datasets(recipe)
     except RecipeError as error:
-        raise CheckpointError(f"{path} does not tell what its inputs are, and its data set neither: {error}") from None
+        raise CheckpointError(
+            f"{path} does not say what its inputs are, and its data set cannot be opened: {error}"
+        ) from None
     return {
         **facts,
         "classes": json.dumps(data.classes),

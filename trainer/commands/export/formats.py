@@ -67,7 +67,7 @@ def to_torchscript(source: ExportSource, path: Path) -> Runner:
 def to_safetensors(source: ExportSource, path: Path) -> Runner:
     """The weights alone under plain names, with the facts as metadata; predict and evaluate take the file.
 
-    What the weights' own file tells goes first: its `model` is the call that makes the bare one, where there is one.
+    Metadata of the weights' file goes first: its `model` is the call that makes the bare one, where there is one.
     """
     recipe = json.dumps(source.recipe.for_others())
     require_finite(path.name, source.tensors)
@@ -102,7 +102,7 @@ def _as_json(source: ExportSource) -> str:
 
 
 def _program(source: ExportSource) -> torch.export.ExportedProgram:
-    """The model as a graph for any number of samples, which does not tell where its code lies on this machine."""
+    """The model as a graph for any number of samples, without the paths of its code on this machine."""
     batch = torch.export.Dim("batch")
     program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: batch},))
     for module in program.graph_module.modules():

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.commands.predict.labelling import Labels
 from trainer.commands.predict.sources import Item, without_line_ends
-from trainer.commands.predict.trained_on import TrainedOn
+from trainer.commands.predict.trained_model import TrainedOn
 from trainer.errors import FolderInUseError
 from trainer.saving.files import read_json, remove, writing
 from trainer.saving.run_folder import write_atomically
@@ -32,7 +32,7 @@ class PartFile:
 
     Attributes:
         done: rows that an earlier, stopped command has written.
-        seen: images whose class is known and that were trained on; None where nothing tells which were.
+        seen: images whose class is known and that were trained on; None where that is not known.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class Inputs:
         count: images, where that is known before they come.
         total: of all ranks.
         source: what payloads that are indices point into.
-        ignored: what lies among them and is not read, in words.
+        ignored: other files among them, in words.
         doubt: a warning about the range of their pixels.
     """
 
@@ -65,7 +65,7 @@ def image_files(
 ) -> Inputs:
     """The images of a folder (recursively, in alphabetical order), of a list of paths, or of stdin where `root` is -.
 
-    An image that lies in a folder named like a class has that label. Of several ranks each takes a contiguous part.
+    An image in a folder named like a class has that label. Of several ranks each takes a contiguous part.
 
     Raises:
         SetupError: nothing there.
@@ -132,7 +132,7 @@ def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> In
 
 
 def _classes(labels: Any) -> list[int] | None:
-    """One class a sample, where a data set tells it before its images are read."""
+    """The class of each sample, where a data set knows it before its images are read."""
     if labels is None:
         return None
     labels = torch.as_tensor(labels)

@@ -1,8 +1,9 @@
-"""A model that can label: a run's or torchvision's weights, with its classes and how its images are made ready."""
+"""A trained model: a run's or torchvision's weights, its classes, how its images are prepared and which it has seen."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,40 @@ from trainer import recipe as recipes
 from trainer import tasks
 from trainer.commands.evaluate import ImageFacts, facts_of, opened_again, recipe_of
 from trainer.commands.predict.labelling import Preparation
-from trainer.commands.predict.trained_on import TrainedOn, trained_on
 from trainer.data import Datasets
+from trainer.data.folders.layout import layout_of
 from trainer.data.folders.photo_folders import IMAGENET
+from trainer.data.folders.scanning import LeftOut
+from trainer.data.folders.splits import part_of
 from trainer.data.photos.photo_reader import shorter_side
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, SetupError
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import TIMM
+from trainer.saving.files import portable
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
 from trainer.training.initial_model import model_for
+
+
+class TrainedOn:
+    """The files that a run was trained on."""
+
+    def __init__(self, root: Path, names: frozenset[str] | None) -> None:
+        """`names` below the root, as split.csv has them; None: all below it."""
+        self._roots = tuple({os.path.join(path(root), "") for path in (os.path.abspath, os.path.realpath)})
+        self._names = names
+        self._real: dict[str, str] = {}  # of the folders that were met
+
+    def __contains__(self, path: str) -> bool:
+        folder, name = os.path.split(os.path.abspath(path))
+        if folder not in self._real:
+            self._real[folder] = os.path.realpath(folder)
+        for place in (os.path.join(folder, name), os.path.join(self._real[folder], name)):
+            for root in self._roots:
+                if place.startswith(root) and (self._names is None or portable(place[len(root) :]) in self._names):
+                    return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ def _task(recipe: Recipe, names: Sequence[str]) -> Task:
     """The recipe's task for labelling, which asks for no loss.
 
     Raises:
-        RecipeError: its outputs are no numbers beside names.
+        RecipeError: its outputs are not a number for each name.
     """
     task = tasks.create(recipe.replace(loss={}, augment={}), names)
     if type(task).ranked is Task.ranked:
@@ -80,10 +104,10 @@ def _task(recipe: Recipe, names: Sequence[str]) -> Task:
 
 
 def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
-    """The classes of weights and how their images were made ready, as their file tells it.
+    """The classes of weights and how their images were prepared, by the metadata of their file.
 
     Raises:
-        CheckpointError: what it tells makes no sense.
+        CheckpointError: it makes no sense.
     """
     images = ImageFacts.of(path, facts)
     size = image_size or images.image_size
@@ -141,3 +165,22 @@ def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def trained_on(path: Path, recipe: Recipe) -> TrainedOn | None:
+    """The training files of the run with weights at `path` and this recipe; None where they are not known.
+
+    They are those of the split in its folder, or of folders with a training and a held-out part.
+    """
+    data = recipe.data
+    if data.name != "imagefolder" or data.root is None:
+        return None
+    root = Path(data.root).expanduser()
+    try:
+        names = part_of(path, "train")
+        if data.labels is not None:
+            return None if names is None else TrainedOn(root, names)
+        layout = layout_of(root, LeftOut())
+    except SetupError:  # the photos are not there any more, or split.csv cannot be read
+        return None
+    return TrainedOn(layout.train, names) if names is not None or layout.held_out is not None else None

@@ -165,7 +165,7 @@ class CheckRunner:
         """What `count` processes answer that measure at once, one on each device: a function of `prove_probe`, by name.
 
         Raises:
-            PeerError: one failed; the line is what it said.
+            PeerError: one failed, with its message.
         """
         home = self.folder / "measured" / what
         task |= {"devices": self.devices.names[:count], "threads": self.devices.threads}

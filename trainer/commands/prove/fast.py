@@ -1,4 +1,4 @@
-"""How fast does this machine train? Each figure beside a bare PyTorch loop's, and a physical limit where known."""
+"""How fast does this machine train? Each figure next to a bare PyTorch loop's, and a physical limit where known."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ def rates(runner: CheckRunner) -> Outcome:
     for name, model, answer in zip(devices.names, devices.models, answers, strict=True):
         row: dict[str, Any] = {"device": name}
         for kind, limit in (("product", answer["product_limit"]), ("memory", PEAK_BANDWIDTH.get(model))):
-            share = limit and median(answer[kind]) / limit
-            row |= {kind: middle(answer[kind]), f"{kind}_limit": limit, f"{kind}_share": share}
+            fraction = limit and median(answer[kind]) / limit
+            row |= {kind: middle(answer[kind]), f"{kind}_limit": limit, f"{kind}_share": fraction}
         rows.append(row)
     notes: list[str] = []
     slow: list[str] = []
     for kind, what, unit in (("product", "matrix products", f"GFLOP/s in {precision}"), ("memory", "memory", "GB/s")):
         slow += slow_devices(devices, [answer[kind] for answer in answers], what)
-        rate, share = median([row[kind]["median"] for row in rows]), rows[0][f"{kind}_share"]
-        limit = f" ({share:.0%} of the card's limit)" if share else ""
+        rate, fraction = median([row[kind]["median"] for row in rows]), rows[0][f"{kind}_share"]
+        limit = f" ({fraction:.0%} of the card's limit)" if fraction else ""
         notes.append(f"{what} {number(rate / 1e9)} {unit}{limit}")
     figures = {"precision": precision, "devices": rows, "slow": slow}
     if not slow:
@@ -168,12 +168,12 @@ def readers(runner: CheckRunner) -> Outcome:
     network = networks(runner.devices)[0]
     answer = runner.measure("readers", size=network.size)[0]
     takes = runner.figures(f"speed {network.name} x{runner.devices.count}").get("images_per_sec", {}).get("median")
-    share = takes and median(answer["ours"]) / takes
+    times = takes and median(answer["ours"]) / takes
     what = f"at {network.size} px, {answer['processes']} processes"
-    what += f"; {share:.2g} times what {network.title} takes" if share else ""
+    what += f"; {times:.2g} times what {network.title} takes" if times else ""
     return _beside(
         "photos/s", answer["ours"], answer["bare"], what, "photos_per_sec", bare="torchvision's readers",
-        share_of_what_the_network_takes=share, processes=answer["processes"],
+        share_of_what_the_network_takes=times, processes=answer["processes"],
     )  # fmt: skip
 
 
@@ -277,5 +277,5 @@ def bubble(runner: CheckRunner) -> Outcome:
     planned = json.loads(text[text.index("{") :])["prediction"]["bubble"]
     least, most, ideal = (result[f"bubble_{key}"] for key in ("measured", "at_most", "ideal"))
     idles = f"{least:.1%}" + (f" to {most:.1%}" if most > least + 0.01 else "")
-    line = f"{idles} of a step idles; plan foretells {planned:.1%}, equal stages would have {ideal:.1%}"
+    line = f"{idles} of a step idles; plan predicts {planned:.1%}, equal stages would have {ideal:.1%}"
     return measured(line, bubble=least, bubble_at_most=most, planned=planned, ideal=ideal, schedule=result["schedule"])

@@ -102,7 +102,7 @@ class Kept:
         self._write()
 
     def start_over(self) -> None:
-        """Runs of a proof that found something wrong are not to be held against new ones."""
+        """Remove the runs of a proof that found something wrong: new ones must not be compared with them."""
         for name in ("runs", "measured", "logs"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 

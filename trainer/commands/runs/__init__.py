@@ -1,6 +1,6 @@
 """`python -m trainer runs`: the runs there are, one of them on a page, several side by side, and removing them.
 
-Reads what lies in run folders, whoever wrote it and however it ended; torch is not imported.
+Reads run folders, whoever wrote them and however the run ended; torch is not imported.
 Imports: errors, recipe, processes, saving, telemetry.
 """
 

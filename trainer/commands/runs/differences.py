@@ -54,7 +54,7 @@ def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool
 
 
 def _names(runs: Sequence[RunSummary]) -> list[str]:
-    """What tells the runs apart: their folders' names, or their paths where those are alike."""
+    """Different names for the runs: their folders', or their paths where those are alike."""
     real = [run.path.resolve() for run in runs]
     if len(set(real)) < len(real):
         raise RecipeError("runs compare needs different runs, and one was given twice")

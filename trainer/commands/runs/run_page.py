@@ -1,4 +1,4 @@
-"""One run on a page: what ran, what came of it, what lies in its folder, what to type next."""
+"""One run on a page: what ran, its results, the files in its folder, what to type next."""
 
 from __future__ import annotations
 

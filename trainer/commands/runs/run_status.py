@@ -233,7 +233,7 @@ def size_of(path: Path) -> tuple[int, bool]:
 
 
 def files_below(path: Path) -> Iterator[os.DirEntry[str]]:
-    """All that lies in a folder and its subfolders, as far as it can be read; links are not followed."""
+    """All entries of a folder and its subfolders, as far as they can be read; links are not followed."""
     waiting: list[str | Path] = [path]
     while waiting:
         try:

@@ -329,7 +329,7 @@ def test_a_run_ends_though_the_real_wandb_is_out_of_reach(tmp_path, answers):
         own = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
         done = ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env=own, timeout=120)
     if answers:
-        assert re.search(r"warning: logging.wandb lacks \d of \d logged steps \(it has not taken", done.stdout)
+        assert re.search(r"warning: logging.wandb lacks \d of \d logged steps \(it did not take", done.stdout)
     else:
         line = f"logging.wandb: 127.0.0.1:{port} does not answer: Connection refused; values stay in the run folder: "
         assert f"{line}wandb sync {tmp_path}/run/wandb/offline-run-* sends them\n" in done.stdout

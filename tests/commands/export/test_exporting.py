@@ -374,7 +374,7 @@ def test_what_weights_tell_of_their_inputs_is_not_trusted(here, tmp_path, damage
     with safe_open(weights, "pt") as file:
         metadata = file.metadata()
     save_file(load_file(weights), tmp_path / "bad.safetensors", {**metadata, **damage})
-    with pytest.raises(CheckpointError, match="is damaged: what it tells of its"):
+    with pytest.raises(CheckpointError, match=r"is damaged: .* makes no sense"):
         exporting.command([str(tmp_path / "bad.safetensors"), "format=torchscript"])
 
 

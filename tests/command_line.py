@@ -18,7 +18,7 @@ from tests.warm import Popen, run
 PROJECT = Path(__file__).parent.parent
 QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
 AMBIENT = "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_"  # change a run
-LATE = f"{AMBIENT}|FAULTY_|GLOO_|MLFLOW_|PATH$|PYTHONPATH$|TORCH_HOME$"  # are read when they are needed
+LATE = f"{AMBIENT}|FAULTY_|GLOO_|HOME$|MLFLOW_|WANDB_|PATH$|PYTHONPATH$|TORCH_HOME$"  # are read when they are needed
 
 
 def digest(path):

@@ -44,6 +44,14 @@ def _same_environment() -> Iterator[None]:
 
 
 @pytest.fixture
+def warm_commands() -> Iterator[None]:
+    """Commands that the code under test starts from this process are forked warm too."""
+    warm.everything()
+    yield
+    warm.what_is_asked_for()
+
+
+@pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether the full counts are wanted."""
     return bool(request.config.getoption("--all"))

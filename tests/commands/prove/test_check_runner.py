@@ -10,6 +10,7 @@ from trainer.commands.prove import check_runner, find_devices
 from trainer.commands.prove.check_runner import CheckRunner, Devices
 from trainer.errors import PeerError
 
+pytestmark = pytest.mark.usefixtures("warm_commands")
 SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.warmup_steps=0"]
 
 

@@ -340,10 +340,10 @@ def _read(path: Path) -> str:
 
 
 class Storms:
-    """Storms over all modes, with the undisturbed run of each."""
+    """Storms over all modes, with the undisturbed run of each; `start` is as `Job` has it."""
 
-    def __init__(self, home: Path, seed: int) -> None:
-        self.home, self.seed = home, seed
+    def __init__(self, home: Path, seed: int, start: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
+        self.home, self.seed, self.start = home, seed, start
         self.count = 0
         self.whole: dict[str, Path] = {}
 
@@ -351,7 +351,7 @@ class Storms:
         name = f"whole {mode}{' photos' * (PHOTOS[0] in words)}"
         if name not in self.whole:
             self.whole[name] = self.home / name
-            finish(self.whole[name], *words)
+            self.finish(self.whole[name], *words)
         return self.whole[name]
 
     def photos(self) -> list[str]:
@@ -374,7 +374,7 @@ class Storms:
             under_way = dict.fromkeys(("stop", "pause", "unlocked"), PHASES[2:6])
             phases = {"start": PHASES[:1], "renamed": ("saved",), **under_way}.get(kind, PHASES)
             torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
-            job = Job(folder, *words, *soon, torchrun=torchrun)
+            job = Job(folder, *words, *soon, torchrun=torchrun, start=self.start)
             try:
                 hit = strike(job, kind, dice.choice(phases), dice)
             except BaseException as error:
@@ -387,12 +387,22 @@ class Storms:
             hits.append(hit)
             print(f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12} {hit.code} {hit.seconds:.1f} s")
         try:
-            finish(folder, *words)
+            self.finish(folder, *words)
             self.compare(mode, folder, words)
         except BaseException as error:
             error.add_note(f"--seed={self.seed}, storm {self.count}, {mode}, {hits}, in {folder}")
             raise
         return hits
+
+    def finish(self, folder: Path, *words: str) -> None:
+        """A run to its end."""
+        job = Job(folder, *words, start=self.start)
+        try:
+            code, _ = job.end(120 * slack())
+            assert code == 0 and "Traceback" not in job.text(), job.text()
+            assert not orphaned_blocks(job.blocks)
+        finally:
+            job.clear()
 
     def compare(self, mode: str, folder: Path, words: list[str]) -> None:
         rows, facts = steps(folder), result(folder)
@@ -417,17 +427,6 @@ class Storms:
                 return hits
             hits += self.storm(mode, [kinds[(len(hits) + n) % len(kinds)] for n in range(min(3, left))])
         return hits
-
-
-def finish(folder: Path, *words: str) -> None:
-    """A run to its end."""
-    job = Job(folder, *words)
-    try:
-        code, _ = job.end(120 * slack())
-        assert code == 0 and "Traceback" not in job.text(), job.text()
-        assert not orphaned_blocks(job.blocks)
-    finally:
-        job.clear()
 
 
 def main() -> None:

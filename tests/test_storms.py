@@ -49,7 +49,7 @@ def test_a_stopped_rank_is_named_in_time(tmp_path):
 )
 def test_a_job_that_is_stopped_as_a_whole_goes_on(mode, tmp_path):
     """For longer than `timeout`, as under SLURM's suspend: with the losses of an undisturbed run."""
-    assert len(Storms(tmp_path, SEED).storm(mode, ["pause"])) == 1
+    assert len(Storms(tmp_path, SEED, warm.Popen).storm(mode, ["pause"])) == 1
 
 
 @pytest.mark.parametrize("torchrun", [False, True], ids=["ours", "the user's"])

@@ -1,12 +1,12 @@
 """Ranks on a grid, and the groups and the mesh of real processes along it."""
 
 import json
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from tests import warm
 from tests.command_line import environment
 from trainer.processes.grid import Grid
 
@@ -64,7 +64,7 @@ def test_groups_and_the_mesh_of_two_by_two_processes(tmp_path):
     script.write_text(textwrap.dedent(SCRIPT))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
     command = [*launch, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert [rank["all"] for rank in ranks] == [1111] * 4

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.command_line import environment, result
 
 nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel ipywidgets")
@@ -69,9 +70,11 @@ def cells(tmp_path_factory: pytest.TempPathFactory):
     client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
     before = dict(os.environ)
     os.environ.update(environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder)))
+    warm.everything()  # the kernel and what it starts
     try:
         client.execute()
     finally:
+        warm.what_is_asked_for()
         os.environ.clear()
         os.environ.update(before)
     return {name: cell.outputs for name, cell in zip(sources, book.cells[1:], strict=True)}, folder

@@ -73,6 +73,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked:
         from trainer.devices import cards
 
-        if not cards.look().count:
+        if not cards.detect().count:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

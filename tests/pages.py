@@ -40,17 +40,10 @@ def _result() -> str:
     return table()
 
 
-def _proof() -> str:
-    from trainer.commands.prove.proof import table
-
-    return table()
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "modes": readme_table,
     "options": _options,
     "result": _result,
-    "proof": _proof,
 }
 
 

@@ -13,7 +13,7 @@ from trainer.cli.dialects.interpreter import meaning
 from trainer.cli.dialects.meaning import CommandLine
 from trainer.cli.dialects.other_values import OTHER_VALUES, SMALLEST
 from trainer.cli.grammar import program, read
-from trainer.cli.known_keys import OWN
+from trainer.cli.known_keys import COMMAND_WORDS
 from trainer.commands.compare.entries import entries, parse_modes, parse_sweep
 from trainer.errors import RecipeError
 from trainer.processes import family
@@ -599,14 +599,16 @@ def test_the_same_line_follows_from_the_same_words_each_time() -> None:
 
 def test_a_data_set_that_was_typed_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.cli.dialects.meaning.load", lambda _: pytest.fail("the recipe was loaded"))
-    assert CommandLine("train", OWN["train"], {"recipe": "digits", "data.name": "shards"}).data_name == "shards"
+    assert (
+        CommandLine("train", COMMAND_WORDS["train"], {"recipe": "digits", "data.name": "shards"}).data_name == "shards"
+    )
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_what_a_row_says_is_taken(name: str) -> None:
     """Words of ours, or a sentence; but for a value that only the typed one can tell."""
     command, _, name = name.rpartition(":")
-    line = CommandLine(command or "train", OWN[command or "train"])
+    line = CommandLine(command or "train", COMMAND_WORDS[command or "train"])
     for value in OTHER_VALUES[f"{command}:{name}" if command else name]:
         found = meaning(name, "1" if value == "*" else value, line)
         if found is not None and found.words:
@@ -726,9 +728,9 @@ def check_that_it_works(typed: str) -> None:
     if "timm:" in typed:
         pytest.importorskip("timm")
     command, words = read(shlex.split(typed))
-    own, rest = split_words(words, OWN.get(command, ()))
+    own, rest = split_words(words, COMMAND_WORDS.get(command, ()))
     source = own.get("recipe", "")
-    if command not in OWN or source == "RUN" or source.startswith("runs/"):
+    if command not in COMMAND_WORDS or source == "RUN" or source.startswith("runs/"):
         return
     if command == "compare":
         modes = parse_modes(own["modes"]) if "modes" in own else None

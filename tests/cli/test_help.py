@@ -11,7 +11,7 @@ from tests.command_line import ok
 from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import read
 from trainer.cli.help import first, page, pages
-from trainer.cli.known_keys import OWN
+from trainer.cli.known_keys import COMMAND_WORDS
 from trainer.commands.compare import entries
 from trainer.commands.plan import OWN as PLAN_WORDS
 from trainer.recipe import load
@@ -24,15 +24,15 @@ def test_every_command_has_a_page() -> None:
 
 
 def test_the_words_of_commands_are_those_that_they_read() -> None:
-    assert {*OWN["compare"]} == {*entries.OWN_WORDS}
-    assert {*OWN["plan"]} == {"recipe", "plugin", *PLAN_WORDS}
+    assert {*COMMAND_WORDS["compare"]} == {*entries.OWN_WORDS}
+    assert {*COMMAND_WORDS["plan"]} == {"recipe", "plugin", *PLAN_WORDS}
 
 
-@pytest.mark.parametrize("command", OWN)
+@pytest.mark.parametrize("command", COMMAND_WORDS)
 def test_words_and_keys_of_a_page_exist(command: str) -> None:
     shown = {word.partition("=")[0] for word in pages()[command].words} - {"key", "--json"}
-    assert shown <= {*OWN[command], *defaults()}
-    assert {*OWN[command]} <= shown | {"output", "resume"}
+    assert shown <= {*COMMAND_WORDS[command], *defaults()}
+    assert {*COMMAND_WORDS[command]} <= shown | {"output", "resume"}
 
 
 @pytest.mark.parametrize("example", [line for about in pages().values() for line in about.examples])
@@ -40,8 +40,8 @@ def test_examples_can_be_typed(example: str) -> None:
     words = shlex.split(re.split("[;>]", example.partition("-m trainer ")[2])[0])
     command, rest = read(words)
     assert command in COMMANDS
-    own = {word for word in rest if word.partition("=")[0] in OWN.get(command, ())}
-    if command in OWN:
+    own = {word for word in rest if word.partition("=")[0] in COMMAND_WORDS.get(command, ())}
+    if command in COMMAND_WORDS:
         recipe = next((word.partition("=")[2] for word in own if word.startswith("recipe=")), None)
         load(recipe, *(word for word in rest if word not in own))
 

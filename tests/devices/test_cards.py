@@ -132,7 +132,7 @@ def test_an_odd_CUDA_VISIBLE_DEVICES_is_usage(machine, monkeypatch, capsys, show
 )
 def test_cards_as_they_should_be(machine, nodes, count, shown):
     machine(nodes, count, shown=shown)
-    assert cards.look() == cards.Cards(count) and world.cuda_count() == count
+    assert cards.detect() == cards.Cards(count) and world.cuda_count() == count
 
 
 def test_one_of_several_cards_failed(machine, monkeypatch, capsys):

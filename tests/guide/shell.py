@@ -14,7 +14,7 @@ from trainer.commands.compare import entries
 from trainer.commands.export import SUFFIXES
 from trainer.commands.plan import OWN as PLAN
 from trainer.commands.plan import amounts
-from trainer.commands.prove import OWN as PROVE
+from trainer.commands.prove import WORDS as PROVE
 from trainer.commands.prove import find_devices
 from trainer.commands.runs import SYNONYMS
 from trainer.errors import RecipeError

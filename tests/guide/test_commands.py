@@ -25,7 +25,7 @@ from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
 from trainer import __main__ as cli
 from trainer.cli.command_names import COMMANDS
-from trainer.cli.known_keys import OWN
+from trainer.cli.known_keys import COMMAND_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load
@@ -235,7 +235,7 @@ def test_what_is_wrong_is_noticed(text: str, why: str, empty: Path, capsys: pyte
 def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
     for word in settings(page):
         key = word.partition("=")[0]
-        assert key in defaults() or key in WORDS or key in {name for names in OWN.values() for name in names}, word
+        assert key in defaults() or key in WORDS or any(key in words for words in COMMAND_WORDS.values()), word
         if key in defaults():
             load(None, word)
     sections = {key.partition(".")[0] for key in defaults() if "." in key}

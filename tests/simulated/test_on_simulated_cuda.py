@@ -14,7 +14,7 @@ from tests.simulated.simcuda.sources import branches
 from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.predictions import _stands_in
 from trainer.commands.doctor import software
-from trainer.commands.doctor.device_checks import look_at_cards
+from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
 from trainer.commands.plan import plan
 from trainer.commands.plan.planned_layout import Layout
@@ -125,7 +125,7 @@ ELSEWHERE = {
     "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
     "processes/peers.py no_way: cuda": "ranks that cannot reach each other: tests/processes/test_world.py",
     "processes/world.py World.connect: cuda and (not dist.is_nccl_available())": "tests/devices/test_cards.py",
-    "commands/plan/summary.py _assumptions: layout.kind == 'cuda' and (not cards.look().count)": "absent cards",
+    "commands/plan/summary.py _assumptions: layout.kind == 'cuda' and (not cards.detect().count)": "absent cards",
     "commands/plan/plan_page.py _memory: cuda": "the same: tests/commands/plan/test_planned_memory.py",
     "commands/plan/planned_memory.py _accumulation: layout.kind == 'cuda'": "the same",
     "commands/plan/planned_memory.py _tried: layout.kind == 'cuda'": "the same",
@@ -267,7 +267,7 @@ UNLIKE = (Card(), Card("Tesla T4", 15 << 30, (7, 5), peers=False))
 def check_unlike():
     """Each card is told as it is, and where all must have room the smallest counts."""
     report = Findings()
-    look_at_cards(report)
+    check_cards(report)
     text = report.text()
     for line in ("HBM3, 80.0 of 80.0 GiB free, compute capability 9.0", "T4, 15.0 of 15.0 GiB free", "capability 7.5"):
         assert line in text, text

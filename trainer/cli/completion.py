@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import program
 from trainer.cli.guide import topics
-from trainer.cli.known_keys import EXPORTS, FOLDERS, OWN
+from trainer.cli.known_keys import COMMAND_WORDS, EXPORTS, FOLDERS
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
 from trainer.recipe.checks import refused_schedules
@@ -58,7 +58,7 @@ def _commands() -> list[str]:
     """The branches of those commands that take keys: words of their own, and the recipe's."""
     return [
         f'        {name}) _trainer_match "$word" {" ".join(f"{word}=" for word in words)} $_trainer_keys ;;'
-        for name, words in OWN.items()
+        for name, words in COMMAND_WORDS.items()
     ]
 
 

@@ -20,7 +20,7 @@ from trainer.cli.command_names import (
 from trainer.cli.dialects.bare_words import bare_meaning
 from trainer.cli.dialects.interpreter import meaning, unknown
 from trainer.cli.dialects.meaning import CommandLine, Meaning
-from trainer.cli.known_keys import OWN, WANTS, is_name, our_name
+from trainer.cli.known_keys import COMMAND_WORDS, WANTS, is_name, our_name
 from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
 from trainer.processes import family
@@ -60,9 +60,9 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     command, rest, renamed = _command(words)
     if rest == ["help"]:
         return "help", [command]
-    if command in OWN and rest:
+    if command in COMMAND_WORDS and rest:
         return _read(command, spelled(rest), renamed)
-    if renamed or command in OWN:
+    if renamed or command in COMMAND_WORDS:
         raise _to_type(str(*renamed) + ":" if renamed else f"{command} what?", command, rest or WANTS.get(command, ()))
     if command == "recipes" and rest[:1] == ["keys"] and len(rest) == 2:
         _check_key_name(rest[1])
@@ -82,7 +82,7 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         RecipeError: with what to type.
     """
     values = {word.key: word.value for word in words if word.key}
-    line = CommandLine(command, OWN[command], values, tuple(word.typed for word in words))
+    line = CommandLine(command, COMMAND_WORDS[command], values, tuple(word.typed for word in words))
     kept: list[str] = []
     odd: dict[str, Meaning] = {}
     roots: list[str] = []  # of several folders and files, wherever the others stand
@@ -106,7 +106,7 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
     if not answers:
         return command, [word for place, word in enumerate(kept) if "=" not in word or word not in kept[:place]]
     kept = [word for word in kept if word not in odd]
-    if command not in OWN:
+    if command not in COMMAND_WORDS:
         kept = []
     elif command in ("evaluate", "predict"):
         kept = [word for word in kept if not word.startswith(("recipe=", "nproc="))]
@@ -160,7 +160,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
         command, options = ("train", target) if "=" in target[0] else (target[0], target[1:])
         options = options if not rest else [*rest, *options[1:]] if command == "export" else rest
         return command, options, [Meaning((command,) if options is not target else tuple(target), typed=first)]
-    if bare_meaning(first, CommandLine("train", OWN["train"])) is not None:
+    if bare_meaning(first, CommandLine("train", COMMAND_WORDS["train"])) is not None:
         return "train", list(words), []
     guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""

@@ -8,14 +8,14 @@ from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.reflection import defaults, is_text, kinds, sections
 
 # Words of commands that no recipe holds.
-OWN = {
+COMMAND_WORDS = {
     "train": ("recipe", "nproc", "plugin"),
     "compare": ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps"),
     "plan": ("recipe", "plugin", "nproc", "memory", "measured", "bandwidth"),
     "predict": ("checkpoint", "plugin"),
     "evaluate": ("checkpoint", "plugin"),
 }
-EVERY_WORD = frozenset(word for words in OWN.values() for word in words)
+EVERY_WORD = frozenset(word for words in COMMAND_WORDS.values() for word in words)
 WANTS: dict[str, tuple[str, ...]] = {
     "train": ("recipe=digits",),
     "plan": ("recipe=digits",),

@@ -1,4 +1,4 @@
-"""First contact with this machine's cards: how many can this torch use, and why not all of them?
+"""Detecting this machine's cards: how many can this torch use, and why not all of them?
 
 A run asks as it starts, and so does `python -m trainer doctor`. Where no NVIDIA card is, nothing is asked and torch is
 not loaded. Whether it computes rightly on them is asked in `health`.
@@ -32,7 +32,7 @@ class Cards:
     fault: TrainerError | None = None
 
 
-def look(environment: Mapping[str, str] = os.environ) -> Cards:
+def detect(environment: Mapping[str, str] = os.environ) -> Cards:
     """Count the cards that torch can use. Torch is asked only where a driver's device node shows that there are some.
 
     A machine without any, or a CUDA_VISIBLE_DEVICES that hides all, has none, and that is no fault.

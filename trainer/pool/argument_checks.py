@@ -32,7 +32,7 @@ def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
             device = torch.device(name)
         except (RuntimeError, TypeError) as error:
             raise RecipeError(f"device {name!r}: {str(error).splitlines()[0]}: use 'cpu' or 'cuda:0'") from None
-        if device.type == "cuda" and (device.index or 0) >= (here := cards.look()).count:
+        if device.type == "cuda" and (device.index or 0) >= (here := cards.detect()).count:
             raise here.fault or SetupError(f"device {name} is not here: this machine has {here.count} CUDA devices")
         found.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
     return found

@@ -49,7 +49,7 @@ def cuda_count() -> int:
     Raises:
         SetupError, RecipeError: cards are here that torch cannot use.
     """
-    installed = cards.look()
+    installed = cards.detect()
     if installed.fault is not None:
         raise installed.fault
     return installed.count
@@ -63,7 +63,7 @@ def cuda_for(devices: Sequence[str] | Literal["auto"]) -> int:
     try:
         return cuda_count()
     except TrainerError:
-        if devices != "auto" and (count := cards.look().count):
+        if devices != "auto" and (count := cards.detect().count):
             return count
         raise
 

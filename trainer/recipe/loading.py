@@ -24,10 +24,13 @@ from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
 
-YOURS = "your words"  # the origin of what the command line says
+YOURS = "your words"  # the origin of keys on the command line
 
 
-def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: str, **keywords: Any) -> Recipe:
+Source = str | Path | Mapping[str, Any] | Recipe | None
+
+
+def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
     """Merge defaults < what a file extends < a shipped recipe or YAML file < words < keywords.
 
     Args:
@@ -44,7 +47,7 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
     try:
         return _loaded(recipe, words, keywords)
     except RecipeError:
-        for path in _own_files(recipe) if _unusable(recipe) else ():
+        for path in _user_files(recipe) if _unusable(recipe) else ():
             if path.suffix.lower() not in ENDINGS:
                 continue  # the message quotes its line, and `extends` may name any file of this machine
             if (slip := first_slip(text_of(path), shipped_recipes())) is not None:
@@ -52,22 +55,20 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe | None = None, *words: 
         raise
 
 
-def _loaded(
-    recipe: str | Path | Mapping[str, Any] | Recipe | None, words: Iterable[str], keywords: Mapping[str, Any]
-) -> Recipe:
+def _loaded(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -> Recipe:
     """As `load`, but for the line of a file in its message."""
     name, layers = _layers(recipe, words, keywords)
     plain: Mapping[str, Any] = {}
     for _, tree in layers:
         plain = _merged(plain, tree)
-    sources_of = _origins(layers)
-    sources = {key: name if label == YOURS else label for key, label in sources_of.items()}
+    labels = _origins(layers)
+    sources = {key: name if label == YOURS else label for key, label in labels.items()}
     try:
         try:
             loaded = validated(plain, name, sources)
         except RecipeError:
-            loaded = validated(plain, name, {**sources, **_places(recipe, name, sources_of)})  # again, with the line
-        check_read(loaded, (key for key, label in sources_of.items() if label == YOURS))
+            loaded = validated(plain, name, {**sources, **_places(recipe, name, labels)})  # again, with the line
+        check_read(loaded, (key for key, label in labels.items() if label == YOURS))
         return loaded
     except RecipeError as error:
         raise RecipeError(as_keyword(str(error), keywords)) from None
@@ -82,14 +83,12 @@ def _unusable(recipe: Any) -> bool:
     return False
 
 
-def origins(recipe: str | Path | Mapping[str, Any] | None = None, *words: str) -> dict[str, str]:
+def origins(recipe: Source = None, *words: str) -> dict[str, str]:
     """Where each key of `load(recipe, *words)` that is no default comes from: dotted key -> recipe, file or YOURS."""
     return _origins(_layers(recipe, words, {})[1])
 
 
-def _layers(
-    recipe: str | Path | Mapping[str, Any] | Recipe | None, words: Iterable[str], keywords: Mapping[str, Any]
-) -> tuple[str, list[tuple[str, Any]]]:
+def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
     """The recipe's name, and the trees to merge, each with its source's name: the last wins."""
     name, chain = "recipe", list[tuple[str, Any]]()
     if isinstance(recipe, str | Path):
@@ -118,7 +117,7 @@ def _layers(
     return name, [*chain, (YOURS, typed)]
 
 
-def _own_files(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Iterator[Path]:
+def _user_files(recipe: Source) -> Iterator[Path]:
     """The files of a recipe that are not shipped: its own, then what that extends, as far as they can be read."""
     if not isinstance(recipe, str | Path):
         return
@@ -136,7 +135,7 @@ def _own_files(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Iterat
 def _places(recipe: Any, name: str, sources: Mapping[str, str]) -> dict[str, str]:
     """The file and line of each key that a file of the user's sets last."""
     places: dict[str, str] = {}
-    for order, path in enumerate(_own_files(recipe)):
+    for order, path in enumerate(_user_files(recipe)):
         label, lines = label_of(path) if order else name, key_lines(path)
         places |= {key: f"{path}, line {lines[key]}" for key in sources if sources[key] == label and key in lines}
     return places

@@ -123,7 +123,7 @@ def two_cards(quick, monkeypatch):
     }
     for name, value in about.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(cards, "look", lambda: cards.Cards(2))
+    monkeypatch.setattr(cards, "detect", lambda: cards.Cards(2))
     monkeypatch.setattr(health, "check_card", lambda device, count: None)
     monkeypatch.setattr(health, "copies", lambda source, target, pattern: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -154,7 +154,7 @@ def test_cards_that_fail(two_cards, monkeypatch):
     found = doctor.examine()
     assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED")
     assert found.problems == ["cuda:1 does not compute"]
-    monkeypatch.setattr(cards, "look", lambda: cards.Cards(0, SetupError("the driver is too old")))
+    monkeypatch.setattr(cards, "detect", lambda: cards.Cards(0, SetupError("the driver is too old")))
     assert doctor.examine().problems == ["the driver is too old"]
 
 

@@ -112,7 +112,7 @@ def test_what_cuda_and_nccl_take_cannot_be_used_by_a_run():
 
 def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
     sizes = {0: 80 * 2**30, 1: 16 * 2**30, 2: 80 * 2**30}
-    monkeypatch.setattr(planned_memory.cards, "look", lambda: Cards(len(sizes)))
+    monkeypatch.setattr(planned_memory.cards, "detect", lambda: Cards(len(sizes)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: {1: "Tesla T4"}.get(index, "NVIDIA A100"))
     recipe = load_recipe(None, "mode=ddp")
@@ -123,5 +123,5 @@ def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
     assert own("cuda:0", "cuda:1", "cuda:2") == (16 * 2**30, "Tesla T4, the smallest of the cards here")
     assert own("cuda:0", "cuda:2") == own("cuda:0#0", "cuda:0#1") == (80 * 2**30, "NVIDIA A100, which is here")
     assert own("cuda:4", "cuda:5")[0] == 16 * 2**30, "cards that are elsewhere are as those here"
-    monkeypatch.setattr(planned_memory.cards, "look", Cards)
+    monkeypatch.setattr(planned_memory.cards, "detect", Cards)
     assert own("cuda:0") is None

@@ -56,7 +56,7 @@ def test_devices_that_are_named(monkeypatch):
     from trainer.devices.cards import Cards
     from trainer.errors import RecipeError, SetupError
 
-    monkeypatch.setattr(cards, "look", lambda: Cards())
+    monkeypatch.setattr(cards, "detect", lambda: Cards())
     assert find_devices(None).names == ("cpu", "cpu") and find_devices("[cpu]").names == ("cpu",)
     for text, says in (
         ("[cuda:0]", "is not here"),
@@ -65,11 +65,11 @@ def test_devices_that_are_named(monkeypatch):
     ):
         with pytest.raises(RecipeError, match=says):
             find_devices(text)
-    monkeypatch.setattr(cards, "look", lambda: Cards(0, SetupError("the driver is too old")))
+    monkeypatch.setattr(cards, "detect", lambda: Cards(0, SetupError("the driver is too old")))
     with pytest.raises(SetupError, match="too old"):
         find_devices(None)
     assert find_devices("[cpu,cpu]").count == 2, "what is named is not kept from working by a card that does not"
-    monkeypatch.setattr(cards, "look", lambda: Cards(2))
+    monkeypatch.setattr(cards, "detect", lambda: Cards(2))
     for text, says in (("[cuda:0,cuda:0]", "names a card twice"), ("[cuda:0,cpu]", "must be GPUs or CPU processes")):
         with pytest.raises(RecipeError, match=says):
             find_devices(text)

@@ -22,7 +22,7 @@ def this_machine() -> MachineFigures:
         "cpu": host.processor(),
         "cores": world.cores(),
         "memory_bytes": host.total_memory(),
-        "gpus": [torch.cuda.get_device_name(n) for n in range(cards.look().count)],
+        "gpus": [torch.cuda.get_device_name(n) for n in range(cards.detect().count)],
         "system": platform.platform(),
     }
 

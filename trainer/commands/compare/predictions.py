@@ -44,6 +44,6 @@ def predictions(
 
 def _stands_in(entry: Entry) -> bool:
     """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
-    if "cpu" not in entry.recipe.devices and cards.look().count:
+    if "cpu" not in entry.recipe.devices and cards.detect().count:
         return False
     return (entry.traits.micro_batches and entry.ranks == 1) or entry.ranks * entry.threads > world.cores()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.commands.doctor import machine, software
-from trainer.commands.doctor.device_checks import look_at_cards
+from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import fork_server
@@ -31,7 +31,7 @@ def examine() -> Findings:
     report.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
     if report.trying("software", software.versions, report):
         report.trying("gloo", software.processes, report)
-        cards = report.trying("cards", look_at_cards, report) or 0
+        cards = report.trying("cards", check_cards, report) or 0
         report.trying("NCCL", software.nccl, report, cards)
         report.trying("processor", machine.precisions, report)
         report.trying("shared memory", machine.try_loader_memory)

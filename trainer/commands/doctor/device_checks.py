@@ -18,9 +18,9 @@ NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI's numbers: a maker, and the class of g
 GIB = 2**30
 
 
-def look_at_cards(report: Findings) -> int:
+def check_cards(report: Findings) -> int:
     """Rows of every card and of the ways between them; returns how many torch can use."""
-    here = cards.look()
+    here = cards.detect()
     if here.fault is not None:
         report.problem(str(here.fault))
     if not here.count:

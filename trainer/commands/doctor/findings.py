@@ -28,10 +28,10 @@ class Findings:
         if text not in self.problems:
             self.problems.append(text)
 
-    def trying(self, what: str, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def trying(self, what: str, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """What `look` returns; None and a problem of one line if it fails."""
         try:
-            return look(*args, **kwargs)
+            return check(*args, **kwargs)
         except Exception as error:
             line, code = explain(error)
             if code == 1 or is_out_of_memory(error):

@@ -102,7 +102,7 @@ def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
     CPU devices share the machine's memory.
     """
     if layout.kind == "cuda":
-        here = range(cards.look().count)
+        here = range(cards.detect().count)
         named = {int(name.partition("#")[0].partition(":")[2]) for name in layout.devices} & {*here}
         sizes = {index: torch.cuda.get_device_properties(index).total_memory for index in named or here}
         if not sizes:

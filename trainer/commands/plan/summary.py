@@ -212,7 +212,7 @@ def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
         notes.append("compiled operators may keep less than these activations")
     if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:
         notes.append("no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB asks for its size")
-    if layout.kind == "cuda" and not cards.look().count:
+    if layout.kind == "cuda" and not cards.detect().count:
         notes.append("no GPU is here to ask: activations are those of the CPU's operators")
     if images.train is None:
         notes.append(f"training images are not counted: {images.note}")

@@ -85,7 +85,7 @@ class Labeller:
             # Kernels add up in another order on another number of threads, and a fixed batch promises the same bytes.
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
-            health.check_card(device, cards.look().count)
+            health.check_card(device, cards.detect().count)
         set_precision(recipe.precision)
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device

@@ -20,7 +20,7 @@ from trainer.processes import world
 from trainer.processes.rank import place
 from trainer.recipe.recipe_words import split_words
 
-OWN = ("minutes", "output", "devices")
+WORDS = ("minutes", "output", "devices")
 MINUTES = "10"
 CPU_PROCESSES = 2
 
@@ -33,7 +33,7 @@ def command(words: Sequence[str]) -> int:
         FolderInUseError: output= holds something else.
         Interrupted, Preempted: stopped; what was done is kept.
     """
-    options, rest = split_words(words, OWN)
+    options, rest = split_words(words, WORDS)
     if rest:
         raise RecipeError(f"'{rest[0][:80]}' is not a word of prove: type minutes=10, devices=[...] or output=FOLDER")
     if place().launched:
@@ -64,7 +64,7 @@ def find_devices(text: str | None) -> Devices:
         RecipeError: they are not here, or of both kinds, or one twice.
         SetupError: there are cards that torch cannot use, and nothing is named.
     """
-    here = cards.look()
+    here = cards.detect()
     if text is None or text == "auto":
         if here.fault is not None:
             raise here.fault

@@ -67,7 +67,7 @@ class Check:
         title: for people.
         seconds: that it takes, about, on a machine that nothing else uses.
         run: does it.
-        rank: what is kept when time is short: 0 before 1 before 2.
+        priority: when time is short: 0 before 1 before 2.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Check:
     title: str
     seconds: float
     run: Callable[[CheckRunner], Outcome]
-    rank: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,14 @@ def checks(devices: Devices) -> Iterator[Check]:
         yield Check("links", "fast", "bandwidth between pairs, and of all-reduce", 10, links, 1)
     yield Check("start-up", "fast", "seconds until the first step", 32, start_up, 2)
     yield Check("save", "fast", "seconds of a save", 12, save, 2)
-    for rank, network in enumerate(networks(devices), 1):
-        title = f"{network.title}: batch, precision, compilation"
-        yield Check(f"settings {network.name}", "fast", title, 90 if slow else 15, partial(_settings, network), rank)
+    for priority, network in enumerate(networks(devices), 1):
+        title, run = f"{network.title}: batch, precision, compilation", partial(_settings, network)
+        yield Check(f"settings {network.name}", "fast", title, 90 if slow else 15, run, priority)
         for several in counts(devices):
             seconds = ROUNDS[devices.kind] * PAIR[devices.kind]
             title = f"{network.title} on {devices.called(several)}"
             run = partial(_speed, network, several)
-            yield Check(f"speed {network.name} x{several}", "fast", title, seconds, run, rank)
+            yield Check(f"speed {network.name} x{several}", "fast", title, seconds, run, priority)
     yield Check("readers", "fast", "photos read a second", 18, readers, 2)
     if count > 1:
         yield Check("bubble", "fast", "the pipeline's bubble against plan's", 25 if slow else 18, bubble, 2)

@@ -35,7 +35,7 @@ def bound_to(machine: Mapping[str, Any], versions: Mapping[str, Any], devices: t
     identity = b""
     with suppress(OSError):
         identity = read("/etc/machine-id")
-    uuids = [str(getattr(torch.cuda.get_device_properties(n), "uuid", n)) for n in range(cards.look().count)]
+    uuids = [str(getattr(torch.cuda.get_device_properties(n), "uuid", n)) for n in range(cards.detect().count)]
     sources = sorted(Path(str(importlib.resources.files("trainer"))).rglob("*.py"))
     software = [versions, [hashlib.sha256(path.read_bytes()).hexdigest() for path in sources]]
     return {

@@ -1,11 +1,11 @@
-"""`proof.json`: its keys, and how it is made of outcomes. People script on it: keys are only added."""
+"""`proof.json`, made of outcomes. The guide's page `prove` has its keys; people script on it: keys are only added."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, TypedDict, get_type_hints
+from typing import Any
 
 from trainer.commands.compare.comparison_report import MachineFigures
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome
@@ -14,38 +14,7 @@ from trainer.commands.prove.fast import networks
 FORMAT = 1
 LEAST_COST = 0.05  # of the speed: what costs less is not called the slow part
 
-
-class Proof(TypedDict):
-    """All of it."""
-
-    format: Annotated[int, "1; a number that grows when a key changes its meaning"]
-    status: Annotated[str, "`right`; `wrong`; `incomplete` where nothing is wrong and some of the checks were left out"]
-    sentence: Annotated[str, "the last line of the command"]
-    kind: Annotated[str, "`cuda` or `cpu`"]
-    devices: Annotated[list[str], "by name, one each; `cpu` for a process on the CPU"]
-    times_one: Annotated[
-        float | None, "images/s on all devices / on one, of the first network; null where not measured"
-    ]
-    slow_part: Annotated[str | None, "what costs most speed; null where nothing was measured"]
-    counts: Annotated[dict[str, int], "checks by status"]
-    checks: Annotated[
-        list[dict[str, Any]],
-        "each with `name`, `part` (`right`, `fast`), `title`, `status` (`right`, `wrong`, `measured`, `not here`, "
-        "`left out`), `line`, `todo` (what to type; null where nothing is wrong), `seconds`, `figures`",
-    ]
-    minutes: Annotated[float, "that were allowed"]
-    seconds: Annotated[float, "that the checks took, over all parts"]
-    date: Annotated[str, "UTC, when it ended"]
-    busy_cores: Annotated[float | None, "cores that other programs kept busy meanwhile; null where not known"]
-    machine: Annotated[MachineFigures, "`cpu`, `cores`, `memory_bytes`, `gpus`, `system`"]
-    versions: Annotated[dict[str, str | None], "trainer, python, torch, torchvision, cuda"]
-
-
-def table() -> str:
-    """The guide's table of keys."""
-    hints = get_type_hints(Proof, include_extras=True)
-    rows = [f"| `{key}` | {hint.__metadata__[0]} |" for key, hint in hints.items()]
-    return "\n".join(["| key | meaning |", "| --- | --- |", *rows])
+Proof = dict[str, Any]
 
 
 def proof_of(

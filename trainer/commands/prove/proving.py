@@ -40,7 +40,7 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
             proof = proof_of(proving.runner, proving.checks, minutes, others.cores(), machine, software)
             write(folder.folder, proof)
         report(folder.folder, proof)
-        return proof["status"]
+        return str(proof["status"])
 
 
 class Proving:
@@ -98,7 +98,7 @@ class Proving:
     def _chosen(self) -> list[Check]:
         """Those that fit into what is left, what counts most first; in the order in which they are done."""
         left, chosen = 60 * self.minutes - (time.monotonic() - self.begun), set()
-        for check in sorted(self._waiting(), key=lambda check: check.rank):
+        for check in sorted(self._waiting(), key=lambda check: check.priority):
             if (takes := self._takes(check)) <= left:
                 left -= takes
                 chosen.add(check.name)

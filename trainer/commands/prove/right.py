@@ -48,7 +48,7 @@ class Mode:
     words: tuple[str, ...]
     same: bool = True
     newer: bool = False
-    rank: int = 0
+    priority: int = 0
 
 
 def digits(devices: Devices, model: str = "cnn_gn") -> list[str]:
@@ -72,7 +72,7 @@ def checks(devices: Devices) -> Iterator[Check]:
     yield Check("resume", "right", "killed at step 12 and resumed, bit by bit", 2 * start, resume)
     for mode in modes_here(devices):
         title = f"{STEPS} steps of {mode.name} against single" if mode.same else f"{STEPS} steps of {mode.name}"
-        yield Check(f"mode {mode.name}", "right", title, start, partial(_mode, mode), mode.rank)
+        yield Check(f"mode {mode.name}", "right", title, start, partial(_mode, mode), mode.priority)
     for name, words in held_out_ways(devices):
         count_once = partial(_held_out, name, words)
         yield Check(f"held out {name}", "right", f"each held-out image once, in {name}", start, count_once, 1)
@@ -159,8 +159,8 @@ def modes_here(devices: Devices) -> Iterator[Mode]:
         for schedule in get_args(Schedule):
             if schedule != STREAMS:
                 words = (*pipeline(devices), f"pipeline.schedule={schedule}", "pipeline.microbatches=4")
-                rank = 0 if schedule in ("1f1b", "gpipe") else 2
-                yield Mode(schedule, words, newer=schedule in SPLIT_BACKWARD, rank=rank)
+                priority = 0 if schedule in ("1f1b", "gpipe") else 2
+                yield Mode(schedule, words, newer=schedule in SPLIT_BACKWARD, priority=priority)
     workers = devices.in_ranks(count) if count > 1 else [f"devices=[{devices.names[0]}]", "nproc=2"]
     yield Mode("local_sgd", ("mode=local_sgd", *workers), same=False)
     yield Mode("hogwild", ("mode=hogwild", "nproc=2", "threads=1"), same=False)

@@ -136,7 +136,7 @@ ELSEWHERE = {
     "training/presenting.py _machine: torch.cuda.is_available()": "asks for the name of the machine's card",
     "commands/plan/speed_probe.py here: layout.kind == 'cuda'": "measures in processes that are not simulated",
     "commands/plan/speed_probe.py _at_once: layout.kind == 'cuda'": "the same",
-    "commands/plan/speed_probe.py _measure: task['kind'] == 'cuda'": "the same",
+    "commands/plan/speed_probe.py _measure: task.kind == 'cuda'": "the same",
     "commands/plan/forecast.py forecast: recipe.traits.exchanges == 'copies' and layout.kind == 'cuda'": (
         "wants speeds measured on cards"
     ),

@@ -10,8 +10,9 @@ from tests.telemetry.event_values import written
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit
+from trainer.saving.files import without_nan
 from trainer.saving.run_folder import RunFolder
-from trainer.telemetry.tracking import NullTracker, Tracker, without_nan
+from trainer.telemetry.tracking import NullTracker, Tracker
 
 
 def test_a_resumed_run_has_its_page_once(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import stat
@@ -117,6 +118,15 @@ def usable_json(path: Path, warn: Callable[[str], None] = lambda line: None) -> 
     except (OSError, ValueError) as error:
         warn(f"{path} is left out: {why(error)}")
         return {}
+
+
+def without_nan(value: Any) -> Any:
+    """JSON knows no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def why(error: Exception) -> str:

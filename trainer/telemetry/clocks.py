@@ -19,6 +19,13 @@ def synchronise(devices: Sequence[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
+def record_event() -> torch.cuda.Event:
+    """An event for timing, where the current stream is now."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 class StepTimer:
     """Times of steps, and of waiting for data within them, cut into windows that end at synchronised moments.
 
@@ -54,39 +61,34 @@ class StepTimer:
         if self.cuda:
             self._marks.clear()
             self._gaps.clear()
-            self._events = [self._event()]
+            self._events = [record_event()]
         self._begun = time.perf_counter()
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def update(self) -> None:
         """What the step does from here on is the optimizer's part."""
         if not self.cuda:
             self._mark = time.perf_counter()
         elif len(self._pending) % self.MARKED == 0:
-            self._marks.append((len(self._pending), self._event()))
+            self._marks.append((len(self._pending), record_event()))
 
     def ask(self) -> None:
         """A micro-batch is asked for: what the device has been given so far is all it does until it comes."""
         if self.cuda:
             first = not self._gaps or self._gaps[-1][0] < len(self._pending)
-            self._before = self._events[-1] if first else self._event()
+            self._before = self._events[-1] if first else record_event()
         self._asked = time.perf_counter()
 
     def arrive(self) -> float:
         """It is here; seconds that the host waited."""
         waited = time.perf_counter() - self._asked
         if self.cuda:
-            self._gaps.append((len(self._pending), self._before, self._event()))
+            self._gaps.append((len(self._pending), self._before, record_event()))
         return waited
 
     def step(self, waited: float) -> None:
         """A step has been issued, after waiting so long for its data."""
         if self.cuda:
-            self._events.append(self._event())
+            self._events.append(record_event())
         now = time.perf_counter()
         self._pending.append((now, waited, now - self._mark))
 
@@ -192,11 +194,7 @@ class Stopwatch:
             self._fold()
 
     def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return record_event() if self.cuda else time.perf_counter()
 
     def _fold(self) -> None:
         begin, end = self._spans.pop(0)

@@ -5,7 +5,6 @@ Rank 0 has a `Tracker`; every other rank the `NullTracker`, so nobody asks which
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -217,12 +216,3 @@ def bar_kind() -> Any:
         widgets = getattr(notebook, "IProgress", None) is not None  # ipywidgets is there
         return notebook.tqdm if widgets else tqdm
     return tqdm if sys.stderr is not None and sys.stderr.isatty() else None
-
-
-def without_nan(value: Any) -> Any:
-    """JSON knows no NaN: they become null."""
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

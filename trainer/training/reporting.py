@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trainer.devices import precision
 from trainer.recipe.versions import VERSION
+from trainer.saving.files import without_nan
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.readable import as_size
-from trainer.telemetry.tracking import without_nan
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of

@@ -12,6 +12,7 @@ from typing import Any
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
 from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.started import as_typed
+from trainer.saving.files import without_nan
 from trainer.saving.run_folder import write_atomically
 from trainer.telemetry import readable
 
@@ -25,8 +26,6 @@ CSV_COLUMNS = (
 
 def write_tables(folder: Path, report: ComparisonReport) -> None:
     """compare.json, compare.csv and compare.md, each replaced at once."""
-    from trainer.telemetry.tracking import without_nan  # with torch, which a wrong word need not wait for
-
     plain = without_nan(report.to_dict())
     write_atomically(folder / "compare.json", json.dumps(plain, indent=2, allow_nan=False) + "\n")
     write_atomically(folder / "compare.csv", as_csv(plain["entries"]))

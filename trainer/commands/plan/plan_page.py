@@ -25,7 +25,7 @@ from trainer.recipe.versions import VERSION
 from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size, duration
 
-WIDTH = 108
+WIDTH = 119
 PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
 
 
@@ -56,7 +56,8 @@ def page_of(plan: RunPlan) -> str:
         lines += ["", *_modes(plan.modes)]
     if plan.assumptions:
         lines += ["", "  assumed"]
-        lines += [line for note in plan.assumptions for line in _bullet(note)]
+        for note in plan.assumptions:
+            lines += wrap(note, WIDTH, initial_indent="    - ", subsequent_indent="      ")
     short = plan.fits is False and plan.memory_limit is not None
     how = f", with {plan.advice[0].words} or another of the words above" if short and plan.advice else ""
     lines += ["", f"  to train{how}" + (" (it does not fit here as it is)" if short else "")]
@@ -67,13 +68,7 @@ def page_of(plan: RunPlan) -> str:
 
 
 def _field(key: str, value: str) -> list[str]:
-    first, *more = wrap(value, WIDTH) or [""]
-    return [f"  {key:<9}{first}", *(f"  {'':<9}{line}" for line in more)]
-
-
-def _bullet(note: str) -> list[str]:
-    first, *more = wrap(note, WIDTH)
-    return [f"    - {first}", *(f"      {line}" for line in more)]
+    return wrap(value, WIDTH, initial_indent=f"  {key:<9}", subsequent_indent=" " * 11)
 
 
 def _devices(names: Sequence[str]) -> str:

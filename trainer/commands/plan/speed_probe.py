@@ -117,12 +117,13 @@ def _mean(ranks: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
 
 def _at_once(layout: Layout) -> tuple[int, int]:
     """How many of the planned processes this machine can run as they would run, and the threads of each."""
-    slots = world.cuda_count() if layout.kind == "cuda" else world.cores() // (layout.recipe.threads or 1)
-    if layout.kind == "cuda" and not slots:
+    most = max(1, world.cores() // (layout.recipe.threads or 1))
+    most = world.cuda_count() if layout.kind == "cuda" else most
+    if not most:
         raise SetupError(
             "measured=here: no CUDA device is here; give a run of such a device, measured=runs/x, or devices=[cpu]"
         )
-    count = min(layout.processes, max(1, slots))
+    count = min(layout.processes, most)
     return count, world.threads_per_process(layout.recipe, count)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.modes.pipeline.orders import Action, Span
+from trainer.telemetry.clocks import record_event
 
 KEPT = 8  # steps between two looks
 Moment = tuple[float, Any]  # when the host was there, and the CUDA event that it recorded
@@ -42,8 +43,7 @@ class Recorder:
     def _mark(self) -> Moment:
         if not self.cuda:
             return time.perf_counter(), None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event = record_event()
         return time.perf_counter(), event
 
     def steps(self) -> list[list[Span]]:

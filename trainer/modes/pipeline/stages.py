@@ -24,6 +24,7 @@ from trainer.modes.pipeline.orders import Span
 from trainer.modes.pipeline.spans import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
+from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.device_memory import forget_memory, free_memory
 
 TRIAL_STEPS, TRIAL_SECONDS = (3, 50), 0.5  # at least and at most, the first to warm up; enough once so long
@@ -168,9 +169,7 @@ class Staged(Strategy):
 
     def meet(self) -> None:
         """Wait for all devices and ranks."""
-        for device in self.world.drives:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        synchronise(self.world.drives)
         self.world.barrier()
 
     def busy(self, spans: Sequence[Span]) -> list[float]:

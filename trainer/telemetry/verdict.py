@@ -178,8 +178,11 @@ def judge(
     sentence = PHRASES[bound].format(share=parts[bound])
     if bound == "data" and setting.workers is None:
         sentence += ", which are prepared in the training process"
-    if bound == "data" and setting.reading is not None:
-        sentence += f": {_of_reading(setting.reading)}"
+    reading = setting.reading if bound == "data" else None
+    if reading is not None:
+        times = {"reading files": reading.read, "decoding": reading.decode, "transforming": reading.transform}
+        spent = ", ".join(f"{seconds / reading.whole:.0%} on {name}" for name, seconds in times.items())
+        sentence += f": a reader spends {spent}"
     if bound == "bubble" and _uneven(measured.busy):
         slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
         sentence += (
@@ -192,27 +195,16 @@ def judge(
         sentence += f"; {unmeasured}"
     if overrides:
         words = " or ".join(overrides)
-        if setting.reading is not None and CACHE in overrides:
-            words = words.replace(CACHE, f"{CACHE} ({_gain(setting.reading, parts['data']):.1f} times the images/s)")
+        if setting.reading is not None and CACHE in overrides:  # as readers do, but no more than without any waiting
+            gain = min(setting.reading.whole / setting.reading.cached, 1 / max(1 - parts["data"], 0.01))
+            words = words.replace(CACHE, f"{CACHE} ({gain:.1f} times the images/s)")
         sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {words}"
     total = sum(seconds.values())
     run = {name: spent / total for name, spent in seconds.items()}
     apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
     if run.get("steps", 1.0) < 0.5:
         sentence += f". Steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"
-    reading = setting.reading if bound == "data" else None
     return Verdict(bound, sentence, overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
-
-
-def _of_reading(reading: Reading) -> str:
-    """What a reader does with its time."""
-    parts = {"reading files": reading.read, "decoding": reading.decode, "transforming": reading.transform}
-    return f"a reader spends {', '.join(f'{part / reading.whole:.0%} on {name}' for name, part in parts.items())}"
-
-
-def _gain(reading: Reading, waiting: float) -> float:
-    """How many times as fast steps become with the cache: as readers do, but no more than without any waiting."""
-    return min(reading.whole / reading.cached, 1 / max(1 - waiting, 0.01))
 
 
 def _unmeasured(measured: StepParts) -> str | None:

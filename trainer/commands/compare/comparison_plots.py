@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
@@ -35,13 +35,9 @@ def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
         words += f",  {ratio.median:.2f}x" if ratio else ""
         words += f"  ({row.label.partition(':')[0]})" if row.label and speed else ""
         bars.append(plots.Bar(row.entry, speed.mean if speed else None, (speed.std or 0.0) if speed else 0.0, words))
-    plots.bars(path, bars, SPEED, f"{title}: mean and standard deviation of {_repeats(rows)}")
-    return path
-
-
-def _repeats(rows: Sequence[EntryFigures]) -> str:
     most = max((row.repeats for row in rows), default=0)
-    return f"{most} repeat{'s' * (most != 1)}"
+    plots.bars(path, bars, SPEED, f"{title}: mean and standard deviation of {most} repeat{'s' * (most != 1)}")
+    return path
 
 
 def _memory(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
@@ -82,7 +78,8 @@ def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: st
         if curves:
             steps = {entry: (steps, values) for entry, (steps, _, values) in curves.items()}
             seconds = {entry: (seconds, values) for entry, (_, seconds, values) in curves.items()}
-            log = name == "loss" and _falls_far(curves.values())
+            every = [value for *_, curve in curves.values() for value in curve]
+            log = name == "loss" and 0 < min(every) < max(every) / 50  # else the ends would lie on the axis
             panels = [plots.Panel(steps, "optimizer steps", label, log), plots.Panel(seconds, "seconds", label, log)]
             plots.curves(folder / f"{name}.png", panels, title)
             made.append(folder / f"{name}.png")
@@ -93,12 +90,6 @@ def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: st
         plots.curves(folder / "throughput.png", [plots.Panel(speed, "seconds", SPEED)], title)
         made.append(folder / "throughput.png")
     return made
-
-
-def _falls_far(curves: Iterable[Curve]) -> bool:
-    """Whether the ends of the curves would lie on the axis of a linear picture."""
-    values = [value for *_, curve in curves for value in curve]
-    return 0 < min(values) < max(values) / 50
 
 
 def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Entry], pictures: Sequence[Path]) -> None:

@@ -55,7 +55,7 @@ def differences(
     The step-down procedure of Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J. Statistics 6
     (1979), p. 65, divides the error over the pairs, however they depend on each other.
     """
-    tested = [(a, b, _paired(speeds[a], speeds[b])) for a, b in among or combinations(speeds, 2)]
+    tested = [(a, b, [*map(math.log, ratios(speeds[a], speeds[b]))]) for a, b in among or combinations(speeds, 2)]
     tested = [(a, b, logs) for a, b, logs in tested if logs]
     clearest = [min(_estimates(logs), key=lambda estimate: estimate.p(math.log1p(margin))) for _, _, logs in tested]
     chances = [estimate.p(math.log1p(margin)) for estimate in clearest]
@@ -94,10 +94,6 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return mean, 0.0
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
-def _paired(first: Runs, second: Runs) -> list[float]:
-    return [math.log(ratio) for ratio in ratios(first, second)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from trainer.commands.plan import schedules
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.measured import Timings, ring
 from trainer.commands.plan.planned_layout import Layout
-from trainer.commands.plan.run_plan import ScalingFigures
+from trainer.commands.plan.run_plan import PredictionFigures, ScalingFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.errors import RecipeError
 from trainer.models.balance import stage_seconds
@@ -35,6 +35,10 @@ class Forecast:
     @property
     def step(self) -> float:
         return self.compute + self.communication + self.optimizer + self.other
+
+    def figures(self, batch_size: int) -> PredictionFigures:
+        parts = self.compute, self.communication, self.optimizer, self.other
+        return PredictionFigures(self.step, *parts, self.bubble, batch_size / self.step)
 
 
 def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: float | None) -> Forecast:
@@ -114,15 +118,14 @@ def _microbatches(layout: Layout, measured: Timings) -> list[int]:
 
 def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
     rows, count = -(-layout.rows // microbatches), layout.workers * layout.virtual
-    notes = list(measured.assumptions)
-    ran = measured.stages
+    notes, ran, recipe = list(measured.assumptions), measured.stages, layout.recipe
     if measured.blocks:
         costs = measured.blocks[rows]
         cut = schedules.cut(fake, layout, microbatches, costs)
         seconds = stage_seconds(fake.traced, cut.names, costs)
         notes.append(f"each block's seconds were measured in micro-batches of {rows}")
-    elif ran and len(ran.cuts) == count - 1 and ran.split_size == rows and _same_cuts(layout, ran.cuts):
-        cut = schedules.cut(fake, replace(layout, recipe=layout.recipe.replace(pipeline__cuts=ran.cuts)), microbatches)
+    elif ran and (len(ran.cuts) + 1, ran.split_size) == (count, rows) and recipe.pipeline.cuts in ("auto", ran.cuts):
+        cut = schedules.cut(fake, replace(layout, recipe=recipe.replace(pipeline__cuts=ran.cuts)), microbatches)
         seconds = _halves([busy / ran.microbatches for busy in ran.seconds])
         notes.append("cuts, micro-batches and each stage's seconds as in that run")
     else:
@@ -133,10 +136,6 @@ def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: in
             f"stages take their share of FLOPs; an image costs as much in passes of {rows} as of {measured.rows}"
         )
     return _step(fake, layout, measured, cut, seconds, notes)
-
-
-def _same_cuts(layout: Layout, names: Sequence[str]) -> bool:
-    return layout.recipe.pipeline.cuts in ("auto", list(names))
 
 
 def _halves(each: Sequence[float]) -> list[tuple[float, float]]:
@@ -153,8 +152,7 @@ def _step(
     notes: list[str],
 ) -> Forecast:
     recipe = layout.recipe
-    counted = measured.stages is not None and measured.stages.recompute
-    if recipe.pipeline.recompute and not counted:
+    if recipe.pipeline.recompute and not (measured.stages and measured.stages.recompute):
         stages = [(forward, backward + forward) for forward, backward in stages]
     crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
     transfer = 0.0

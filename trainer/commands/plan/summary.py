@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.forecast import Forecast
 from trainer.commands.plan.measured import from_run, ring
 from trainer.commands.plan.planned_layout import Layout, every_mode
 from trainer.commands.plan.reading_speed import reading
@@ -18,7 +17,6 @@ from trainer.commands.plan.run_plan import (
     ModeFigures,
     ModelFigures,
     PipelineFigures,
-    PredictionFigures,
     RateFigures,
     RunPlan,
     StageFigures,
@@ -82,7 +80,7 @@ def summarise(
         communication=_communication(fake, layout, cut, bandwidth),
         disk=planned_memory.disk(fake, layout),
         reading=reading(recipe, images, layout.shards, speed),
-        prediction=None if predicted is None else _prediction(recipe, predicted),
+        prediction=None if predicted is None else predicted.figures(recipe.batch_size),
         scaling=[] if source is None else forecast.over_device_counts(fake, layout, source, bandwidth),
         predicted_samples_per_sec=speed,
         commands=commands(recipe, layout, words),
@@ -178,11 +176,6 @@ def _communication(fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: 
     )
 
 
-def _prediction(recipe: Recipe, made: Forecast) -> PredictionFigures:
-    parts = made.compute, made.communication, made.optimizer, made.other
-    return PredictionFigures(made.step, *parts, made.bubble, recipe.batch_size / made.step)
-
-
 def needs_folder(recipe: Recipe) -> bool:
     """Whether training needs images that the words do not name yet; it would measure its speed on others."""
     return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
@@ -236,6 +229,7 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
     except RecipeError as error:
         return ModeFigures(mode, error=str(error))
     memory = room if room is not None else (planned_memory.own_memory(layout, len(devices)) or (None,))[0]
+    traffic = _communication(fake, layout, cut, None)
     return ModeFigures(
         mode,
         world_size=layout.processes,
@@ -243,15 +237,11 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
         peak=planned_memory.fullest(devices),
         activations=max(device.activations for device in devices),
         fits=None if memory is None else planned_memory.fits(devices, memory, layout),
-        traffic=_a_step(_communication(fake, layout, cut, None)),
-        bubble=None if cut is None else _waiting(layout, cut),
+        traffic=traffic.all_reduce_bytes_per_device + traffic.crossing_bytes,
+        bubble=None if cut is None else _ideal_bubble(layout, cut),
     )
 
 
-def _a_step(traffic: TrafficFigures) -> int:
-    return traffic.all_reduce_bytes_per_device + traffic.crossing_bytes
-
-
-def _waiting(layout: Layout, cut: Cut) -> float:
+def _ideal_bubble(layout: Layout, cut: Cut) -> float:
     """The share of a step in which a device waits for the others, of equal stages."""
     return 1 - 1 / layout.workers if layout.recipe.traits.one_stage_at_a_time else cut.ideal

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from trainer.pool.batching import BYTES, LONGEST, SHORTEST, Batching, Pace
+from trainer.pool.batching import BYTES, LONGEST, SHORTEST, Batching, WorkerSpeed
 from trainer.pool.scheduler import LINGER, Job, Scheduler, Seat
 from trainer.pool.stream import Stream
 
@@ -45,7 +45,7 @@ def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
             begin(worker)
 
     while oldest < items:
-        order = sorted(range(len(costs)), key=lambda worker: -policy.paces[worker].rate)
+        order = sorted(range(len(costs)), key=lambda worker: -policy.speeds[worker].rate)
         fed = True
         while fed:
             fed = False
@@ -137,7 +137,7 @@ def test_a_hopeless_device_is_left_alone():
 
 
 def paced(cost, batches=60):
-    pace = Pace()
+    pace = WorkerSpeed()
     for _ in range(batches):
         pace.observe(pace.size, cost(pace.size))
     return pace
@@ -175,7 +175,7 @@ def test_batches_follow_the_speed():
 
 def test_one_slow_batch_does_not_decide():
     """The first batch of a size is often slow for being the first."""
-    pace, seen = Pace(), set()
+    pace, seen = WorkerSpeed(), set()
     for _ in range(60):
         slow = 1.5 if pace.size not in seen else 1
         seen.add(pace.size)
@@ -184,7 +184,7 @@ def test_one_slow_batch_does_not_decide():
 
 
 def test_batches_are_bounded_by_memory():
-    pace = Pace()
+    pace = WorkerSpeed()
     for _ in range(40):
         pace.observe(pace.size, 1e-6, size=pace.size * (BYTES // 10))
     assert pace.size == 8
@@ -201,7 +201,7 @@ def test_batches_are_bounded_by_memory():
 def test_who_takes_what_at_the_end():
     policy = Batching(["cuda", "cpu"], None)
     for worker, rate in enumerate([1000.0, 10.0]):
-        policy.paces[worker].size, policy.paces[worker].rate = 128, rate
+        policy.speeds[worker].size, policy.speeds[worker].rate = 128, rate
     for pending, held, fast, slow in [
         (10_000, {0: 128, 1: 0}, 128, 100),
         (300, {0: 128, 1: 0}, 128, 4),
@@ -219,18 +219,18 @@ def test_who_takes_what_at_the_end():
 def test_what_is_done_again():
     policy = Batching(["cuda", "cpu", "cuda"], None)
     assert not policy.again(0, 1, 4, 100.0), "nothing is known of the idle one"
-    policy.paces[0].rate = policy.paces[2].rate = 1000.0
+    policy.speeds[0].rate = policy.speeds[2].rate = 1000.0
     assert not policy.again(0, 1, 4, 0.005)
     assert policy.again(0, 1, 4, 0.009), "never measured, and the fast one had done it twice"
-    policy.paces[1].rate = 10.0
+    policy.speeds[1].rate = 10.0
     assert policy.again(0, 1, 4, 0.0)
     assert not policy.again(0, 1, 4, 0.395), "it is about to be done"
     assert policy.again(0, 1, 4, 0.5), "it is late"
     assert not policy.again(0, 2, 4, 100.0), "of the same kind: never twice"
     assert policy.expected(1, 4) == 0.4
-    policy.paces[2].rate = 0.0
+    policy.speeds[2].rate = 0.0
     assert policy.expected(2, 4) == 0.004, "as the other of its kind"
-    policy.paces[1].rate = 500.0
+    policy.speeds[1].rate = 500.0
     assert not policy.again(0, 1, 4, 0.0), "not much slower"
 
 
@@ -260,7 +260,7 @@ class Taken:
 def scheduled(*workers):
     """A scheduler of workers of these (size, rate), and a stream."""
     policy = Batching(["cpu"] * len(workers), None)
-    for pace, (size, rate) in zip(policy.paces, workers, strict=True):
+    for pace, (size, rate) in zip(policy.speeds, workers, strict=True):
         pace.size, pace.rate = size, rate
     scheduler = Scheduler([Seat(n, "cpu", Taken(), ready=True) for n in range(len(workers))], policy, False, retries=3)
     stream = Stream(True, scheduler.lanes(), lambda: None, policy.window, None)

@@ -388,7 +388,7 @@ def test_jobs_that_cannot_travel(pools):
 
 
 def test_current_device_outside():
-    with pytest.raises(RecipeError, match="within a DevicePool's worker"):
+    with pytest.raises(RecipeError, match="in a DevicePool's workers"):
         current_device()
 
 
@@ -421,7 +421,7 @@ wrapped = decorated(plain)
         ({"devices": []}, "give a list"),
         ({"devices": "cpu"}, "give a list"),
         ({"devices": ["tpu:0:1"]}, "device 'tpu:0:1'.*use 'cpu' or 'cuda:0'"),
-        ({"start_method": "fork"}, "locks held by threads.*hangs: use 'forkserver' or 'spawn'"),
+        ({"start_method": "fork"}, "locks that threads.*hangs: use 'forkserver' or 'spawn'"),
         ({"start_method": "threads"}, "'forkserver' or 'spawn'"),
         ({"assign": "any"}, "'free' or 'round_robin'"),
         ({"flavour": "greenlet"}, "'process' or 'thread'"),

@@ -28,9 +28,9 @@ class Point:
     y: int
 
 
-def there_and_back(value, slot, own, take=pack, start=0):
+def there_and_back(value, slot, copy, take=pack, start=0):
     extent = store(take(value), slot, start)
-    return fetch(slot.reach(extent.end), extent, own).open()
+    return fetch(slot.reach(extent.end), extent, copy).open()
 
 
 def equal(one, two):
@@ -83,31 +83,31 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "view"])
+@pytest.mark.parametrize("copy", [True, False], ids=["copy", "view"])
 @pytest.mark.parametrize("name", VALUES)
-def test_round_trip(name, own, slot):
+def test_round_trip(name, copy, slot):
     value = VALUES[name]
-    equal(there_and_back(value, slot, own), value)
-    equal(there_and_back([value, value], slot, own, pack_rows, start=ALIGNMENT * 3), [value, value])
+    equal(there_and_back(value, slot, copy), value)
+    equal(there_and_back([value, value], slot, copy, pack_rows, start=ALIGNMENT * 3), [value, value])
 
 
 def test_rows_of_all_kinds_come_back_as_lists(slot):
-    for own in (True, False):
+    for copy in (True, False):
         whole = torch.arange(12.0).reshape(4, 3)
-        equal(there_and_back(whole, slot, own, pack_rows), list(whole))
-        equal(there_and_back(whole.t(), slot, own, pack_rows), list(whole.t()))
-        equal(there_and_back(whole.numpy(), slot, own, pack_rows), list(whole.numpy()))
-        equal(there_and_back(tuple(whole), slot, own, pack_rows), list(whole))
+        equal(there_and_back(whole, slot, copy, pack_rows), list(whole))
+        equal(there_and_back(whole.t(), slot, copy, pack_rows), list(whole.t()))
+        equal(there_and_back(whole.numpy(), slot, copy, pack_rows), list(whole.numpy()))
+        equal(there_and_back(tuple(whole), slot, copy, pack_rows), list(whole))
         for mixed in (
             [torch.ones(2), torch.ones(3)],
             [torch.ones(2), torch.ones(2, dtype=torch.int64)],
             [torch.ones(1), 1],
         ):
-            equal(there_and_back(mixed, slot, own, pack_rows), mixed)
+            equal(there_and_back(mixed, slot, copy, pack_rows), mixed)
         mixed = [np.ones(2), np.ones(2, np.int32)]
-        equal(there_and_back(mixed, slot, own, pack_rows), mixed)
-        equal(there_and_back([], slot, own, pack_rows), [])
-        equal(there_and_back(torch.arange(3), slot, own, pack_rows), [torch.tensor(i) for i in range(3)])
+        equal(there_and_back(mixed, slot, copy, pack_rows), mixed)
+        equal(there_and_back([], slot, copy, pack_rows), [])
+        equal(there_and_back(torch.arange(3), slot, copy, pack_rows), [torch.tensor(i) for i in range(3)])
 
 
 @pytest.mark.parametrize("shape", [(10,), (3, 40, 40), (3, 200, 200)], ids=["tiny", "small", "big"])
@@ -135,9 +135,9 @@ def test_axes_keep_their_order_in_memory(slot):
 
 def test_what_is_owned_survives_the_slot(slot):
     value = {"a": torch.arange(5), "b": [np.arange(5)]}
-    mine = there_and_back(value, slot, own=True)
-    views = there_and_back(value, slot, own=False)
-    rows = there_and_back([torch.ones(2)] * 3, slot, own=True, take=pack_rows)
+    mine = there_and_back(value, slot, copy=True)
+    views = there_and_back(value, slot, copy=False)
+    rows = there_and_back([torch.ones(2)] * 3, slot, copy=True, take=pack_rows)
     slot.memory[:] = bytes(len(slot.memory))
     equal(mine, value)
     equal(rows, [torch.ones(2)] * 3)
@@ -152,26 +152,26 @@ def test_what_is_owned_survives_the_slot(slot):
 def test_a_slot_grows_in_both_processes(slot):
     """The other process's map follows; what looks at the old one stays valid."""
     theirs = MemoryFile(os.dup(slot.descriptor))
-    small = there_and_back(torch.ones(10), slot, own=False)
+    small = there_and_back(torch.ones(10), slot, copy=False)
     big = torch.arange(SMALLEST)
     extent = store(pack(big), slot, start=SMALLEST // 2)
     assert len(slot.memory) > SMALLEST and len(theirs.memory) == SMALLEST
-    equal(fetch(theirs.reach(extent.end), extent, own=True).open(), big)
+    equal(fetch(theirs.reach(extent.end), extent, copy=True).open(), big)
     assert small.tolist() == [1] * 10
     theirs.close()
 
 
 def test_private_changes_stay_private(slot):
     extent = store(pack(torch.zeros(4)), slot)
-    mine = fetch(slot.private(), extent, own=False).open()
+    mine = fetch(slot.private(), extent, copy=False).open()
     mine += 1
-    assert fetch(slot.memory, extent, own=True).open().tolist() == [0] * 4
+    assert fetch(slot.memory, extent, copy=True).open().tolist() == [0] * 4
 
 
 def test_a_model_travels_with_its_ties(slot):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
-    copy = there_and_back(model, slot, own=True)
+    copy = there_and_back(model, slot, copy=True)
     equal(dict(copy.state_dict()), dict(model.state_dict()))
     assert copy[2].weight is copy[0].weight and copy[0].weight.requires_grad
 
@@ -202,7 +202,7 @@ def test_nothing_has_a_name_and_all_is_given_back():
 
     before = set(os.listdir("/proc/self/fd")), named()
     slot = new_slot()
-    there_and_back(torch.ones(SMALLEST), slot, own=True)
+    there_and_back(torch.ones(SMALLEST), slot, copy=True)
     assert named() == before[1]
     slot.close()
     del slot

@@ -1,6 +1,6 @@
-"""Work over any list of devices: ordered, streaming, losing nothing. `DevicePool` is the whole of it.
+"""`DevicePool`: work on any list of devices, in order, streaming, without losing items.
 
-It knows nothing of images and models.
+It does not know images or models.
 Imports: errors, devices, processes.
 """
 

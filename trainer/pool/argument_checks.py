@@ -1,4 +1,4 @@
-"""What a DevicePool refuses, before anything starts."""
+"""Checks of a DevicePool's arguments, before anything starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
     """
     if isinstance(devices, str | torch.device) or not devices:
         raise RecipeError(f"devices={devices!r} of a DevicePool: give a list, as ['cuda:0', 'cpu'], one worker each")
-    found = []
+    checked = []
     for name in devices:
         try:
             device = torch.device(name)
@@ -34,12 +34,12 @@ def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
             raise RecipeError(f"device {name!r}: {str(error).splitlines()[0]}: use 'cpu' or 'cuda:0'") from None
         if device.type == "cuda" and (device.index or 0) >= (here := cards.detect()).count:
             raise here.fault or SetupError(f"device {name} is not here: this machine has {here.count} CUDA devices")
-        found.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
-    return found
+        checked.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
+    return checked
 
 
 def check_worker(worker: Any, arguments: Sequence[Any]) -> None:
-    """Raises RecipeError unless it is something that a pool can call."""
+    """Raises RecipeError unless a pool can call it."""
     name = getattr(worker, "__qualname__", repr(worker))
     if isinstance(worker, type):
         if not any(method in vars(base) for base in worker.__mro__ for method in ("__call__", "batch")):
@@ -51,7 +51,7 @@ def check_worker(worker: Any, arguments: Sequence[Any]) -> None:
 
 
 def check_importable(function: Any) -> None:
-    """Raises RecipeError for what another process cannot find: it was typed into an interpreter."""
+    """Raises RecipeError for a function of an interactive session, which another process cannot import."""
     main: Any = sys.modules["__main__"]
     pickling.forget_stdin()
     here = getattr(function, "__module__", None) == "__main__" and not isinstance(function, partial)

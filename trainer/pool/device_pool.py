@@ -31,7 +31,7 @@ _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class DevicePool:
-    """Workers on devices that do a stream of items in order, as fast as all devices together can.
+    """Workers on devices that process a stream of items in order, as fast as all devices together can.
 
         with DevicePool(["cuda:0", "cuda:1", "cpu"], Classifier, arguments=(model,)) as pool:
             for label in pool.map(photos):
@@ -43,15 +43,15 @@ class DevicePool:
         __call__(item)  one result, or
         batch(items)    a list of results, or a tensor or array of shape (len(items), ...)
         prepare(items)  optional, beside `batch`, which gets what this returns, as many: called when a batch arrives,
-                        in another thread, while the worker still does the one before
+                        in another thread, while the worker still computes the one before
 
     or a plain function of an item. It may be called again for an item whose worker was lost. Items given to a worker
-    are views of shared memory that hold during the call: clone what is kept. Gradients do not travel, sparse tensors
-    are refused, results are on the CPU and own their memory.
+    are views of shared memory, valid during the call: clone what is kept. Gradients are not sent, sparse tensors are
+    refused, results are on the CPU and own their memory.
 
     Args:
         devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker process has as many
-            threads as OMP_NUM_THREADS says, or else its share of the cores.
+            threads as OMP_NUM_THREADS says, or else its part of the cores.
         worker: the class or function. It must pickle: defined at the top of a module.
         arguments: of the class. Their tensors are in memory once for all processes (a process that writes to them
             gets its own copy of those pages).
@@ -63,8 +63,8 @@ class DevicePool:
         start_method: "forkserver" (each start takes a tenth of a second) or "spawn".
         item_timeout: seconds an item may take until its worker counts as hung and is replaced; None: for ever. A batch
             may take that long and four times what it usually takes. Jobs may take as long as they like.
-        retries: how often an item is tried. A failed batch is done again item by item; one whose worker died is done
-            again as it is, and item by item, once, when so many workers have died of it.
+        retries: how often an item is tried. A failed batch is repeated item by item; one whose worker died is repeated
+            as it is, and item by item, once, after so many workers died.
         on_error: what `map` does about an item that failed every time: "raise" its `ItemError`, or "skip" it, which
             yields the `ItemError` in the result's place.
 
@@ -87,7 +87,7 @@ class DevicePool:
         retries: int = 3,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        found = check_devices(devices)
+        checked = check_devices(devices)
         check_worker(worker, arguments)
         one_of("assign", assign, "free", "round_robin")
         one_of("flavour", flavour, "process", "thread")
@@ -98,32 +98,32 @@ class DevicePool:
         self._processes = flavour == "process"
         start: Start
         if self._processes:
-            start = _process_starter(start_method, worker, arguments, len(found))
+            start = _process_starter(start_method, worker, arguments, len(checked))
         elif item_timeout not in (None, ITEM_TIMEOUT):
             raise RecipeError("a thread cannot be stopped: leave item_timeout out, or use flavour='process'")
         else:
             start = partial(_start_thread, partial(Caller, worker, arguments))
-        seats = [Seat(index, str(device)) for index, device in enumerate(found)]
-        batching = Batching([device.type for device in found], batch_size)
+        seats = [Seat(index, str(device)) for index, device in enumerate(checked)]
+        batching = Batching([device.type for device in checked], batch_size)
         scheduler = Scheduler(seats, batching, assign == "round_robin", retries)
         self._engine = Engine(start, scheduler, item_timeout if self._processes else None)
         _open.add(self._engine)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     def map(self, items: Iterable[Any], *, ordered: bool = True) -> Iterator[Any]:
-        """A stream of results, one for each item, while a bounded number of items is on the way.
+        """A stream of results, one for each item, with a bounded number of items in flight.
 
-        The iterable is read in the caller's thread, as results are taken; it may be endless. An iterator that is left
-        unfinished does no harm.
+        The iterable is read in the caller's thread, as results are consumed; it may be infinite. The iterator need not
+        be consumed to its end.
 
         Args:
             items: tensors, arrays, nested dicts, lists and tuples of them, whatever pickles.
-            ordered: in the items' order; else as they come.
+            ordered: in the items' order; else as they are computed.
 
         Raises:
             ItemError: with on_error="raise", in place of the failed item's result.
             PredictionError: a worker's setup failed, or the pool was closed.
-            Exception: what the iterable raised, after the results of the items that it gave before.
+            Exception: what the iterable raised, after the results of the items before.
         """
         source = iter(items)
         self._engine.check()
@@ -132,7 +132,7 @@ class DevicePool:
     def _results(self, source: Iterator[Any], ordered: bool) -> Iterator[Any]:
         stream = self._engine.add_stream(ordered)
         taken = given = 0
-        broken: Exception | None = None  # what the iterable raised: after the results of what it gave before
+        broken: Exception | None = None  # what the iterable raised, to be raised after the results before
         try:
             while True:
                 results = stream.get()
@@ -161,13 +161,13 @@ class DevicePool:
                 else:
                     raise results
         finally:
-            broken = None  # which holds this frame
+            broken = None  # its traceback holds this frame
             self._engine.close_stream(stream)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run one job on a worker, whose CUDA device is current meanwhile; `current_device()` tells it.
+        """Run one job on a worker, whose CUDA device is current meanwhile; `current_device()` returns it.
 
-        An exception reaches the Future with the worker's traceback as a note. A job whose worker is lost is done again.
+        An exception is set on the Future with the worker's traceback as a note. A job whose worker is lost is repeated.
 
         Raises:
             RecipeError: the job does not pickle.
@@ -184,15 +184,15 @@ class DevicePool:
         return self._engine.add_job(call)
 
     def figures(self) -> list[dict[str, Any]]:
-        """One dict a worker: device, worker (its index), items (done), items_per_sec (while it works), queue (items it
-        holds), batch_size (at present), replaced (how often)."""
+        """One dict for each worker: device, worker (its index), items (done), items_per_sec (while busy), queue (items
+        that it has), batch_size (at present), replaced (how often)."""
         batching = self._engine.scheduler.batching
         return [
             {
                 "device": seat.device,
                 "worker": seat.index,
                 "items": seat.done,
-                "items_per_sec": batching.paces[seat.index].rate,
+                "items_per_sec": batching.speeds[seat.index].rate,
                 "queue": seat.held,
                 "batch_size": batching.size(seat.index),
                 "replaced": seat.replaced,
@@ -201,7 +201,7 @@ class DevicePool:
         ]
 
     def close(self) -> None:
-        """End all workers, within seconds; what is not done is dropped, and its iterators and Futures get an error."""
+        """End all workers, within seconds; unfinished iterators and Futures get an error."""
         self._finalizer()
 
     def __enter__(self) -> DevicePool:
@@ -217,8 +217,8 @@ class DevicePool:
 def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int) -> Start:
     if method == "fork":
         raise RecipeError(
-            "start_method='fork' copies locks held by threads that the copy lacks (OpenMP's, CUDA's), "
-            "and hangs: use 'forkserver' or 'spawn'"
+            "start_method='fork' copies locks that threads of this process hold (OpenMP's, CUDA's), and hangs: use "
+            "'forkserver' or 'spawn'"
         )
     one_of("start_method", method, "forkserver", "spawn")
     me = process.current_process()
@@ -250,7 +250,7 @@ def _start_thread(make: Callable[[torch.device], Caller], seat: Seat, wake: Call
 
 
 def threads_each(workers: int) -> int:
-    """Threads of a worker: OMP_NUM_THREADS where the user set it, else the cores of this process shared out."""
+    """Threads of a worker: OMP_NUM_THREADS where the user set it, else this process's cores divided by workers."""
     wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(wish) if wish.isdigit() and int(wish) else max(1, len(os.sched_getaffinity(0)) // workers)
 

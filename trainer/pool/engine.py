@@ -1,4 +1,4 @@
-"""The pool's one thread: it starts workers, listens to them, and replaces those that end or hang."""
+"""The pool's thread: it starts workers, receives their answers, and replaces those that end or hang."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from typing import Any
 
 from trainer.errors import PredictionError, RecipeError
 from trainer.pool.handles import Answer, ProcessHandle, ThreadHandle
-from trainer.pool.jobs import Job
 from trainer.pool.scheduler import Scheduler, Seat
-from trainer.pool.stream import Stream
+from trainer.pool.stream import Job, Stream
 from trainer.pool.worker import Kind
 
 Start = Callable[[Seat, Callable[[], None]], ProcessHandle | ThreadHandle]
 
 STARTING = 900.0  # seconds that a setup may take: models are downloaded and compiled in it
-STARTS = 10  # times that a seat's workers may end without having done anything
-LOOK = 0.02  # seconds after which to look whether a slow device's work is to be done again
-GRACE = 1.0  # seconds for workers without work to end by themselves
+STARTS = 10  # times that a seat's workers may end without any result
+LOOK = 0.02  # seconds between two checks whether a slow device's work is to be repeated
+GRACE = 1.0  # seconds for idle workers to end by themselves
 
 
 class Engine:
-    """Keeps the seats of a scheduler filled.
+    """Keeps a worker on each seat of a scheduler.
 
     Args:
-        start: makes a seat's worker, given what wakes this thread.
+        start: starts a seat's worker; its second argument wakes this thread.
         item_timeout: seconds an item may take, or None.
     """
 
@@ -41,9 +40,9 @@ class Engine:
         self.error: BaseException | None = None
         self._closing = False
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # of what callers' threads change; a finalizer may call from anywhere
+        self._lock = threading.RLock()  # for what callers' threads change; a finalizer may run in any of them
         self._woken, self._waker = os.pipe()
-        for end in (self._woken, self._waker):  # not before the last caller has gone: the number may have a new meaning
+        for end in (self._woken, self._waker):  # closed with the engine, for the number may be reused
             os.set_blocking(end, False)
             weakref.finalize(self, os.close, end).atexit = False
         self._selector = selectors.DefaultSelector()
@@ -54,7 +53,7 @@ class Engine:
     # --- callers' side ------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        with suppress(BlockingIOError):  # full: it will wake
+        with suppress(BlockingIOError):  # full: it is awake soon
             os.write(self._waker, b"x")
 
     def add_stream(self, ordered: bool) -> Stream:
@@ -66,7 +65,7 @@ class Engine:
         return stream
 
     def close_stream(self, stream: Stream) -> None:
-        """Forget what it still has: answers to come are dropped."""
+        """Drop its items and the answers to come."""
         stream.closed = True
         with self._lock:
             if stream in self.scheduler.streams:
@@ -81,16 +80,16 @@ class Engine:
         return future
 
     def check(self) -> None:
-        """Raises what ended the pool, if it has ended."""
+        """Raises the error that ended the pool, if it has ended."""
         if self._copied():
-            raise RecipeError("this process was forked from one with a DevicePool and has no workers: make a new pool")
+            raise RecipeError("this process is a fork of one with a DevicePool and has no workers: make a new pool")
         if self.error:
             raise self.error
         if self._closing:
             raise PredictionError("the DevicePool is closed: make a new one")
 
     def close(self) -> None:
-        """End all workers; returns when they have. Nothing in a forked copy of the process: it has none of them."""
+        """End all workers and wait for them; does nothing in a fork, which has none."""
         if self._copied():
             return
         with self._lock:
@@ -110,7 +109,7 @@ class Engine:
                 self._start(seat)
             while not self._closing:
                 self.scheduler.hand_out()
-                self._listen(self._patience())
+                self._listen(self._time_left())
                 self._replace_hung()
         except BaseException as error:
             self.error = error
@@ -141,19 +140,19 @@ class Engine:
         for source in seat.handle.waits_on():
             self._selector.register(source, selectors.EVENT_READ, seat)
 
-    def _listen(self, patience: float | None) -> None:
-        """Wait for answers, ends and callers, and deal with them."""
+    def _listen(self, timeout: float | None) -> None:
+        """Wait for answers, ended workers and callers, and handle them."""
         before = time.monotonic()
-        heard = {key.data.index for key, _ in self._selector.select(patience) if key.data}
-        late = time.monotonic() - before - (patience or 0.0)
-        if patience is not None and late > 1:  # this process was stopped, and so may have been the workers
+        ready = {key.data.index for key, _ in self._selector.select(timeout) if key.data}
+        late = time.monotonic() - before - (timeout or 0.0)
+        if timeout is not None and late > 1:  # this process was stopped, and perhaps the workers too
             for seat in self.seats:
                 seat.since += late
         with suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass
         for seat in self.seats:
-            if seat.handle and (seat.index in heard or isinstance(seat.handle, ThreadHandle)):
+            if seat.handle and (seat.index in ready or isinstance(seat.handle, ThreadHandle)):
                 for answer in seat.handle.receive():
                     self._receive(seat, answer)
                 if ended := seat.handle.ended():
@@ -171,11 +170,11 @@ class Engine:
             self.scheduler.answered(seat, answer)
 
     def _replace(self, seat: Seat, how: str) -> None:
-        """A worker has ended, or must: start another, and do again what it had."""
+        """A worker has ended, or must: start another, and repeat what it had."""
         if not seat.ready and how.endswith("exit code 1"):
             raise PredictionError(f"{seat} did not get ready: {how}; what it wrote is above")
         if seat.starts >= STARTS:
-            raise PredictionError(f"{seat} ended {seat.starts} times before it had done anything, at last: {how}")
+            raise PredictionError(f"{seat} ended {seat.starts} times without a result, last: {how}")
         assert seat.handle
         for source in seat.handle.waits_on():
             self._selector.unregister(source)
@@ -198,7 +197,7 @@ class Engine:
         count = len(seat.queue[0].items)
         allowed = count * self.item_timeout
         usual = self.scheduler.batching.expected(seat.index, count)
-        if usual is not None and count > 1:  # one item may hang, and the others take what they usually do
+        if usual is not None and count > 1:  # one item may hang, while the others take as long as usual
             allowed = min(allowed, self.item_timeout + 4 * usual)
         return seat.since + allowed
 
@@ -206,8 +205,8 @@ class Engine:
         deadline = self._deadline(seat)
         return deadline is not None and time.monotonic() > deadline
 
-    def _patience(self) -> float | None:
-        """Seconds until something is due without news, or None."""
+    def _time_left(self) -> float | None:
+        """Seconds until something is due, or None."""
         now = time.monotonic()
         due = [deadline for seat in self.seats if (deadline := self._deadline(seat)) is not None]
         due += [stream.due for stream in self.scheduler.streams if stream.due is not None]
@@ -220,7 +219,7 @@ class Engine:
             if not self._late(seat):
                 continue
             assert seat.handle
-            for answer in seat.handle.receive():  # it may have come just now
+            for answer in seat.handle.receive():  # it may have arrived just now
                 self._receive(seat, answer)
             if self._late(seat):
                 allowed = f"item_timeout={self.item_timeout:g} s" if seat.ready else f"the {STARTING:g} s of a setup"

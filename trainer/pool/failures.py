@@ -1,4 +1,4 @@
-"""What went wrong in a worker, as it travels and as the caller sees it."""
+"""Exceptions in a worker: how they are sent, and what the caller gets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from trainer.errors import PredictionError, is_out_of_memory, text_of
 
-LONGEST = 20_000  # characters of a traceback that travel: its end
+LONGEST = 20_000  # characters of a traceback that are sent: its end
 
 
 class ItemError(PredictionError):
-    """An item that no worker could do, however often it was tried.
+    """An item that failed every time it was tried.
 
     Where the worker's exception pickles it is the `__cause__`, and this error is an instance of its type too, with its
-    `args` and attributes: `except FileNotFoundError` around `map` means what it says.
+    `args` and attributes: `except FileNotFoundError` around `map` works.
 
     Attributes:
-        index: its place in what was given to `map`, from 0.
+        index: of the item in the stream, from 0.
         message: the exception's type and text, or how the worker ended.
         traceback: the worker's, as text; empty where the worker died or hung.
     """
@@ -41,7 +41,7 @@ class ItemError(PredictionError):
         words = (index, failure.message, failure.traceback)
         cause = failure.original()
         if isinstance(cause, Exception) and not isinstance(cause, ItemError | StopIteration | StopAsyncIteration):
-            with suppress(BaseException):  # a type that cannot be joined with ours
+            with suppress(BaseException):  # a type that cannot be a base class beside ours
                 kind: Any = type(cause)
                 error = _joined(kind)(*words)
                 for name, value in _attributes(cause).items():
@@ -73,32 +73,31 @@ def _again(index: int, message: str, trace: str, cause: BaseException | None) ->
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker. It stands in the result's place."""
+    """An exception in a worker, in place of a result."""
 
     message: str
     traceback: str
     memory: bool = False
-    whole: bool = False  # the batch failed, and one of its items may be the reason
-    pickled: bytes = b""  # the exception itself, where it can travel
+    whole: bool = False  # the batch failed, perhaps because of one of its items
+    pickled: bytes = b""  # the exception itself, where it pickles
 
     @classmethod
     def of(cls, error: BaseException, whole: bool = False) -> Failure:
-        """Describe an exception that was just caught."""
         text = " ".join(text_of(error).split())
         message = f"{type(error).__name__}: {text}" if text else type(error).__name__
         trace = "".join(traceback.format_exception(error))[-LONGEST:]
         return cls(message[:LONGEST], trace, is_out_of_memory(error), whole, _pickled(error))
 
     def original(self) -> BaseException | None:
-        """The worker's exception, where it can be had."""
+        """The worker's exception, where it unpickles."""
         try:
             error = pickle.loads(self.pickled)
-        except BaseException:  # what is made anew runs its own code, which may raise anything
+        except BaseException:  # unpickling runs its code, which may raise anything
             return None
         return error if isinstance(error, BaseException) else None
 
     def exception(self) -> Exception:
-        """The exception for a job's Future: the worker's own where it can be had, with the worker's traceback."""
+        """The exception for a job's Future: the worker's own where it unpickles, with the worker's traceback."""
         error = raisable(self.original() or PredictionError(self.message))
         with suppress(BaseException):
             error.add_note(f"in the worker:\n{self.traceback}")
@@ -106,7 +105,7 @@ class Failure:
 
 
 def raisable(error: BaseException) -> Exception:
-    """The exception itself, or one in its place where it would end the program of whoever asks for a result."""
+    """The exception itself, or a PredictionError in place of a SystemExit or the like, which would end the program."""
     if isinstance(error, Exception):
         return error
     replaced = PredictionError(Failure.of(error).message)
@@ -115,7 +114,7 @@ def raisable(error: BaseException) -> Exception:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Empty where it would not come back: many exceptions cannot be made anew from their arguments."""
+    """Empty where it does not unpickle: many exceptions cannot be made from their `args`."""
     try:
         data = pickle.dumps(error)
         return data if len(data) <= LONGEST and isinstance(pickle.loads(data), BaseException) else b""

@@ -19,25 +19,25 @@ from typing import Any
 import torch
 
 from trainer.pool.failures import Failure
-from trainer.pool.transport import Message, Parcel, fetch, new_slot, pack_rows, store
+from trainer.pool.transport import Message, Packed, fetch, new_slot, pack_rows, store
 from trainer.pool.worker import Caller, Definition, Kind, main
 
-DEPTH = 2  # batches that a worker has at most: one that it does, one that waits, so that it never waits itself
+DEPTH = 2  # batches that a worker has at most: one that it computes, and the next
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker sends: that it is ready or broken, or the results of its oldest task."""
+    """A worker's message: it is ready or broken, or the results of its oldest task."""
 
     kind: Kind
-    open: Callable[[], Any]  # a batch's list of results, a job's one result, a broken setup's `Failure`
+    open: Callable[[], Any]  # returns a batch's list of results, a job's result, a broken setup's `Failure`
     failures: int = 0
     seconds: float = 0.0
     bytes: int = 0
 
 
 class ProcessHandle:
-    """A worker process. All its methods but `waits_on` are called by one thread, with which the process dies."""
+    """A worker process. One thread calls all methods but `waits_on`; the process dies with it."""
 
     def __init__(self, context: BaseContext, definition: Definition, device: str, threads: int, name: str) -> None:
         self.connection, theirs = context.Pipe()
@@ -47,55 +47,55 @@ class ProcessHandle:
         arguments = (theirs, self.slots, definition, device, threads, dict(os.environ))
         process: Any = context.Process  # type: ignore[attr-defined]
         self.process = process(target=main, args=arguments, name=name)
-        resource_tracker.ensure_running()  # which unblocks SIGINT: not later
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C does not hit the child before it ignores it
+        resource_tracker.ensure_running()  # now, for it unblocks SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for the child, until it ignores SIGINT itself
         try:
             self.process.start()
         finally:
             theirs.close()
 
     def waits_on(self) -> Sequence[Any]:
-        """What becomes readable when the worker has answered or ended."""
+        """What becomes readable when the worker answers or ends."""
         return self.connection, self.process.sentinel
 
     def send_batch(self, items: Sequence[Any]) -> int:
         """Returns the batch's bytes."""
         return self._send(Kind.BATCH, pack_rows(items))
 
-    def send_job(self, call: Parcel) -> None:
+    def send_job(self, call: Packed) -> None:
         self._send(Kind.JOB, call)
 
-    def _send(self, kind: Kind, parcel: Parcel) -> int:
+    def _send(self, kind: Kind, packed: Packed) -> int:
         number = self.free[0]
-        extent = store(parcel, self.slots[number])
+        extent = store(packed, self.slots[number])
         self.free.popleft()
-        with suppress(OSError):  # it died: that shows elsewhere
+        with suppress(OSError):  # it died, which `ended` reports
             self.connection.send_bytes(Message(extent, kind, number).to_bytes())
         return extent.end
 
     def receive(self) -> list[Answer]:
-        """All answers that are there, also those of a process that has ended since."""
+        """All answers so far, also those of a process that has ended since."""
         answers = []
         try:
             while self.connection.poll():
                 message = Message.from_bytes(self.connection.recv_bytes())
                 slot, extent = self.slots[message.slot], message.extent
-                parcel = fetch(slot.reach(extent.end), extent, own=True)
+                packed = fetch(slot.reach(extent.end), extent, copy=True)
                 if message.kind in (Kind.BATCH, Kind.JOB):
                     self.free.append(message.slot)
                 seconds = message.nanoseconds / 1e9
-                answers.append(Answer(Kind(message.kind), parcel.open, message.failures, seconds, extent.end))
+                answers.append(Answer(Kind(message.kind), packed.open, message.failures, seconds, extent.end))
         except (EOFError, OSError):
             self.lost = True
         return answers
 
     def ended(self) -> str:
-        """How it ended, or empty."""
+        """How it ended; empty while it runs."""
         if self.lost:
             self.process.join(0.5)
         code = self.process.exitcode
         if code is None:
-            return "it closed its pipe, and went on" if self.lost else ""
+            return "it closed its pipe and still runs" if self.lost else ""
         if code >= 0:
             return f"it ended with exit code {code}"
         return f"it was killed by {signal.Signals(-code).name}" + (
@@ -103,16 +103,16 @@ class ProcessHandle:
         )
 
     def stop(self) -> None:
-        """Ask it to end: it does when it has no work."""
+        """Ask it to end once it is idle."""
         self.connection.close()
 
     def kill(self, grace: float = 0.0) -> None:
-        """End it, after some seconds of grace, and free what it had."""
+        """Kill it, after some seconds of grace, and free its memory."""
         self.connection.close()
         self.process.join(grace)
         self.process.kill()
         self.process.join(2)
-        with suppress(ValueError):  # it does not end, in the kernel's hands
+        with suppress(ValueError):  # it still runs, in an uninterruptible system call
             self.process.close()
         self.slots.clear()
 
@@ -174,7 +174,7 @@ class ThreadHandle:
         self.tasks.put(None)
 
     def kill(self, grace: float = 0.0) -> None:
-        """A thread cannot be killed: it ends when it has done what it does."""
+        """A thread cannot be killed: it ends after its current task."""
         self.thread.join(grace)
 
 

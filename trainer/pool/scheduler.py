@@ -1,7 +1,7 @@
-"""Who gets what: chunks and jobs, at first and again.
+"""Which worker gets which chunks and jobs, and which again.
 
-A chunk is held by a worker until its answer is there. What a lost worker held goes to the front of what waits: nothing
-is lost, and of two answers the first counts. All methods are called by the engine's thread, but those that say so.
+A worker holds a chunk until its answer arrives. What a lost worker held goes to the front of the queue: nothing is
+lost, and the first of two answers counts. The engine's thread calls all methods, but those that say otherwise.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from trainer.errors import PredictionError
 from trainer.pool.batching import Batching
 from trainer.pool.failures import Failure, ItemError
 from trainer.pool.handles import DEPTH, Answer, ProcessHandle, ThreadHandle
-from trainer.pool.jobs import Job, JobFuture, finish, resolve
-from trainer.pool.stream import Chunk, Lane, Stream
+from trainer.pool.stream import Chunk, Job, JobFuture, Lane, Stream, finish, resolve
 
-LINGER = 0.002  # seconds that an idle worker waits for more items than there are
+LINGER = 0.002  # seconds that an idle worker waits for a full batch
 
 
 @dataclass(eq=False)
@@ -31,9 +30,9 @@ class Seat:
     device: str
     handle: ProcessHandle | ThreadHandle | None = None
     ready: bool = False
-    queue: deque[Chunk | Job] = field(default_factory=deque)  # its tasks, the oldest is the one it does
+    queue: deque[Chunk | Job] = field(default_factory=deque)  # its tasks, the oldest first, which it computes
     since: float = 0.0  # when it began with that, or with its setup
-    starts: int = 0  # since a worker last did something
+    starts: int = 0  # since the last result
     done: int = 0  # items and jobs
     replaced: int = 0
 
@@ -43,7 +42,7 @@ class Seat:
 
     @property
     def has_job(self) -> bool:
-        """Whether it is busy for who knows how long."""
+        """Whether it is busy for an unknown time."""
         return bool(self.queue) and isinstance(self.queue[0], Job)
 
     def __str__(self) -> str:
@@ -65,7 +64,7 @@ class Scheduler:
         self._submitted = 0
 
     def lanes(self) -> list[Lane]:
-        """Of a new stream: one, or one a worker that is dealt items, or batches, in turn."""
+        """Of a new stream: one; or with round_robin one for each worker, which get items, or batches, in turn."""
         width, count = self.batching.fixed, len(self.seats)
         if not self.round_robin:
             return [Lane()]
@@ -74,14 +73,14 @@ class Scheduler:
         return [Lane(worker, step=count) for worker in range(count)]
 
     def add_job(self, call: Any) -> Future[Any]:
-        """A caller's side, one at a time."""
+        """For callers' threads, one at a time."""
         job = Job(JobFuture(), call, self._submitted % len(self.jobs))
         self._submitted += 1
         self.jobs[job.lane].append(job)
         return job.future
 
     def fail(self, error: BaseException) -> None:
-        """End everything that waits or is on its way."""
+        """Set an error on everything that is not done."""
         for stream in self.streams:
             stream.fail(error)
         jobs = [task for seat in self.seats for task in seat.queue if isinstance(task, Job)]
@@ -91,11 +90,11 @@ class Scheduler:
     # --- handing out --------------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """Give every worker what it should have, the idle and the fast first."""
+        """Give every worker its next tasks, idle and fast ones first."""
         for stream in self.streams:
             stream.wanted, stream.due = 0, None
         seats = [seat for seat in self.seats if seat.ready]
-        seats.sort(key=lambda seat: -self.batching.paces[seat.index].rate)
+        seats.sort(key=lambda seat: -self.batching.speeds[seat.index].rate)
         for depth in range(DEPTH):
             for seat in seats:
                 while len(seat.queue) == depth and self._feed(seat):
@@ -105,7 +104,7 @@ class Scheduler:
         return seat.index if self.round_robin else 0
 
     def _feed(self, seat: Seat) -> bool:
-        """Give a worker one more task if there is one for it. False: it has enough for now."""
+        """Give a worker one more task; False where there is none for it now."""
         jobs = self.jobs[self._lane(seat)]
         if jobs:
             if not seat.queue:
@@ -116,22 +115,22 @@ class Scheduler:
             return False
         for stream in list(self.streams):
             again = stream.again[self._lane(seat)]
-            if again and again[0].tries and seat.queue:  # alone: a worker may look at a task while it does another,
-                return False  # and of a worker that is lost the oldest task is taken for the reason
+            if again and again[0].tries and seat.queue:  # alone: a worker may prepare a task while it computes another,
+                return False  # and the oldest task of a lost worker counts as the reason
             chunk = again.popleft() if again else self._take(seat, stream)
             if chunk:
                 self._give(seat, chunk)
                 return True
-        return not seat.queue and not self.round_robin and self._do_again(seat)
+        return not seat.queue and not self.round_robin and self._repeat(seat)
 
     def _take(self, seat: Seat, stream: Stream) -> Chunk | None:
-        """The next items for a worker, or None: there are too few, or others are done with them sooner."""
+        """The next items for a worker, or None: there are too few, or others finish them sooner."""
         lane = stream.lanes[self._lane(seat)]
         size = self.batching.size(seat.index)
         stream.wanted = max(stream.wanted, size)  # before looking: an item that comes now wakes us
         ended = stream.ended  # before counting: nothing comes after it
         pending = len(lane.items)
-        if pending < size and not ended and not self._settle_for(stream, pending):
+        if pending < size and not ended and not self._takes_less(stream, pending):
             return None
         count = min(size, pending)
         if not self.round_robin:
@@ -143,7 +142,7 @@ class Scheduler:
             stream.since = 0.0
         return lane.take(count, stream)
 
-    def _settle_for(self, stream: Stream, pending: int) -> bool:
+    def _takes_less(self, stream: Stream, pending: int) -> bool:
         """Whether to take less than a full batch: the caller waits for results, or no item has come for a while."""
         if not pending or self.batching.fixed:
             return False
@@ -160,14 +159,14 @@ class Scheduler:
             seat.since = time.monotonic()
         try:
             seat.handle.send_batch(chunk.items)
-        except BaseException as error:  # whatever an item does as it is pickled, this thread goes on
+        except BaseException as error:  # pickling an item may raise anything, and this thread goes on
             self._refuse(seat, chunk, error)
             return
         chunk.holders += 1
         seat.queue.append(chunk)
 
     def _refuse(self, seat: Seat, chunk: Chunk, error: BaseException) -> None:
-        """Items that cannot travel: find which."""
+        """Items that do not pickle: find which."""
         chunk.done = True
         if len(chunk.items) > 1:
             chunk.stream.again[self._lane(seat)].extendleft(reversed(chunk.singles(chunk.tries)))
@@ -185,8 +184,8 @@ class Scheduler:
         seat.queue.append(job)
         seat.handle.send_job(job.call)
 
-    def _do_again(self, seat: Seat) -> bool:
-        """An idle fast device does what a slow one of another kind still holds."""
+    def _repeat(self, seat: Seat) -> bool:
+        """An idle fast device repeats what a slow one of another kind still holds."""
         now = time.monotonic()
         for other in self.seats:
             for place, chunk in enumerate(other.queue):
@@ -201,7 +200,7 @@ class Scheduler:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def answered(self, seat: Seat, answer: Answer) -> None:
-        """A worker has done its oldest task."""
+        """A worker has finished its oldest task."""
         task = seat.queue.popleft()
         seat.since, seat.starts = time.monotonic(), 0
         if isinstance(task, Job):
@@ -209,7 +208,7 @@ class Scheduler:
             finish(task.future, answer)
             return
         task.holders -= 1
-        if not task.tries:  # a single item that is done again says little about batches
+        if not task.tries:  # a repeated single item says little about batches
             self.batching.observe(seat.index, len(task.items), answer.seconds, answer.bytes)
             for stream in self.streams:
                 stream.window = self.batching.window
@@ -217,16 +216,16 @@ class Scheduler:
             return
         task.done = True
         if answer.failures:
-            self._sort_out(seat, task, answer)
+            self._retry_failures(seat, task, answer)
         else:
             seat.done += len(task.items)
             task.stream.deliver(task, answer.open)
 
-    def _sort_out(self, seat: Seat, chunk: Chunk, answer: Answer) -> None:
-        """Deliver the results that there are; do again, or report, what failed."""
+    def _retry_failures(self, seat: Seat, chunk: Chunk, answer: Answer) -> None:
+        """Deliver the results; repeat, or report, the failures."""
         try:
             results = answer.open()
-        except BaseException as error:  # one of them came through pickle there, and does not here: find which
+        except BaseException as error:  # one of them does not unpickle: find which
             failure = Failure.of(error)
             results = [replace(failure, whole=True)]
         if type(results[0]) is Failure and results[0].whole:
@@ -237,43 +236,43 @@ class Scheduler:
             if type(result) is not Failure:
                 seat.done += 1
                 chunk.stream.deliver(single, lambda result=result: [result])
-            elif len(chunk.items) > 1 and result.whole:  # the others are not to blame: each gets a try by itself
+            elif len(chunk.items) > 1 and result.whole:  # another item may be the reason: each gets a try by itself
                 single.tries = min(single.tries, self.retries - 1)
                 chunk.stream.again[self._lane(seat)].append(single)
             else:
                 self._try_again(seat, single, result)
 
     def _try_again(self, seat: Seat, single: Chunk, failure: Failure) -> None:
-        """An item failed by itself: once more, or report it."""
+        """An item failed by itself: try once more, or report it."""
         if single.tries < self.retries:
             single.stream.again[self._lane(seat)].append(single)
         else:
-            seat.starts = min(seat.starts, 1) if seat.done else seat.starts  # the item was to blame, not the worker
+            seat.starts = min(seat.starts, 1) if seat.done else seat.starts  # the item was the reason, not the worker
             single.stream.deliver(single, ItemError.of(single.indices.start, failure))
 
     def rescue(self, seat: Seat, how: str) -> None:
-        """A worker is lost: what it held waits again, at the front. Only its oldest task may be the reason."""
+        """A worker is lost: put what it held to the front of the queue. Only its oldest task may be the reason."""
         tasks, seat.queue = list(seat.queue), deque()
         for task in reversed(tasks):
-            begun = task is tasks[0]
+            started = task is tasks[0]
             if isinstance(task, Chunk):
-                self._rescue(seat, task, begun, how)
+                self._rescue(seat, task, started, how)
                 continue
-            task.tries += begun
+            task.tries += started
             if task.tries < self.retries:
                 self.jobs[task.lane].appendleft(task)
             else:
                 text = f"{seat} ended with the job, {task.tries} times: {how}"
                 resolve(task.future, error=PredictionError(text))
 
-    def _rescue(self, seat: Seat, chunk: Chunk, begun: bool, how: str) -> None:
+    def _rescue(self, seat: Seat, chunk: Chunk, started: bool, how: str) -> None:
         chunk.holders -= 1
         if chunk.done or chunk.holders:
             return
-        chunk.tries += begun
+        chunk.tries += started
         again = chunk.stream.again[self._lane(seat)]
-        if not begun or (chunk.tries < self.retries and len(chunk.items) > 1):
-            again.appendleft(chunk)  # as it was: results depend on the batch, if only in the last bits
+        if not started or (chunk.tries < self.retries and len(chunk.items) > 1):
+            again.appendleft(chunk)  # unchanged: results depend on the batch, if only in the last bits
         elif len(chunk.items) > 1:
             chunk.done = True
             again.extendleft(reversed(chunk.singles(self.retries - 1)))

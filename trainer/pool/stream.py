@@ -1,18 +1,22 @@
-"""One `map`: what came in and is not yet out, between the caller's thread and the engine's."""
+"""Streams of `map` and jobs of `submit`, between the caller's thread and the engine's."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from trainer.pool.failures import Failure, ItemError
+from trainer.pool.failures import Failure, ItemError, raisable
+from trainer.pool.handles import Answer
 
 
 class Lane:
-    """Items that wait, with the indices they will get: of the whole stream, or every so manieth for one worker.
+    """A queue of items with their indices: all items of a stream, or every n-th for one worker.
 
     Args:
         first: index of the first item.
@@ -33,14 +37,14 @@ class Lane:
 
 @dataclass(eq=False)
 class Chunk:
-    """Items of one stream that are done together: a worker's batch."""
+    """Items of one stream: a worker's batch."""
 
     stream: Stream
     indices: range
     items: Sequence[Any]
     tries: int = 0
     holders: int = 0  # workers that have it
-    done: bool = False  # answered, or done again as other chunks
+    done: bool = False  # answered, or split into other chunks
 
     def singles(self, tries: int) -> list[Chunk]:
         """Its items, each by itself."""
@@ -55,9 +59,9 @@ class Stream:
 
     Args:
         ordered: results come in the items' order.
-        lanes: one, or one a worker.
-        wake: tells the engine that there is something to do.
-        window: items that may be on their way.
+        lanes: one, or one for each worker.
+        wake: wakes the engine.
+        window: items that may be in flight.
         width: items of a batch, if that is fixed.
     """
 
@@ -65,15 +69,15 @@ class Stream:
         self, ordered: bool, lanes: list[Lane], wake: Callable[[], None], window: int, width: int | None
     ) -> None:
         self.ordered, self.lanes, self.wake, self.window, self.width = ordered, lanes, wake, window, width or 1
-        self.again: list[deque[Chunk]] = [deque() for _ in lanes]  # chunks that come before new ones, by lane
+        self.again: list[deque[Chunk]] = [deque() for _ in lanes]  # chunks to be repeated, before new ones, by lane
         self.arrived: deque[tuple[Chunk, Any]] = deque()
         self.news = threading.Event()
         self.error: BaseException | None = None
-        self.wanted = 1  # items that the engine waits for; 0: it does not
-        self.since = 0.0  # when the engine first saw items that are less than a batch
-        self.due: float | None = None  # when it will take them nevertheless
+        self.wanted = 1  # items that the engine waits for; 0: none
+        self.since = 0.0  # when the engine first saw less than a full batch
+        self.due: float | None = None  # when it takes that
         self.ended = False  # the iterable has no more
-        self.waiting = False  # the caller waits for results, so no item comes meanwhile
+        self.waiting = False  # the caller waits for results and puts no items in
         self.closed = False
         self._early: dict[int, Any] = {}
         self._next = 0
@@ -91,7 +95,7 @@ class Stream:
         self.wake()
 
     def get(self) -> Any:
-        """Caller's side: the next results (a list), the next `ItemError`, or None if they are not there yet."""
+        """Caller's side: the next results (a list), the next `ItemError`, or None if there are none yet."""
         arrived, early = self.arrived, self._early
         while arrived:
             chunk, results = arrived.popleft()
@@ -101,7 +105,7 @@ class Stream:
                     results = results()
                 except KeyboardInterrupt:
                     raise
-                except BaseException as error:  # it came through pickle there, and does not here
+                except BaseException as error:  # one does not unpickle
                     if len(indices) > 1:  # find which
                         self._do_singly(chunk)
                         continue
@@ -129,7 +133,7 @@ class Stream:
         return index // self.width % len(self.lanes)
 
     def wait(self) -> None:
-        """Caller's side: until there is news."""
+        """Caller's side: until there are results or an error."""
         self.waiting = True
         self.news.clear()
         if not self.arrived and not self.error:
@@ -138,12 +142,58 @@ class Stream:
         self.waiting = False
 
     def deliver(self, chunk: Chunk, results: Any) -> None:
-        """Engine's side: what makes the list of results when it is called, or an `ItemError`."""
+        """Engine's side: `results` is a function that returns a list, or an `ItemError`."""
         if not self.closed:
             self.arrived.append((chunk, results))
             self.news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Engine's side: nothing more will come."""
+        """Engine's side: no more results will come."""
         self.error = error
         self.news.set()
+
+
+class JobFuture(Future[Any]):
+    """A Future whose callbacks cannot end the pool's thread, which calls them."""
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        super().add_done_callback(partial(_call_back, fn))
+
+
+def _call_back(function: Callable[[Future[Any]], object], future: Future[Any]) -> None:
+    try:
+        function(future)
+    except Exception:
+        raise  # concurrent.futures logs it
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__} in a callback of a DevicePool ends nothing") from error
+
+
+@dataclass(eq=False)
+class Job:
+    """A call of `submit`."""
+
+    future: Future[Any]
+    call: Any
+    lane: int
+    tries: int = 0
+    running: bool = False
+
+
+def finish(future: Future[Any], answer: Answer) -> None:
+    """Set a job's result or error from its worker's answer."""
+    try:
+        result = answer.open()
+    except BaseException as error:
+        resolve(future, error=raisable(error))
+        return
+    if answer.failures:
+        resolve(future, error=result.exception())
+    else:
+        resolve(future, result)
+
+
+def resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    """Set a Future's result or error, unless it was cancelled."""
+    with suppress(InvalidStateError):
+        future.set_exception(error) if error else future.set_result(result)

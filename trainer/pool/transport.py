@@ -1,7 +1,7 @@
-"""Values in shared memory: tensors, arrays, and whatever pickles, laid out in slots that two processes map.
+"""Values in shared memory: tensors, arrays, and whatever pickles, in slots that two processes map.
 
-A value is taken apart by pickle's protocol 5 (PEP 574): a small body, and the bytes of its tensors and arrays beside
-it. Only where they lie in the slot goes over the pipe, so nothing is copied through it and no size is too big.
+pickle's protocol 5 (PEP 574) makes a small body of a value, and puts the bytes of its tensors and arrays beside it.
+Only their offsets in the slot go through the pipe, so no bytes are copied through it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch import Tensor
 from trainer.processes.memory_file import MemoryFile, aligned
 
 SMALLEST = 1 << 16  # bytes of a slot at first
-LITTLE = 1 << 15  # elements that torch copies in one thread; for more it starts threads, and the parent has no cores
+LITTLE = 1 << 15  # elements that torch copies in one thread; for more it uses several, which the workers need
 
 
 def new_slot() -> MemoryFile:
-    """Memory for what a worker gets and answers: of the two, one owns it by the messages that they exchange, and alone
-    writes.
+    """Memory for a worker's tasks and answers. Either side writes only while the other waits for its message.
 
     Raises:
         SetupError: this system does not have it.
@@ -36,7 +35,7 @@ def new_slot() -> MemoryFile:
 
 
 class Extent(NamedTuple):
-    """Where a value lies in a slot."""
+    """Where a value is in a slot."""
 
     start: int = 0
     end: int = 0
@@ -46,7 +45,7 @@ class Extent(NamedTuple):
 
 
 class Message(NamedTuple):
-    """All that goes over a worker's pipe, 9 integers. Its first fields are an `Extent`'s."""
+    """All that goes through a worker's pipe: 9 integers, of which the first are an `Extent`'s."""
 
     extent: Extent
     kind: int
@@ -66,8 +65,8 @@ class Message(NamedTuple):
 _FORMAT = struct.Struct("9q")
 
 
-class Parcel:
-    """A value taken apart: `open` makes it anew."""
+class Packed:
+    """A pickled value with its buffers; `open` unpickles it."""
 
     def __init__(self, body: bytes, buffers: Sequence[Any], rows: int = 0) -> None:
         self.body, self.buffers, self.rows = body, buffers, rows
@@ -85,11 +84,11 @@ class Parcel:
         return list(np.frombuffer(self.buffers[0], kind).reshape(self.rows, *shape))
 
 
-# --- taking apart -----------------------------------------------------------------------------------------------------
+# --- pickling ---------------------------------------------------------------------------------------------------------
 
 
-def pack(value: Any) -> Parcel:
-    """Take a value apart. Tensors lose their gradient and come back on the CPU, dense, their axes in memory as before.
+def pack(value: Any) -> Packed:
+    """Pickle a value. Tensors lose their gradient and unpickle on the CPU, with the same memory format.
 
     Raises:
         TypeError: a sparse tensor.
@@ -100,13 +99,13 @@ def pack(value: Any) -> Parcel:
     pickler.dump(value)
     for device in pickler.devices:
         torch.cuda.current_stream(device).synchronize()
-    return Parcel(file.getvalue(), [buffer.raw() for buffer in pickler.buffers])
+    return Packed(file.getvalue(), [buffer.raw() for buffer in pickler.buffers])
 
 
-def pack_rows(values: Any) -> Parcel:
-    """Take a sequence apart, to come back as a list: as one block where all are tensors, or arrays, of one shape.
+def pack_rows(values: Any) -> Packed:
+    """Pickle a sequence, which unpickles as a list: as one block where all are tensors, or arrays, of one shape.
 
-    From a block they come back contiguous.
+    From a block they unpickle contiguous.
 
     Args:
         values: a list or tuple, or a tensor or array of shape (N, ...).
@@ -114,30 +113,30 @@ def pack_rows(values: Any) -> Parcel:
     rows = _Rows.of(values)
     if rows is None:
         return pack(list(values))
-    return Parcel(pickle.dumps((rows.kind, rows.shape)), [rows], rows.count)
+    return Packed(pickle.dumps((rows.kind, rows.shape)), [rows], rows.count)
 
 
-def store(parcel: Parcel, slot: MemoryFile, start: int = 0) -> Extent:
-    """Write a parcel at `start`: the sizes of its buffers, its body, its buffers."""
-    sizes = [buffer.nbytes for buffer in parcel.buffers]
+def store(packed: Packed, slot: MemoryFile, start: int = 0) -> Extent:
+    """Write it at `start`: the sizes of its buffers, its body, its buffers."""
+    sizes = [buffer.nbytes for buffer in packed.buffers]
     begin = start + 8 * len(sizes)
-    offsets, end = [], begin + len(parcel.body)
+    offsets, end = [], begin + len(packed.body)
     for size in sizes:
         offsets.append(aligned(end))
         end = offsets[-1] + size
     memory = slot.reach(end)
     struct.pack_into(f"{len(sizes)}q", memory, start, *sizes)
-    memory[begin : begin + len(parcel.body)] = parcel.body
-    for offset, size, buffer in zip(offsets, sizes, parcel.buffers, strict=True):
+    memory[begin : begin + len(packed.body)] = packed.body
+    for offset, size, buffer in zip(offsets, sizes, packed.buffers, strict=True):
         if isinstance(buffer, _Rows):
             buffer.write(memory, offset)
         elif size:
             memory[offset : offset + size] = buffer
-    return Extent(start, end, len(parcel.body), len(sizes), parcel.rows)
+    return Extent(start, end, len(packed.body), len(sizes), packed.rows)
 
 
-def fetch(memory: mmap.mmap, extent: Extent, own: bool) -> Parcel:
-    """Read a parcel. With `own` its tensors and arrays have memory of their own, each; else they are the slot's."""
+def fetch(memory: mmap.mmap, extent: Extent, copy: bool) -> Packed:
+    """Read what `store` wrote. With `copy` tensors and arrays own their memory; else they are views of the slot."""
     view = memoryview(memory)
     sizes = struct.unpack_from(f"{extent.buffers}q", memory, extent.start)
     end = extent.start + 8 * extent.buffers + extent.body
@@ -146,16 +145,16 @@ def fetch(memory: mmap.mmap, extent: Extent, own: bool) -> Parcel:
     for size in sizes:
         offset = aligned(end)
         end = offset + size
-        if own and extent.rows:
+        if copy and extent.rows:
             row = size // extent.rows
             buffers = [bytearray(view[at : at + row]) for at in range(offset, end, row)]
         else:
-            buffers.append(bytearray(view[offset:end]) if own else view[offset:end])
-    return Parcel(body, buffers, extent.rows)
+            buffers.append(bytearray(view[offset:end]) if copy else view[offset:end])
+    return Packed(body, buffers, extent.rows)
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the bytes of tensors and arrays out of the body."""
+    """Keeps the bytes of tensors and arrays out of the body."""
 
     def __init__(self, file: io.BytesIO) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
@@ -229,7 +228,7 @@ class _Rows:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether its bytes and its shape are all of it; for the others torch knows how."""
+    """Whether bytes, shape and type are all of it; torch pickles the others."""
     strided = type(tensor) is Tensor and tensor.layout is torch.strided
     return strided and not tensor.is_quantized and not tensor.is_meta
 
@@ -252,7 +251,7 @@ def _refuse_sparse(tensor: Tensor) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """On the CPU; from a GPU through pinned memory, there once its stream is synchronised."""
+    """On the CPU; from a GPU through pinned memory, complete once its stream is synchronised."""
     if tensor.device.type != "cuda":
         return tensor.detach().cpu()
     pinned = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
@@ -269,12 +268,12 @@ def _bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _permuted(buffer: Any, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-    """The same for one whose axes lie in another order, as channels_last has it."""
+    """The same for dimensions in another order in memory, such as channels_last."""
     return _tensor(buffer, dtype, shape).permute(tuple(order))
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """What a tensor's bytes make, as a view of them."""
+    """A tensor as a view of its bytes."""
     if not math.prod(shape):
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))

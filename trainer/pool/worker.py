@@ -1,4 +1,4 @@
-"""What runs in a worker: the user's callable on one device, and the loop that serves the parent."""
+"""Inside a worker: the user's callable on one device, and the loop that answers the parent."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import torch
 
 from trainer.errors import RecipeError
 from trainer.pool.failures import Failure
-from trainer.pool.transport import Extent, Message, Parcel, fetch, new_slot, pack, pack_rows, store
+from trainer.pool.transport import Extent, Message, Packed, fetch, new_slot, pack, pack_rows, store
 from trainer.processes import fork_server
 from trainer.processes.memory_file import MemoryFile
 
 
 class Kind(IntEnum):
-    """What a message is about."""
+    """Of a message."""
 
     READY = 0
     BROKEN = 1  # the setup failed
@@ -42,18 +42,18 @@ _here = _Here()
 
 
 def current_device() -> torch.device:
-    """The device of the worker that calls, in a `DevicePool`.
+    """The device of the `DevicePool`'s worker that calls this.
 
     Raises:
         RecipeError: called outside of a worker.
     """
     if _here.device is None:
-        raise RecipeError("current_device() is known within a DevicePool's worker only: call it in what the pool runs")
+        raise RecipeError("current_device() works in a DevicePool's workers only: call it in what the pool runs")
     return _here.device
 
 
 def enter(device: torch.device) -> None:
-    """Make a device this thread's own: `current_device`, and CUDA's current device."""
+    """Make a device current in this thread, for `current_device` and for CUDA."""
     _here.device = device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -71,19 +71,19 @@ class Caller:
 
     @property
     def prepares(self) -> bool:
-        """Whether the worker begins with a batch while it still does another."""
+        """Whether the worker prepares a batch while it still computes another."""
         return hasattr(self.worker, "prepare")
 
     def prepared(self, items: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]]:
-        """What `batch` is to fetch in place of a batch's items."""
+        """A function for `batch` that returns the prepared items."""
         try:
-            begun = self.worker.prepare(items())
+            values = self.worker.prepare(items())
         except BaseException as error:
             return partial(_raise, error)
-        return lambda: begun
+        return lambda: values
 
     def batch(self, items: Callable[[], Sequence[Any]]) -> Any:
-        """A result or a `Failure` for each item, or one `Failure` of the whole batch; `items` fetches them."""
+        """A result or a `Failure` for each item, or one `Failure` of the whole batch; `items` returns them."""
         try:
             enter(self.device)
             values = items()
@@ -138,7 +138,7 @@ def _checked(results: Any, count: int) -> Any:
 
 @dataclass(frozen=True)
 class Definition:
-    """The worker and its arguments, taken apart once and mapped by every process: weights are in memory once."""
+    """The worker and its arguments, pickled once and mapped by every process: weights are in memory once."""
 
     slot: MemoryFile
     extent: Extent
@@ -149,8 +149,8 @@ class Definition:
         return cls(slot, store(pack((worker, tuple(arguments))), slot))
 
     def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What changes the arguments changes this process's copy of the pages that it writes to."""
-        opened: tuple[Callable[..., Any], tuple[Any, ...]] = fetch(self.slot.private(), self.extent, own=False).open()
+        """The arguments are copied on write, for this process alone."""
+        opened: tuple[Callable[..., Any], tuple[Any, ...]] = fetch(self.slot.private(), self.extent, copy=False).open()
         return opened
 
 
@@ -162,10 +162,10 @@ def main(
     threads: int,
     environment: dict[str, str],
 ) -> None:
-    """A worker process, from its start to the parent's end of the pipe closing."""
+    """A worker process, until the parent closes its end of the pipe."""
     fork_server.begin_worker()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of whoever wants this one gone: what it had is done again
-    for name in os.environ.keys() - environment.keys():  # the fork server's is as old as the server
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may be terminated: what it had is repeated
+    for name in os.environ.keys() - environment.keys():  # the fork server's environment may be older
         del os.environ[name]
     os.environ.update(environment)
     np.random.seed()  # the server's state would be every worker's
@@ -182,7 +182,7 @@ def main(
     sys.stderr.flush()
 
 
-Opener = Callable[[], Any]  # fetches what a message is about
+Opener = Callable[[], Any]  # unpickles a message's batch or job
 
 
 def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> None:
@@ -200,37 +200,37 @@ def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> No
 
 
 def _arrivals(connection: Connection, slots: list[MemoryFile], caller: Caller) -> Iterator[tuple[Message, Opener]]:
-    """What comes over the pipe until the parent closes it."""
+    """Messages until the parent closes the pipe."""
     while True:
         try:
             message = Message.from_bytes(connection.recv_bytes())
         except (EOFError, OSError):
             return
         job = message.kind == Kind.JOB
-        items = fetch(slots[message.slot].reach(message.extent.end), message.extent, own=job).open
+        items = fetch(slots[message.slot].reach(message.extent.end), message.extent, copy=job).open
         yield message, caller.prepared(items) if caller.prepares and not job else items
         del items
 
 
 def _ahead(arrived: Iterator[tuple[Message, Opener]], caller: Caller) -> Iterator[tuple[Message, Opener]]:
-    """The same, looked at by a thread as it comes; the parent sends no more than it has slots."""
-    found: queue.SimpleQueue[tuple[Message, Opener] | None] = queue.SimpleQueue()
+    """The same, received by a thread, which prepares batches; the parent sends no more than it has slots."""
+    received: queue.SimpleQueue[tuple[Message, Opener] | None] = queue.SimpleQueue()
 
     def listen() -> None:
         try:
             enter(caller.device)
-            for one in arrived:
-                found.put(one)
-                del one  # its batch's memory is the worker's alone
-        finally:  # also where that fails: the worker then ends, and is replaced
-            found.put(None)
+            for message in arrived:
+                received.put(message)
+                del message  # or this thread keeps its batch's memory
+        finally:  # also after an error: the worker then ends, and is replaced
+            received.put(None)
 
     threading.Thread(target=listen, name="listening", daemon=True).start()
-    return iter(found.get, None)
+    return iter(received.get, None)
 
 
 def _send(connection: Connection, message: Message) -> bool:
-    """Whether the parent is still there to have it."""
+    """False where the parent has closed the pipe."""
     try:
         connection.send_bytes(message.to_bytes())
     except OSError:
@@ -238,7 +238,7 @@ def _send(connection: Connection, message: Message) -> bool:
     return True
 
 
-def _batch(caller: Caller, items: Opener) -> tuple[Parcel, int]:
+def _batch(caller: Caller, items: Opener) -> tuple[Packed, int]:
     results = caller.batch(items)
     try:
         if isinstance(results, list) and any(type(result) is Failure for result in results):
@@ -251,7 +251,7 @@ def _batch(caller: Caller, items: Opener) -> tuple[Parcel, int]:
 
 
 def _packable(results: list[Any]) -> list[Any]:
-    """With a `Failure` for each result that cannot travel."""
+    """With a `Failure` in place of each result that does not pickle."""
     checked = []
     for result in results:
         try:
@@ -262,7 +262,7 @@ def _packable(results: list[Any]) -> list[Any]:
     return checked
 
 
-def _job(caller: Caller, call: Opener) -> tuple[Parcel, int]:
+def _job(caller: Caller, call: Opener) -> tuple[Packed, int]:
     result = caller.job(call)
     try:
         return pack(result), int(type(result) is Failure)

@@ -85,7 +85,7 @@ def test_the_name_that_recipes_know(source, name):
     ("source", "line"),
     [
         (3, "model= is a torch.nn.Module, a function that makes one, or a name"),
-        (lambda depth: Net(), r"and wants depth: write model=lambda: ...\(depth=...\)"),
+        (lambda depth: Net(), r"and needs depth: write model=lambda: ...\(depth=...\)"),
         (nn.LazyLinear(3), "call model\\(batch\\) once before"),
         (nn.Flatten(), "model= has nothing to train: set requires_grad=True"),
         (Locked(), r"model=Locked cannot be copied \(TypeError: .*\): give a function that makes it"),

@@ -482,7 +482,7 @@ def test_a_forked_copy_has_no_workers(pools):
         try:
             list(pool.map([1]))
         except RecipeError as error:
-            os._exit(7 if "forked" in str(error) else 1)
+            os._exit(7 if "fork" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert list(pool.map([2])) == [4]

@@ -1,5 +1,5 @@
 """Models by name, their graphs, where they can be cut, and how their stages are balanced.
 
-How a cut model is run is a mode's.
+Modes run the stages.
 Imports: errors, recipe, saving.
 """

@@ -1,4 +1,4 @@
-"""What each block of a model costs on its device, and where to cut so that the slowest stage is as fast as can be."""
+"""The cost of each block of a model on its device, and the cuts that make the slowest stage fastest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.errors import RecipeError
 from trainer.models.memory import Allocations, size_of
 from trainer.models.partition import Traced, choose
 
-TIE = 1.01  # stages within one percent of the best count as equally fast: timings repeat no better
+TIE = 1.01  # stages within one percent of the best count as equally fast: timings vary as much
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class BlockCost:
 
     forward: float  # seconds
     backward: float  # seconds
-    bytes: int  # that cross the cut after this block; 0 for the last
+    bytes: int  # sent over the cut after this block; 0 for the last
     kept: int = 0  # bytes, from the forward pass to the backward pass, without its inputs
     weights: int = 0  # bytes
 
 
 def cuts_for(traced: Traced, wanted: Sequence[str], stages: int, costs: Sequence[BlockCost]) -> tuple[str, ...]:
-    """The cuts that `pipeline.cuts` means, or, where it is auto, the best for these costs.
+    """The cuts of `pipeline.cuts`, or, where it is auto, the best for these costs.
 
     Raises:
-        RecipeError: the model cannot be cut like that.
+        RecipeError: the model cannot be cut there.
     """
     if wanted != "auto":
         return choose(traced, wanted, stages)
@@ -54,10 +54,10 @@ def stage_seconds(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost
 
 
 def balance(costs: Sequence[BlockCost], stages: int) -> tuple[int, ...]:
-    """Where to cut a row of blocks into `stages` so that the slowest stage is fastest.
+    """Where to cut a sequence of blocks into `stages` so that the slowest stage is fastest.
 
     Two passes of the linear-partition dynamic programme (Skiena, The Algorithm Design Manual, section 8.5): the first
-    finds the fastest slowest stage, the second, among all cuts within 1 % of it, those over which the fewest bytes go.
+    finds the fastest slowest stage, the second, among all cuts within 1 % of it, those with the fewest bytes sent.
 
     Returns:
         `stages` - 1 rising indices of cuts; cut i lies between the blocks i and i + 1.
@@ -73,7 +73,7 @@ def balance(costs: Sequence[BlockCost], stages: int) -> tuple[int, ...]:
     upto = [0.0, *accumulate(cost.forward + cost.backward for cost in costs)]
     blocks = range(len(costs))
 
-    # Entry i of a row: the best way to make the first i + 1 blocks into so many stages.
+    # Entry i of a list: the best way to cut the first i + 1 blocks into so many stages.
     slowest = [upto[i + 1] for i in blocks]
     for _ in range(stages - 1):
         slowest = [
@@ -107,11 +107,11 @@ def block_costs(
     """Time forward and backward of each block between neighbouring cuts, on the device the inputs are on.
 
     In training mode, one block after the other as in a pipeline: each gets a detached output of the one before. The
-    model is left as it was: gradients, running statistics, flags and the random state.
+    model is not changed: neither gradients, running statistics, training flags nor the random state.
 
     Args:
-        traced: its model may be elsewhere: block by block goes to the inputs' device and back.
-        inputs: a micro-batch (N, C, H, W). Its size matters: the costs of blocks do not scale alike.
+        traced: its model may be on another device: each block goes to the inputs' device and back.
+        inputs: a micro-batch (N, C, H, W). Its size matters: blocks do not scale alike.
         run: calls a module, for example under autocast.
         repeats: the median of so many, after one to warm up.
 
@@ -144,7 +144,7 @@ def block_costs(
 def _time(
     block: nn.Module, received: Tensor, run: Callable[[nn.Module, Tensor], Tensor], weigh: bool
 ) -> tuple[Tensor, BlockCost]:
-    """One forward and backward; returns the output as the next block receives it. `weigh` adds up what is kept."""
+    """One forward and backward; returns the output as the next block receives it. `weigh` counts saved tensors."""
     parameters = [p for p in block.parameters() if p.requires_grad]
     counting = Allocations([*block.parameters(), *block.buffers(), received]) if weigh else None
     with torch.enable_grad(), counting or nullcontext():
@@ -153,7 +153,7 @@ def _time(
         middle = _clock(received.device)
         kept = counting.live if counting else 0
         wanted = [received, *parameters] if received.requires_grad else parameters
-        if out.requires_grad:  # else this block and all before it are frozen. Leaves .grad and its hooks alone
+        if out.requires_grad:  # else this block and all before it are frozen. Changes no .grad
             torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
         end = _clock(received.device)
     sent = out.detach()
@@ -161,7 +161,7 @@ def _time(
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Seconds, after the device is synchronised."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -169,7 +169,7 @@ def _clock(device: torch.device) -> float:
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Give buffers, training flags and the random state back as they were."""
+    """Restore buffers, training flags and the random state afterwards."""
     parts = {part for module in modules for part in module.modules()}
     flags = {part: part.training for part in parts}
     # By their names: a module that goes to another device and back has other tensors.

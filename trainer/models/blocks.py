@@ -17,40 +17,40 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Block(NamedTuple):
-    """A part of a model that learns as one."""
+    """A part of a model that is frozen, or has a learning rate, as a whole."""
 
-    name: str  # of the module that it is
-    parameters: list[str]  # names, those of the loose ones around it included
+    name: str  # of its module
+    parameters: list[str]  # names, with those of loose parameters around it
 
 
 def blocks(model: nn.Module) -> list[Block]:
     """The model's blocks in the order in which it defines them; parameters that are used twice count once.
 
     A block is a child of the model, or of a list in it (`nn.Sequential`, `nn.ModuleList`), or of a part whose lists
-    hold more than half of all weights: a residual block, an encoder layer, a convolution on its own. What is loose goes
-    with the block before it, or with the first: normalisation layers between blocks, position embeddings, class tokens.
+    hold more than half of all weights: a residual block, an encoder layer, a convolution on its own. Loose parameters
+    belong to the block before them, or to the first: normalisation between blocks, position embeddings, class tokens.
     """
-    found: list[Block] = []
+    listed: list[Block] = []
     waiting: list[str] = []  # loose ones before the first block
     for name, parameters, loose in _parts(model, "", sum(p.numel() for p in model.parameters()) / 2):
-        if loose and not found:
+        if loose and not listed:
             waiting += parameters
         elif loose:
-            found[-1].parameters.extend(parameters)
+            listed[-1].parameters.extend(parameters)
         else:
-            found.append(Block(name, [*waiting, *parameters]))
+            listed.append(Block(name, [*waiting, *parameters]))
             waiting = []
     if waiting:
-        found.append(Block("", waiting))
+        listed.append(Block("", waiting))
     once: set[str] = {name for name, _ in model.named_parameters()}
-    return [Block(name, [p for p in parameters if p in once]) for name, parameters in found]
+    return [Block(name, [p for p in parameters if p in once]) for name, parameters in listed]
 
 
 def _parts(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[str, list[str], bool]]:
-    """Parts with parameters in the order of their definition: name, parameters, whether it is loose."""
-    own = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        yield prefix.removesuffix("."), own, True
+    """Parts with parameters in the order of their definition: name, parameters, whether they are loose."""
+    direct = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+    if direct:
+        yield prefix.removesuffix("."), direct, True
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         parameters = dict(child.named_parameters(prefix=path))
@@ -63,7 +63,7 @@ def _parts(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[str, l
 
 
 def _in_lists(module: nn.Module) -> int:
-    """Weights that lie in lists of layers within a module."""
+    """Number of weights in lists of layers within a module."""
     return sum(
         sum(p.numel() for p in child.parameters()) if type(child) in LISTS else _in_lists(child)
         for child in module.children()
@@ -71,21 +71,21 @@ def _in_lists(module: nn.Module) -> int:
 
 
 def head(model: nn.Module) -> str:
-    """The name of the layer that makes the outputs: the last one, linear or a convolution; empty where none is."""
+    """The name of the last linear or convolutional layer; empty where there is none."""
     layers = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, *CONVOLUTIONS))]
     return layers[-1] if layers else ""
 
 
 def freeze(model: nn.Module, wanted: int | Sequence[str], name: str) -> None:
-    """Let some parameters keep their values: they get no gradients, so no optimizer state either.
+    """Freeze some parameters (requires_grad=False).
 
     Args:
-        wanted: so many blocks from the inputs on, all but so many of the last ones where negative; or names or patterns
-            of modules and parameters, as in `layer1` or `encoder.layers.*.mlp`.
+        wanted: the first blocks, so many; all but the last so many where negative; or names or patterns of modules and
+            parameters, as in `layer1` or `encoder.layers.*.mlp`.
         name: of the model, for messages.
 
     Raises:
-        RecipeError: there are not so many blocks, a pattern fits nothing, or nothing is left to train.
+        RecipeError: there are not so many blocks, a pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     if isinstance(wanted, int):
@@ -104,12 +104,12 @@ def freeze(model: nn.Module, wanted: int | Sequence[str], name: str) -> None:
         raise RecipeError(f"model.freeze leaves nothing of {name} to train: take its last layer out of the list")
     for parameter in chosen:
         parameters[parameter].requires_grad_(False)
-    for norm in _still(model):
+    for norm in _frozen_by_position(model):
         norm.keeps_statistics = True  # type: ignore[assignment]
 
 
 def _fitting(model: nn.Module, pattern: str, model_name: str) -> list[str]:
-    """Names of the parameters that a pattern names, or that lie in modules that it names."""
+    """Names of the parameters that a pattern matches, or whose modules it matches."""
     names = [name for name, _ in model.named_parameters()]
     fits = [name for name in names if any(fnmatchcase(above, pattern) for above in _path(name))]
     if not fits:
@@ -122,63 +122,60 @@ def _fitting(model: nn.Module, pattern: str, model_name: str) -> list[str]:
 
 
 def _path(name: str) -> list[str]:
-    """A parameter's name and those of all modules that it lies in."""
+    """A parameter's name and those of all modules around it."""
     parts = name.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def frozen(model: nn.Module) -> list[str]:
-    """What does not train, in as few names as there can be: modules of which no parameter does, else parameters."""
-    if not any(True for _ in model.parameters()):
-        return []
-    found: list[str] = []
+    """What is frozen, in as few names as possible: whole modules, else parameters."""
+    names: list[str] = []
 
-    def look(module: nn.Module, prefix: str) -> None:
-        found.extend(f"{prefix}{name}" for name, p in module.named_parameters(recurse=False) if not p.requires_grad)
+    def visit(module: nn.Module, prefix: str) -> None:
+        names.extend(f"{prefix}{name}" for name, p in module.named_parameters(recurse=False) if not p.requires_grad)
         for name, child in module.named_children():
             training = [p.requires_grad for p in child.parameters()]
             if training and not any(training):
-                found.append(f"{prefix}{name}")
+                names.append(f"{prefix}{name}")
             elif training:
-                look(child, f"{prefix}{name}.")
+                visit(child, f"{prefix}{name}.")
 
-    look(model, "")
-    return found
+    visit(model, "")
+    return names
 
 
 def frozen_norms(model: nn.Module) -> list[_NormBase]:
-    """Normalisation that `freeze` named, which goes on with the statistics that it has."""
+    """Normalisation layers whose running statistics `freeze` froze."""
     return [layer for layer in model.modules() if isinstance(layer, _NormBase) and keeps_statistics(layer)]
 
 
 def hold_statistics(model: nn.Module) -> None:
-    """Let what `frozen_norms` finds use its statistics in training too; dropout inside of such a layer goes on."""
+    """Let `frozen_norms` use their running statistics in training too; dropout inside of such a layer stays on."""
     for layer in frozen_norms(model):
         layer.training = False  # not `eval()`, which is for its children as well
 
 
 def keeps_statistics(layer: nn.Module) -> bool:
-    """Whether `freeze` named this layer."""
+    """Whether `freeze` froze this layer's running statistics."""
     return bool(getattr(layer, "keeps_statistics", False))
 
 
-def _still(model: nn.Module) -> Iterator[_NormBase]:
-    """Batch normalisation, and instance normalisation with running statistics, that does not train.
+def _frozen_by_position(model: nn.Module) -> Iterator[_NormBase]:
+    """Batch normalisation, and instance normalisation with running statistics, that is frozen.
 
-    One without weight and bias is like the part around it, or where only some of that trains, like the layer before it;
-    before all others, like the first that has any.
+    One without weight and bias is frozen with the module around it, or where that trains in part, with the layer before
+    it; without any layer before it, with the first that has parameters.
     """
-    owns = ([p.requires_grad for p in layer.parameters(recurse=False)] for layer in model.modules())
-    before = next((not any(own) for own in owns if own), False)  # whether the layer before is frozen
-    for name, layer in model.named_modules():
-        own = [p.requires_grad for p in layer.parameters(recurse=False)]
-        before = not any(own) if own else before
-        looks = isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.running_mean is not None)
-        if looks and (before if own else _like_its_part(model, name, before)):
+    trains = [[p.requires_grad for p in layer.parameters(recurse=False)] for layer in model.modules()]
+    before = next((not any(flags) for flags in trains if flags), False)  # whether the layer before is frozen
+    for (name, layer), flags in zip(model.named_modules(), trains, strict=True):
+        before = not any(flags) if flags else before
+        tracks = isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.running_mean is not None)
+        if tracks and (before if flags else _like_its_module(model, name, before)):
             yield layer
 
 
-def _like_its_part(model: nn.Module, name: str, before: bool) -> bool:
+def _like_its_module(model: nn.Module, name: str, before: bool) -> bool:
     while name:
         name = name.rpartition(".")[0]
         training = {p.requires_grad for p in model.get_submodule(name).parameters()}

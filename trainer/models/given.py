@@ -1,4 +1,4 @@
-"""Models that a program hands over: modules, and functions that make them."""
+"""Models of the Python API: modules, and functions that make them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.nn.parameter import is_lazy
 from trainer.errors import RecipeError
 from trainer.models.small import SMALL
 
-OFFERED = ("num_classes", "channels", "image_size")  # what a function that makes a model may ask for
+OFFERED = ("num_classes", "channels", "image_size")  # parameters that a function may have
 
 
 class Given:
-    """A model's builder, of a module or of a function that makes one.
+    """A model's builder, from a module or from a function that makes one.
 
-    A module is copied, with its weights, so that the caller's own stays as it is while a run goes on. A function or
-    class is called with those of num_classes, channels and image_size that it has parameters for.
+    A module is copied, with its weights, so that a run does not change the caller's. A function or class is called with
+    those of num_classes, channels and image_size that it has parameters for.
     """
 
     def __init__(self, source: nn.Module | Callable[..., nn.Module]) -> None:
@@ -34,7 +34,7 @@ class Given:
         if isinstance(source, nn.Module):
             source = bare(source)
             if any(map(is_lazy, [*source.parameters(), *source.buffers()])):
-                raise RecipeError("model= has layers that its first batch shapes: call model(batch) once before")
+                raise RecipeError("model= has lazy layers: call model(batch) once before")
             if not any(parameter.requires_grad for parameter in source.parameters()):
                 raise RecipeError("model= has nothing to train: set requires_grad=True on some of its parameters")
         elif not callable(source):
@@ -48,18 +48,18 @@ class Given:
 
     @property
     def name(self) -> str:
-        """As recipes and run folders call it; a function of torchvision's has the name that they know."""
-        found = self.source
-        while isinstance(found, functools.partial):
-            found = found.func
-        name = str(getattr(found, "__name__", type(found).__name__))
+        """Its name in recipes and run folders; for a function of torchvision's the one there."""
+        source = self.source
+        while isinstance(source, functools.partial):
+            source = source.func
+        name = str(getattr(source, "__name__", type(source).__name__))
         known = (*SMALL, *torchvision.models.list_models(module=torchvision.models))
         if name in known:
             return name if self.is_torchvisions(name) else f"my_{name}"
         return name if name.isidentifier() else "model"
 
     def is_torchvisions(self, name: str) -> bool:
-        """Whether this is torchvision's own function, which recipes know."""
+        """Whether this is torchvision's function of that name."""
         return name not in SMALL and self.source is torchvision.models.get_model_builder(name)
 
     def __call__(self, num_classes: int, channels: int, image_size: int) -> nn.Module:
@@ -72,7 +72,7 @@ class Given:
         return bare(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """On its way to other processes, which have devices of their own, a module is on the CPU."""
+        """A module is sent to other processes on the CPU: they have other devices."""
         source = self.source
         if isinstance(source, nn.Module) and any(p.device.type != "cpu" for p in source.parameters()):
             source = self._copied(source)
@@ -89,7 +89,7 @@ class Given:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module itself, where a user wrapped it in what a mode or `compile=true` does."""
+    """The module inside of DataParallel, DistributedDataParallel and torch.compile."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         return bare(model.module)
     inner = getattr(model, "_orig_mod", None)  # torch.compile's
@@ -97,10 +97,10 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _wanted(source: Callable[..., Any]) -> list[str]:
-    """Which of the three a function is called with.
+    """Which of `OFFERED` a function is called with.
 
     Raises:
-        RecipeError: it wants others.
+        RecipeError: it needs others.
     """
     try:
         parameters = inspect.signature(source).parameters.values()
@@ -116,7 +116,7 @@ def _wanted(source: Callable[..., Any]) -> list[str]:
     ]
     if absent:
         raise RecipeError(
-            f"model= is called with {', '.join(OFFERED)} as far as it has them, and wants {absent[0]}: "
+            f"model= is called with those of {', '.join(OFFERED)} that it has, and needs {absent[0]}: "
             f"write model=lambda: ...({absent[0]}=...)"
         )
     return [each.name for each in parameters if each.name in OFFERED and each.name not in bound]

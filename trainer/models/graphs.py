@@ -1,4 +1,4 @@
-"""What a model computes, as a graph that holds in training and evaluation."""
+"""A model's graph, which is right in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_MODE = "_by_mode"
 
 
 def iadd(value: Any, other: Any) -> Any:
-    value += other  # a tensor stays itself; a number becomes another, and other names keep the old one
+    value += other  # in place for a tensor, a new object for a number
     return value
 
 
@@ -43,18 +43,18 @@ INPLACE: set[Any] = {iadd, isub, imul, itruediv}
 
 
 class Untraceable(Exception):
-    """Why a model's graph cannot be had, as a clause."""
+    """Why a model cannot be traced, as a clause."""
 
 
 class ByMode(nn.Module):
-    """A constant that is another in training than in evaluation: tracing alone would freeze `self.training`."""
+    """A constant that differs in training and evaluation: tracing alone would freeze `self.training`."""
 
     def forward(self, in_training: Any, in_evaluation: Any) -> Any:
         return in_training if self.training else in_evaluation
 
 
 class Value(fx.Proxy):
-    """Stands for a value. `a += b` is recorded in place as meant; fx would make a sum, which no view of `a` sees."""
+    """A proxy that records `a += b` in place; fx would record a sum, which views of `a` do not see."""
 
     def _changed(self, change: Callable[[Any, Any], Any], other: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", change, (self, other), {})
@@ -66,9 +66,9 @@ class Value(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Records of each value which modules end with it, innermost first."""
+    """Records for each value the modules that return it, innermost first."""
 
-    proxy_buffer_attributes = True  # else what is computed from buffers alone would be frozen
+    proxy_buffer_attributes = True  # else what is computed from buffers alone would be a constant
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Tracer(fx.Tracer):
         return Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Also what updates statistics, and what has no parameters and asks for its mode (stochastic depth)."""
+        """Also normalisation, and modules without parameters that read `training` (stochastic depth)."""
         asks = "training" in getattr(type(m).forward, "__code__", _no_code).co_names
         return (
             super().is_leaf_module(m, module_qualified_name)
@@ -105,14 +105,14 @@ _no_code = (lambda: None).__code__
 
 @dataclass(frozen=True)
 class Recording:
-    """A model's graph, with what tracing made up: constants by their name in the graph."""
+    """A model's graph, and the constants of tracing by their name in the graph."""
 
     graph: fx.Graph
     constants: dict[str, Any]
     tracer: Tracer
 
     def names(self, value: fx.Node) -> list[str]:
-        """The modules that end with a value, innermost first; else the name of the operation. Unique."""
+        """The modules that return a value, innermost first; else the name of the operation. Unique."""
         modules = [name for name in self.tracer.ends[value] if self.tracer.calls[name] == 1]
         return modules or [value.name if value.name not in self.tracer.calls else f"{value.name}()"]
 
@@ -121,7 +121,8 @@ def record(model: nn.Module) -> Recording:
     """Trace a model in both modes into one graph.
 
     Raises:
-        Untraceable: control flow on values, several inputs or outputs, random numbers or another path by mode.
+        Untraceable: control flow on values, several inputs or outputs, random numbers, or operations that depend on
+            the mode.
     """
     flags = {module: module.training for module in model.modules()}
     try:
@@ -140,7 +141,7 @@ def _record(model: nn.Module) -> Recording:
     states = torch.get_rng_state(), random.getstate()
     try:
         graph = tracer.trace(model)
-    except Exception as error:  # the model's own code, run with stand-ins for tensors, may raise anything
+    except Exception as error:  # the model's code, run with proxies, may raise anything
         raise Untraceable(f"{' '.join(str(error).split())[:160]}{_where(error)}") from error
     finally:
         constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
@@ -156,46 +157,46 @@ def _where(error: BaseException) -> str:
     """The line of the model's code that raised."""
     inner = (Path(torch.__file__).parent, Path(__file__))
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(path) for path in inner)]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    outer = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(path) for path in inner)]
+    return f" ({Path(outer[-1].filename).name}, line {outer[-1].lineno})" if outer else ""
 
 
 def _merge(training: Recording, evaluation: Recording) -> None:
-    """Make the graph recorded in training mode hold for evaluation too: constants that differ are chosen by mode."""
+    """Make the graph of training mode right for evaluation too: constants that differ are chosen by mode."""
     pairs = list(zip(training.graph.nodes, evaluation.graph.nodes, strict=False))
-    for one, other in pairs:
-        if (one.op, one.name, one.target) != (other.op, other.name, other.target):
-            raise Untraceable(f"in training it computes {one.name} where in evaluation it computes {other.name}")
-        one.args = _either(one, one.args, other.args)
-        one.kwargs = _either(one, one.kwargs, other.kwargs)
+    for node, other in pairs:
+        if (node.op, node.name, node.target) != (other.op, other.name, other.target):
+            raise Untraceable(f"in training it computes {node.name} where in evaluation it computes {other.name}")
+        node.args = _either(node, node.args, other.args)
+        node.kwargs = _either(node, node.kwargs, other.kwargs)
     if not all(_same(value, evaluation.constants[name]) for name, value in training.constants.items()):
         raise Untraceable("its forward makes constants that are not the same each time")
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and (one.is_meta or torch.equal(one, other))
-    return bool(one == other)
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape == other.shape and (value.is_meta or torch.equal(value, other))
+    return bool(value == other)
 
 
-def _either(node: fx.Node, one: Any, other: Any) -> Any:
-    """An argument of `node` for both modes."""
-    if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one.name == other.name:
-        return one
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        return type(one)(_either(node, a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return {key: _either(node, one[key], other[key]) for key in one}
-    if isinstance(one, slice) and isinstance(other, slice):
-        return slice(*(_either(node, getattr(one, end), getattr(other, end)) for end in ("start", "stop", "step")))
-    if isinstance(one, fx.Node) or isinstance(other, fx.Node):
+def _either(node: fx.Node, value: Any, other: Any) -> Any:
+    """An argument of `node` for both modes: `value` in training, `other` in evaluation."""
+    if isinstance(value, fx.Node) and isinstance(other, fx.Node) and value.name == other.name:
+        return value
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple) and len(value) == len(other):
+        return type(value)(_either(node, a, b) for a, b in zip(value, other, strict=True))
+    if isinstance(value, dict) and isinstance(other, dict) and value.keys() == other.keys():
+        return {key: _either(node, value[key], other[key]) for key in value}
+    if isinstance(value, slice) and isinstance(other, slice):
+        return slice(*(_either(node, getattr(value, end), getattr(other, end)) for end in ("start", "stop", "step")))
+    if isinstance(value, fx.Node) or isinstance(other, fx.Node):
         raise Untraceable(f"in training it computes {node.name} from other values than in evaluation")
-    if type(one) is type(other) and one == other:
-        return one
+    if type(value) is type(other) and value == other:
+        return value
     with node.graph.inserting_before(node):
-        return node.graph.call_module(BY_MODE, (one, other))
+        return node.graph.call_module(BY_MODE, (value, other))
 
 
 def attribute(model: nn.Module, target: object) -> Any:
-    """What a dotted name in a graph stands for."""
+    """The attribute with a dotted name."""
     return operator.attrgetter(str(target))(model)

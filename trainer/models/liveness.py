@@ -1,4 +1,4 @@
-"""Where one tensor alone is live in a model's graph, so that it can be cut there."""
+"""Where only one tensor is live in a model's graph, so that it can be cut there."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _FRESH |= {operator.add, operator.sub, operator.mul, operator.truediv, operator.
 
 @dataclass(frozen=True)
 class CutPoint:
-    """Between two operations, where one value alone is live."""
+    """Between two operations, where only one value is live."""
 
     end: int  # index of the last node before it
     value: fx.Node
-    usable: bool  # the value is a tensor, and nothing after changes it in place
+    usable: bool  # the value is a tensor, and no later operation changes it in place
 
 
 def cut_points(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[CutPoint]]:
-    """The points of a graph where it can be cut, in order, those with the same parameters before them together.
+    """The points of a graph where it can be cut, in order, grouped by the parameters before them.
 
-    Left out are points with no parameter before or after them, and those with a tensor of the state dict used
-    on both sides. Reading an attribute keeps nothing alive: whoever uses it reads it anew.
+    Without points with no parameter before or after them, and those with a tensor of the state dict used on both sides.
+    Reading an attribute keeps nothing live: every stage that uses it reads it.
     """
     position = {node: i for i, node in enumerate(nodes)}
     last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
@@ -51,7 +51,7 @@ def cut_points(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[CutPoint
 
 
 def _spans(nodes: Sequence[fx.Node], model: nn.Module) -> dict[int, tuple[int, int]]:
-    """By identity, each tensor of the state dict that is used: the first and the last node that uses it."""
+    """By id, each tensor of the state dict that is used: the first and the last node that uses it."""
     saved = model.state_dict(keep_vars=True)
     known = {id(tensor) for tensor in saved.values()}
     spans: dict[int, tuple[int, int]] = {}
@@ -69,7 +69,7 @@ def _spans(nodes: Sequence[fx.Node], model: nn.Module) -> dict[int, tuple[int, i
 
 
 def _several(value: fx.Node) -> bool:
-    """Whether a value is, as far as the graph shows, a tuple or a shape."""
+    """Whether a value is a tuple or a shape, as far as the graph shows."""
     name = value.args[1] if value.target is getattr else getattr(value.target, "__name__", value.target)
     return name in _SEVERAL or any(
         user.target is operator.getitem and isinstance(user.args[1], int) for user in value.users
@@ -77,10 +77,10 @@ def _several(value: fx.Node) -> bool:
 
 
 def _changed(value: fx.Node, end: int, position: Mapping[fx.Node, int], model: nn.Module) -> bool:
-    """Whether an operation after node `end` changes a value in place, directly or through what may be a view of it.
+    """Whether an operation after node `end` changes a value in place, directly or through a possible view.
 
-    A received tensor is a leaf that requires grad, on which autograd forbids that; and in one process it shares its
-    memory with the sender's.
+    Autograd forbids that for a received tensor, a leaf that requires grad; and in one process it shares its memory with
+    the sender's.
     """
     views = [value]
     for view in views:
@@ -120,7 +120,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _is_fresh(node: fx.Node, model: nn.Module) -> bool:
-    """Whether a result is surely no view of an argument: sums, products, and layers with parameters."""
+    """Whether a result is certainly not a view of an argument: sums, products, and layers with parameters."""
     if node.op == "call_module" and node.target != BY_MODE:
         return any(True for _ in attribute(model, node.target).parameters())
     return node.target in _FRESH or node.target in INPLACE

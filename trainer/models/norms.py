@@ -1,4 +1,4 @@
-"""Batch normalisation and its subclasses: which of them a mode may run in another way, found out by running them."""
+"""Batch normalisation and its subclasses: which of them a mode may replace, by running them on samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchNormCalls(TorchFunctionMode):
-    """In this block `torch.nn.functional.batch_norm` is another function, for whatever layer calls it."""
+    """Replaces `torch.nn.functional.batch_norm` in this context, whichever layer calls it."""
 
     def __init__(self, instead: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class BatchNormCalls(TorchFunctionMode):
 
 
 def statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
-    """Normalisation that keeps running statistics and is not frozen, each layer once, by its first name."""
+    """Normalisation that has running statistics and is not frozen, each layer once, by its first name."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -43,7 +43,7 @@ def statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
 
 
 def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Batch normalisation that looks at the batch in training, each layer once, by its first name."""
+    """Batch normalisation that uses the batch's statistics in training, each layer once, by its first name."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -52,7 +52,7 @@ def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def check_alone(model: nn.Module) -> None:
-    """Refuse layers that exchange statistics with other ranks, whether or not those are at the same layer.
+    """Refuse layers that communicate with other ranks, which may be at another layer.
 
     Raises:
         RecipeError: naming one.
@@ -60,13 +60,13 @@ def check_alone(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise RecipeError(
-                f"layer {name or 'the model itself'} ({type(layer).__name__}) exchanges its statistics by itself, with "
-                "ranks that may be elsewhere: make it nn.BatchNorm2d, and type sync_bn=true, which is for mode=ddp"
+                f"layer {name or 'the model itself'} ({type(layer).__name__}) exchanges its statistics with ranks that "
+                "may be at another layer: make it nn.BatchNorm2d, and type sync_bn=true, which is for mode=ddp"
             )
 
 
 def unlike(layers: Mapping[str, nn.Module], known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """The layers that are not as `known` says, of which each kind is asked once."""
+    """The layers for which `known` is false; it is called once for each kind."""
     answers: dict[Any, bool] = {}
 
     def answer(layer: nn.Module) -> bool:
@@ -80,14 +80,14 @@ def unlike(layers: Mapping[str, nn.Module], known: Callable[[nn.Module], bool]) 
 
 
 def is_torchs(layer: nn.Module) -> bool:
-    """Whether torch's own code computes this layer."""
+    """Whether the layer's forward is torch's own."""
     return type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
 
 
 def writes_statistics_only(layer: nn.Module) -> bool:
-    """Whether a layer takes a batch's statistics as `nn.BatchNorm2d` does, whatever it adds to the result.
+    """Whether a layer updates its running statistics as `nn.BatchNorm2d` does, whatever it adds to the result.
 
-    Its outputs in training do not depend on the running statistics, and those become the batch's by its momentum:
+    Its outputs in training do not depend on the running statistics, and those move to the batch's by its momentum:
     torch's own layers, and subclasses with an activation or dropout inside.
     """
     if is_torchs(layer):
@@ -96,15 +96,15 @@ def writes_statistics_only(layer: nn.Module) -> bool:
         return False
     try:
         with undisturbed([layer], torch.device("cpu")):
-            if not layer.train().training:  # it never takes any
+            if not layer.train().training:  # it always is in evaluation mode
                 return True
         return any(_writes_only(layer, inputs) for inputs in _samples(layer))
-    except Exception:  # the user's own code may raise anything; such a layer is not known
+    except Exception:  # the user's code may raise anything
         return False
 
 
 def takes_global_statistics(layer: nn.Module) -> bool:
-    """Whether one call of `torch.nn.functional.batch_norm` is all that mixes the rows of a batch in this layer."""
+    """Whether the rows of a batch meet in one call of `torch.nn.functional.batch_norm` alone."""
     if is_torchs(layer):
         return True
     calls: list[bool] = []
@@ -135,7 +135,7 @@ def _samples(layer: Any) -> Iterator[Tensor]:
 def _run(layer: Any, inputs: Tensor, momentum: float, start: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Outputs in training, and buffers afterwards, of a layer whose running statistics were `start`.
 
-    It is left as it was. Not a copy runs: a `forward` that was put into the layer may hold on to it.
+    The layer is restored. It is not copied: a `forward` that was assigned to it may refer to it.
     """
     before = layer.momentum
     try:
@@ -169,7 +169,7 @@ def _writes_only(layer: _BatchNorm, inputs: Tensor) -> bool:
 
 
 def values_a_row(model: nn.Module, inputs: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, list[int]]:
-    """How many values of a channel each layer sees of one row of `inputs` (N, ...), for each time that it is called."""
+    """How many values of a channel each layer gets of one row of `inputs` (N, ...), for each call."""
     seen: dict[str, list[int]] = {name: [] for name in layers}
 
     def note(name: str) -> Callable[..., None]:
@@ -181,9 +181,9 @@ def values_a_row(model: nn.Module, inputs: Tensor, layers: Mapping[str, nn.Modul
     try:
         model.eval()
         with torch.no_grad():
-            try:  # shapes are all that is asked for
+            try:  # only shapes matter
                 functional_call(model, {name: t.to("meta") for name, t in tensors.items()}, (inputs.to("meta"),))
-            except (RuntimeError, NotImplementedError):  # it looks at values
+            except (RuntimeError, NotImplementedError):  # it reads values
                 for times in seen.values():
                     times.clear()
                 model(inputs)

@@ -1,7 +1,7 @@
-"""A model's graph -> the places where it can be cut -> stages that keep parameter names.
+"""From a model's graph to its cuts, and to stages that keep parameter names.
 
 A model can be cut where exactly one tensor is live. `torch.fx` records its operations (Reed et al., arXiv:2112.08429);
-a stage is the operations between two cuts and holds what they use: the model's own tensors under the model's names.
+a stage is the operations between two cuts, with the model's parameters and buffers under the model's names.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from trainer.models.liveness import cut_points
 
 
 class Traced:
-    """A model as a straight line of blocks.
+    """A model as a sequence of blocks.
 
     Attributes:
-        cuts: the usable cuts in order, each named after the innermost module whose output goes over it ("layer3.2": a
-            stage ends after that block) or, where no module ends, after an operation of the graph ("add_3"). Of places
-            with no trained parameter between them the last is the cut: however cuts are chosen, each stage has
-            something to train.
+        cuts: the usable cuts in order, each named after the innermost module whose output is sent ("layer3.2": a stage
+            ends after that block) or, where that is no module's output, after an operation of the graph ("add_3"). Of
+            places without parameters between them only the last is a cut, so that each stage has something to train.
         named: every name a user may give -> its cut: also outer modules that end there ("layer3"), and places before
-            a cut from which only operations without trained parameters lead to it ("layer4" -> "flatten").
+            a cut with only operations without parameters between ("layer4" -> "flatten").
     """
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self._model = model
         self._constants = recording.constants
         self._nodes = list(recording.graph.nodes)
-        self._ends: list[tuple[int, fx.Node]] = []  # of each cut: the last node before it, the value that goes over it
+        self._ends: list[tuple[int, fx.Node]] = []  # of each cut: the last node before it, the value that is sent
         self.named: dict[str, str] = {}
         cuts: list[str] = []
         for group in cut_points(self._nodes, model):
@@ -45,11 +44,11 @@ class Traced:
         self.cuts = tuple(cuts)
 
     def stages(self, cuts: Sequence[str]) -> list[fx.GraphModule]:
-        """The model as `len(cuts)` + 1 modules in a row, each of which takes the output of the one before, a tensor.
+        """The model as `len(cuts)` + 1 modules, each of which takes the output of the one before, a tensor.
 
-        Parameters and buffers are the model's own (move them with `stage.to` once there are stages), and the stages'
-        state dicts together are the model's. What no operation uses belongs to the last stage. Modules without
-        parameters may be in several stages, and then share their training flag.
+        Parameters and buffers are the model's own (move them with `stage.to`), and the stages' state dicts together are
+        the model's. Unused ones belong to the last stage. Modules without parameters may be in several stages, and then
+        share their training flag.
 
         Raises:
             RecipeError: as `choose`.
@@ -63,7 +62,7 @@ class Traced:
         held = {name for stage in stages for name, _ in _tensors(stage)}
         for name, tensor in _tensors(self._model):
             if name not in held:  # unused, or another name of a tied one
-                owners = (stage for stage in stages if any(own is tensor for _, own in _tensors(stage)))
+                owners = (stage for stage in stages if any(other is tensor for _, other in _tensors(stage)))
                 _put(next(owners, stages[-1]), name, tensor)
         saved = self._model.state_dict().keys()
         for stage in stages:
@@ -101,14 +100,14 @@ class Traced:
 def trace(model: nn.Module, name: str = "") -> Traced:
     """Record the model's operations, in training and in evaluation mode, and find where it can be cut.
 
-    Nothing of the input's size is fixed by it: stages take any shape the model takes.
+    Stages take any input shape that the model takes.
 
     Args:
-        model: takes one tensor and returns one. It stays as it is.
+        model: takes one tensor and returns one. It is not changed.
         name: the recipe's `model.name`, for messages.
 
     Raises:
-        RecipeError: its forward cannot be recorded, with the reason and what to do.
+        RecipeError: its forward cannot be recorded.
     """
     try:
         return Traced(model, record(model))
@@ -120,7 +119,7 @@ def trace(model: nn.Module, name: str = "") -> Traced:
 
 
 def choose(traced: Traced, wanted: Sequence[str], stages: int) -> tuple[str, ...]:
-    """The cuts that a user's `pipeline.cuts=[...]` means.
+    """The cuts of a user's `pipeline.cuts=[...]`.
 
     Raises:
         RecipeError: a name that is no cut (with the nearest, and the list), one too many or too few, or a wrong order.

@@ -1,4 +1,4 @@
-"""Models of timm, PyTorch Image Models, by name: model.name=timm:NAME. It is imported when one is asked for."""
+"""Models of timm, PyTorch Image Models, by name: model.name=timm:NAME. timm is imported when one is built."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
         _check_weights(timm, recipe, name)
     pretrained = starting and recipe.weights is not None
     try:
-        with _told(timm, name) if pretrained else nullcontext():
+        with _announced(timm, name) if pretrained else nullcontext():
             return _created(timm, name, image_size, **options, pretrained=pretrained)
-    except Exception as error:  # what downloads raises anything at all
+    except Exception as error:  # downloads raise anything at all
         if not pretrained and isinstance(error, RuntimeError | ValueError):
-            raise AssertionError(text_of(error)) from None  # it cannot be of this shape
+            raise AssertionError(text_of(error)) from None  # it does not take images of this shape
         if not pretrained:
             raise
         place = timm.get_pretrained_cfg(name).hf_hub_id or "its page"
@@ -47,8 +47,8 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
 
 
 @contextmanager
-def _told(timm: Any, name: str) -> Iterator[None]:
-    """One line about a download, as torchvision has it, instead of two for each time that it is tried again."""
+def _announced(timm: Any, name: str) -> Iterator[None]:
+    """One line about a download, as torchvision prints it, instead of two for each retry."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(logging.ERROR)
@@ -68,8 +68,8 @@ def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:
 
 
 def with_own_input(recipe: Recipe) -> Recipe:
-    """A recipe that trains a model of timm on photos, with the mean, the standard deviation and, where it starts from
-    weights, the image size that timm's were trained with, as far as the recipe says nothing else.
+    """A recipe that trains a model of timm on photos, with timm's mean, standard deviation and, where it starts from
+    weights, image size, where the recipe says nothing else.
 
     Raises:
         RecipeError: timm is not installed.
@@ -79,15 +79,15 @@ def with_own_input(recipe: Recipe) -> Recipe:
         return recipe
     timm, name = _timm(recipe.model.name), _tagged(recipe.model)
     if not timm.is_model(name) or ("." in name and name not in _published(timm, name)):
-        return recipe  # building it says so
-    told = timm.get_pretrained_cfg(name)
-    if told is None:
+        return recipe  # building it raises
+    config = timm.get_pretrained_cfg(name)
+    if config is None:
         return recipe
     words: dict[str, Any] = {}
     if data.mean is None and data.std is None:
-        words |= {"data__mean": list(told.mean), "data__std": list(told.std)}
+        words |= {"data__mean": list(config.mean), "data__std": list(config.std)}
     if data.image_size is None and (recipe.model.weights, recipe.model.init_from) != (None, None):
-        words["data__image_size"] = told.input_size[-1]
+        words["data__image_size"] = config.input_size[-1]
     return recipe.replace(**words) if words else recipe
 
 
@@ -117,25 +117,25 @@ def _check_weights(timm: Any, recipe: ModelRecipe, name: str) -> None:
         )
     if "." in name and name not in known:
         model, _, tag = name.partition(".")
-        tags = ", ".join(one.partition(".")[2] for one in known[:6])
+        tags = ", ".join(other.partition(".")[2] for other in known[:6])
         raise RecipeError(f"model.weights={tag} is not published for {TIMM}{model}; there are {tags}, DEFAULT")
 
 
 def _published(timm: Any, name: str) -> list[str]:
     """timm's names of a model with each of its published weights."""
-    found: list[str] = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-    return found
+    names: list[str] = timm.list_pretrained(f"{name.partition('.')[0]}.*")
+    return names
 
 
 @lru_cache
 def _takes_size(name: str) -> bool:
-    """Whether a model is made for one size of images, which has to be told."""
+    """Whether a model is made for one size of images, which is an argument."""
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # shapes alone; no random stream moves
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
             _timm(name).create_model(_plain(name), img_size=7 * 32)
     except TypeError:
         return False
-    except Exception:  # it knows the word, and the size does not suit it
+    except Exception:  # it has the argument, and refuses the size
         return True
     return True
 

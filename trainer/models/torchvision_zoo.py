@@ -17,11 +17,11 @@ from trainer.errors import RecipeError, SetupError, is_out_of_memory, text_of
 from trainer.recipe import ModelRecipe
 from trainer.saving import locks
 
-AUXILIARY = ("googlenet", "inception_v3")  # their auxiliary heads would make a tuple of the output
+AUXILIARY = ("googlenet", "inception_v3")  # with auxiliary heads their output would be a tuple
 
 
 class Unreadable(Exception):
-    """A model cannot read images of a size: why."""
+    """Why a model cannot read images of a size."""
 
 
 def names() -> list[str]:
@@ -58,10 +58,10 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
 
 
 def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any], asked: str | None) -> nn.Module:
-    """A model with published weights. One process a machine downloads them; those that wait find them, or its failure.
+    """A model with published weights, which one process a machine downloads.
 
     Raises:
-        SetupError: they cannot be had, or their file is damaged.
+        SetupError: they cannot be downloaded, or their file is damaged.
     """
     file = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
     there = file.exists()
@@ -82,7 +82,7 @@ def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any],
 
 
 def published(recipe: ModelRecipe) -> Any:
-    """The entry of torchvision's published weights that the recipe names.
+    """torchvision's entry of the weights that the recipe names.
 
     Raises:
         RecipeError: there is none of that name.
@@ -98,7 +98,7 @@ def published(recipe: ModelRecipe) -> Any:
 
 
 def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
-    """What torchvision's builder is told besides the number of classes; published weights bring some with them."""
+    """Arguments of torchvision's builder besides the number of classes."""
     options: dict[str, Any] = {}
     if recipe.name.startswith("vit_"):
         fixed = published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
@@ -108,7 +108,7 @@ def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
     if recipe.name in AUXILIARY:
         options["aux_logits"] = False
         if recipe.weights is not None:
-            options["transform_input"] = True  # they expect inputs normalised in another way, and do it themselves
+            options["transform_input"] = True  # the model then converts inputs to the weights' normalisation
     return options
 
 

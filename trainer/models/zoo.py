@@ -24,8 +24,8 @@ from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
-UNTOLD = object()  # an output that shapes alone do not tell
-builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.names())  # of all that are not those
+UNKNOWN = object()  # an output that shapes alone do not give
+builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.names())
 
 
 def register_model(name: str) -> Callable[[Builder], Builder]:
@@ -54,13 +54,13 @@ def build(
     any_output: bool = False,
     classes: Sequence[str] = (),
 ) -> nn.Module:
-    """The recipe's model on the CPU, with `num_classes` outputs, and tried on a shape.
+    """The recipe's model on the CPU, with `num_classes` outputs, after a trial on the meta device.
 
     Args:
-        starting: load the weights it starts from; without, it is the model that those would have been loaded into.
-        inputs: two samples (2, ...) to try it on, where they are no images.
+        starting: load the weights it starts from.
+        inputs: two samples (2, ...) for the trial, where they are not images.
         any_output: whether other outputs than (N, num_classes) are right.
-        classes: their names, by which `init_from`'s outputs are found; empty where they are not known.
+        classes: their names, by which `init_from`'s outputs are assigned; empty where they are not known.
 
     Raises:
         RecipeError: an unknown name, a model that cannot read such images, or a `freeze` that does not fit it.
@@ -91,7 +91,7 @@ def build(
         raise RecipeError(
             f"model.name={recipe.name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {hint}"
         ) from None
-    if out is not UNTOLD and (wrong := _unfit(out, num_classes, any_output)):
+    if out is not UNKNOWN and (wrong := _wrong_output(out, num_classes, any_output)):
         raise RecipeError(f"model.name={recipe.name} gives {wrong}")
     if starting and recipe.init_from is not None:
         _start_from(recipe.init_from, model, recipe.name, classes, num_classes)
@@ -100,7 +100,7 @@ def build(
     return model
 
 
-def _unfit(out: Any, num_classes: int, any_output: bool) -> str:
+def _wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
     """What is wrong with a model's outputs for two samples; empty where nothing is."""
     if isinstance(out, Tensor) and (out.shape == (2, num_classes) or (any_output and out.shape[:1] == (2,))):
         return ""
@@ -129,7 +129,7 @@ def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int,
 
 
 def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int = 3) -> str | None:
-    """The call that makes the bare model of torchvision or timm for the recipe's trained weights; None for others."""
+    """The call that makes the same model in torchvision or timm alone; None for others."""
     if recipe.name in builders:
         return None
     if recipe.name.startswith(TIMM):
@@ -138,30 +138,30 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
 
 
 def known_classes(recipe: ModelRecipe, classes: Sequence[str], model: nn.Module) -> int | None:
-    """Of how many classes `init_from`'s weights know the name; None where names tell nothing of the outputs."""
-    known = _classes_told(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
+    """How many class names `init_from`'s weights have in common; None where outputs cannot be matched by names."""
+    known = _stored_classes(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
     outputs = getattr(model.get_submodule(head(model)), "weight", ())
     telling = _are_names(known) and _are_names(classes) and len(outputs) == (recipe.num_classes or len(classes))
     return len({*known} & {*classes}) if telling else None
 
 
 def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str], outputs: int) -> None:
-    """Load plain-named weights of a run folder, a checkpoint or a file.
+    """Load weights of a run folder, a checkpoint or a file.
 
-    Of the last layer the outputs of the same classes are taken, where the weights tell the names of theirs. Without
-    names it is taken whole, and stays as it is where the number of classes is another.
+    In the last layer the outputs of the same classes are loaded, where the file has class names. Without names it is
+    loaded as a whole, unless the number of classes differs.
 
     Raises:
-        CheckpointError: what does not fit, and which model it was written from, where the file tells.
+        CheckpointError: what does not fit, and which model the file was written from, where it says so.
     """
     path = run_named(source)
-    weights, told = read_weights(path)
-    told = told if "classes" in told else {**read_metadata(path), **told}  # a checkpoint's are those of its run
-    weights = _by_class(weights, told, model, classes, outputs)
+    weights, metadata = read_weights(path)
+    metadata = metadata if "classes" in metadata else {**read_metadata(path), **metadata}  # a checkpoint's run's
+    weights = _by_class(weights, metadata, model, classes, outputs)
     try:
         initialise(model, weights, f"init_from={source}")
     except CheckpointError as error:
-        trained = _model_told(told)
+        trained = _stored_model(metadata)
         if trained is None or trained == name:
             raise
         known = trained in builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
@@ -169,35 +169,35 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
 
 
 def _by_class(
-    weights: dict[str, Tensor], told: Mapping[str, str], model: nn.Module, classes: Sequence[str], outputs: int
+    weights: dict[str, Tensor], metadata: Mapping[str, str], model: nn.Module, classes: Sequence[str], outputs: int
 ) -> dict[str, Tensor]:
     """Weights whose last layer is the model's own, but for the outputs of the classes that both have.
 
-    An output that has learned another class would be worse than none: the network is sure of it, and wrong. Where the
-    last layer is not the one that has the outputs, as in a model of the user's own, nothing is changed.
+    An output that was trained for another class would be worse than a new one: confident, and wrong. Nothing is changed
+    where the last layer does not have one output for each class, as in some models of users.
     """
-    known = _classes_told(told)
+    known = _stored_classes(metadata)
     if not _are_names(known) or not _are_names(classes) or known == [*classes]:
         return weights
-    rows = int(told["num_classes"]) if told.get("num_classes", "").isdecimal() else len(known)
-    own, found = model.state_dict(), dict(weights)
-    for name in (name for part in ("weight", "bias") if (name := f"{head(model)}.{part}") in own):
-        here, there = own[name], weights.get(name)
+    rows = int(metadata["num_classes"]) if metadata.get("num_classes", "").isdecimal() else len(known)
+    state, merged = model.state_dict(), dict(weights)
+    for name in (name for part in ("weight", "bias") if (name := f"{head(model)}.{part}") in state):
+        here, there = state[name], weights.get(name)
         if there is None or here.shape[1:] != there.shape[1:] or (len(here), len(there)) != (outputs, rows):
             return weights
-        found[name] = here.clone()
-        for row, one in enumerate(classes):
-            if one in known:
-                found[name][row] = there[known.index(one)]
-    return found
+        merged[name] = here.clone()
+        for row, label in enumerate(classes):
+            if label in known:
+                merged[name][row] = there[known.index(label)]
+    return merged
 
 
 def _are_names(classes: Sequence[str]) -> bool:
-    """Whether they tell one class from another: "0", "1", ... stand for names that nobody gave."""
+    """Whether they are names: "0", "1", ... are not."""
     return bool(classes) and [*classes] != [str(place) for place in range(len(classes))]
 
 
-def _classes_told(metadata: Mapping[str, str]) -> list[str]:
+def _stored_classes(metadata: Mapping[str, str]) -> list[str]:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         names = json.loads(metadata["classes"])
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -205,8 +205,8 @@ def _classes_told(metadata: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _model_told(metadata: Mapping[str, str]) -> str | None:
-    """The model's name in the recipe that our weights carry."""
+def _stored_model(metadata: Mapping[str, str]) -> str | None:
+    """The model's name in the recipe of the weights' metadata."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         name = json.loads(metadata["recipe"])["model"]["name"]
         return name if isinstance(name, str) else None
@@ -214,7 +214,7 @@ def _model_told(metadata: Mapping[str, str]) -> str | None:
 
 
 def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> None:
-    """Load weights; unless `whole`, the last layer may have another number of classes and is then left as it is.
+    """Load weights; unless `whole`, the last layer is not loaded where it has another number of classes.
 
     Raises:
         CheckpointError: naming what does not fit.
@@ -233,36 +233,36 @@ def fitted(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: 
         CheckpointError: naming what does not fit.
     """
     state = model.state_dict(keep_vars=True)
-    own = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     # A tensor that a model has under several names is saved under one.
-    saved = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
-    weights = {name: saved[id(tensor)] for name, tensor in own.items() if id(tensor) in saved}
-    absent = [name for name in own if name not in weights]
+    saved = {id(tensor): weights[name] for name, tensor in tensors.items() if name in weights}
+    weights = {name: saved[id(tensor)] for name, tensor in tensors.items() if id(tensor) in saved}
+    absent = [name for name in tensors if name not in weights]
     if absent:
         raise CheckpointError(f"{source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model")
-    unlike = [name for name in own if own[name].shape != weights[name].shape]
+    unlike = [name for name in tensors if tensors[name].shape != weights[name].shape]
     last = head(model)
     heads = [name for name in unlike if name.rpartition(".")[0] == last]
     foreign = sorted(name for name in unlike if whole or name not in heads)
     if foreign:
         name = foreign[0]
-        there, here = tuple(weights[name].shape), tuple(own[name].shape)
+        there, here = tuple(weights[name].shape), tuple(tensors[name].shape)
         why = (
             f"it knows {there[0]} classes and the data has {here[0]}" if unlike == heads else "weights of another model"
         )
         raise CheckpointError(f"{source}: {name} is {there} there and {here} here: {why}")
-    return {name: weights[name] for name in own if name not in unlike}
+    return {name: weights[name] for name in tensors if name not in unlike}
 
 
 def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | None = None) -> Any:
-    """What a model gives for two images, or other `inputs`, of shapes alone; `UNTOLD` where those do not tell.
+    """A model's output for two images, or other `inputs`, on the meta device; `UNKNOWN` where it does not run there.
 
     Raises:
         Unreadable: it cannot read such images.
         RecipeError: its weights are of another type than its inputs.
     """
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
-    place = "meta" if kind is None else "cpu"  # on meta a linear layer takes inputs of any type
+    place = "meta" if kind is None else "cpu"  # on meta a linear layer does not check types
     try:
         probe = copy.deepcopy(model).to(place).eval()
         with torch.no_grad():
@@ -270,10 +270,10 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
                 inputs = torch.zeros(2, channels, image_size, image_size)
             return probe(inputs.to(place))
     except NotImplementedError:
-        return UNTOLD  # an operator that cannot run on shapes alone; training will tell
+        return UNKNOWN  # an operator without meta kernel; training will show
     except (RuntimeError, ValueError, AssertionError) as error:
-        if "meta tensors" in str(error):  # it looks at values, which shapes do not have
-            return UNTOLD
+        if "meta tensors" in str(error):  # it reads values
+            return UNKNOWN
         if kind is not None:
             raise RecipeError(
                 f"the model's weights are {str(kind).removeprefix('torch.')}, and its inputs float32: give "

@@ -11,7 +11,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 from trainer.processes import early
 
 if __name__ == "__main__":
-    early.hear()  # before all other imports
+    early.install_handlers()  # before all other imports
 
 import logging
 import os
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.processes.started import as_typed, plain
+from trainer.processes.terminal import as_typed, outlive_terminal, plain
 
 try:
     from trainer import recipe
@@ -29,7 +29,7 @@ try:
     from trainer.cli.help import version_line
     from trainer.launch import endings, launching, topology
     from trainer.processes import family, interrupts
-    from trainer.processes.interrupts import leave, leave_now
+    from trainer.processes.interrupts import exit_now, exit_python
     from trainer.processes.rank import place
     from trainer.recipe import recipes_command
     from trainer.recipe.known_names import check_names
@@ -46,13 +46,13 @@ LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 def main() -> None:
     """Run the command that the words name, and leave with its exit code."""
     open_streams()
-    interrupts.outlive_terminal()
+    outlive_terminal()
     code = answer(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; Ctrl-C in Python's own end would show a traceback
     if _launched() or interrupts.stuck.is_set():
         logging.shutdown()
-        leave_now(code)
-    leave(code)
+        exit_now(code)
+    exit_python(code)
 
 
 def answer(words: Sequence[str]) -> int:

@@ -39,7 +39,7 @@ from torchvision.transforms.v2 import functional as vision
 from trainer.data import Loader, Shard, open_datasets
 from trainer.data.cache import cached
 from trainer.processes.allocation import keep_freed_memory
-from trainer.processes.world import locate
+from trainer.processes.resources import locate
 from trainer.recipe import load
 from trainer.training.resolving import task_of
 

@@ -12,7 +12,7 @@ from trainer import __main__ as cli
 from trainer.devices import cards
 from trainer.errors import SetupError
 from trainer.launch import launching
-from trainer.processes import family, world
+from trainer.processes import family, resources, world
 from trainer.processes.rank import Place
 from trainer.training import loop
 
@@ -132,7 +132,7 @@ def test_an_odd_CUDA_VISIBLE_DEVICES_is_usage(machine, monkeypatch, capsys, show
 )
 def test_cards_as_they_should_be(machine, nodes, count, shown):
     machine(nodes, count, shown=shown)
-    assert cards.detect() == cards.Cards(count) and world.cuda_count() == count
+    assert cards.detect() == cards.Cards(count) and resources.cuda_count() == count
 
 
 def test_one_of_several_cards_failed(machine, monkeypatch, capsys):
@@ -142,10 +142,10 @@ def test_one_of_several_cards_failed(machine, monkeypatch, capsys):
     code, line, ran = typed(monkeypatch, capsys, "recipe=digits", "devices=[cuda:0,cuda:1,cuda:2]", "batch_size=96")
     assert (code, line) == (0, "") and ran[0].nproc == 3
     monkeypatch.setattr(cards, "_openable", lambda nodes: nodes[:3])  # the fourth is another job's
-    assert world.cuda_count() == 3
+    assert resources.cuda_count() == 3
     machine(4, 1)
     monkeypatch.setattr(glob, "glob", lambda pattern: [pattern] if pattern == cards.MIG else [])
-    assert world.cuda_count() == 1  # divided cards: a process sees one part
+    assert resources.cuda_count() == 1  # divided cards: a process sees one part
 
 
 def test_fewer_cards_than_processes(machine, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import torch
 
 from trainer.devices import cards, health
 from trainer.errors import DeviceMemoryError, SetupError
-from trainer.processes import world
+from trainer.processes import resources
 from trainer.processes.rank import Place
 from trainer.recipe import load
 
@@ -109,12 +109,12 @@ def test_a_copy_that_corrupts_is_found(monkeypatch, copy):
 @pytest.mark.parametrize("words", [["mode=dp"], ["mode=split"], ["mode=pipeline"]])
 def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
     """Copies from the second card to the first are wrong here, those the other way are right."""
-    monkeypatch.setattr(world, "cuda_count", lambda: 2)
-    monkeypatch.setattr(world, "place", Place)
+    monkeypatch.setattr(resources, "cuda_count", lambda: 2)
+    monkeypatch.setattr(resources, "place", Place)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     checked = []
     monkeypatch.setattr(health, "check_card", lambda device, count: checked.append((str(device), count)))
     monkeypatch.setattr(health, "copies", lambda source, target, pattern: source == CUDA[0])
     with pytest.raises(SetupError, match=r"\(cuda:1 to cuda:0\)"):
-        world.locate(load(None, *words, "threads=2"))
+        resources.locate(load(None, *words, "threads=2"))
     assert checked == [("cuda:0", 2), ("cuda:1", 2)]

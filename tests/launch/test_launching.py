@@ -137,7 +137,7 @@ def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyP
 def test_a_launch_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("trainer.processes.world.cuda_count", lambda: 4)
+    monkeypatch.setattr("trainer.processes.resources.cuda_count", lambda: 4)
     assert launching.launch_to_start(load(None)) == launching.Launch(4)
     assert launching.launch_to_start(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
     assert launching.launch_to_start(load(None, "mode=single")) is None

@@ -16,7 +16,7 @@ from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.processes.grid import Grid
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit, newest
-from trainer.saving.spreading import on_every_rank
+from trainer.saving.checkpoint_broadcast import on_every_rank
 
 
 class Sharded(Strategy):

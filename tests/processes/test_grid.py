@@ -33,7 +33,7 @@ SCRIPT = """
     import json, sys
     import torch
     from pathlib import Path
-    from trainer.processes.world import locate
+    from trainer.processes.resources import locate
     from trainer.recipe import load
 
     world = locate(load(None, "mode=ddp", "devices=[cpu]"))

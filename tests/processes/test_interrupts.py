@@ -10,7 +10,8 @@ import pytest
 
 from tests.command_line import PROJECT, environment
 from trainer.processes import early
-from trainer.processes.interrupts import Interrupts, outlive_terminal
+from trainer.processes.interrupts import Interrupts
+from trainer.processes.terminal import outlive_terminal
 
 PROGRAM = """
 import signal, sys, time
@@ -100,7 +101,7 @@ def test_the_watcher_leaves_when_the_loop_cannot_come():
 
 def test_stacks_go_to_the_run_folder(tmp_path):
     child = start(
-        f"from trainer.processes import stacks\n    stacks.keep_in({str(tmp_path)!r})\n    {BLOCKED}", grace=2
+        f"from trainer.processes import stacks\n    stacks.write_to({str(tmp_path)!r})\n    {BLOCKED}", grace=2
     )
     child.send_signal(signal.SIGTERM)
     code, errors = end(child)
@@ -143,7 +144,7 @@ def test_a_step_too_slow_for_the_launcher_is_said_once(monkeypatch):
     assert Interrupts(grace=40).too_slow(30) == ""
     alone = Interrupts(grace=40)
     assert alone.too_slow(50).endswith(
-        "a step takes 50 s, and 40 s after a signal the run leaves without saving: type grace=100"
+        "a step takes 50 s, and 40 s after a signal the run ends without saving: type grace=100"
     )
     assert alone.too_slow(50) == ""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
@@ -180,8 +181,8 @@ for other in others:
 @pytest.mark.parametrize(
     ("look", "seen"),
     [
-        ("{rank: state for rank, (_, state) in sorted(family.living().items())}", "{0: 'R', 1: 'T', 3: 'S'}"),
-        ("family.wake(), __import__('time').sleep(0.2), family.living()[1][1]", "[1] None S"),
+        ("{rank: state for rank, (_, state) in sorted(family.living_ranks().items())}", "{0: 'R', 1: 'T', 3: 'S'}"),
+        ("family.resume_stopped(), __import__('time').sleep(0.2), family.living_ranks()[1][1]", "[1] None S"),
     ],
 )
 def test_ranks_see_their_siblings(look, seen):
@@ -245,7 +246,7 @@ def test_handlers_are_put_back():
 LEAVING = """
 import atexit, sys, threading, time
 from trainer.processes import early
-from trainer.processes.interrupts import leave
+from trainer.processes.interrupts import exit_python
 sys.modules["torch"] = sys
 def late():
     time.sleep(0.3)
@@ -258,7 +259,7 @@ print("said", end=" ")
 atexit.register(print, "asked for")
 if "thread" in sys.argv:
     threading.Thread(target=late).start()
-leave(3)
+exit_python(3)
 """
 
 

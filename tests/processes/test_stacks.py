@@ -11,22 +11,22 @@ from trainer.processes import stacks
 
 @pytest.fixture(autouse=True)
 def nowhere() -> None:
-    stacks.keep_in(None)
+    stacks.write_to(None)
     yield
-    stacks.keep_in(None)
+    stacks.write_to(None)
 
 
 def test_a_traceback_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    stacks.keep_in(tmp_path)
-    assert stacks.note("Traceback\n  one\n") == stacks.note("Traceback\n  two\n") == tmp_path / "stacks-rank3.txt"
+    stacks.write_to(tmp_path)
+    assert stacks.append("Traceback\n  one\n") == stacks.append("Traceback\n  two\n") == tmp_path / "stacks-rank3.txt"
     text = (tmp_path / "stacks-rank3.txt").read_text()
     assert text.count(" rank 3\nTraceback\n  ") == 2 and text.index("one") < text.index("two")
 
 
 def test_all_threads_in_the_run_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    stacks.keep_in(tmp_path)
+    stacks.write_to(tmp_path)
     assert stacks.dump("silent") == f"; what it was doing is in {tmp_path / 'stacks-rank0.txt'}"
     text = (tmp_path / "stacks-rank0.txt").read_text()
     assert " rank 0: silent\n" in text and "test_all_threads_in_the_run_folder" in text
@@ -35,8 +35,8 @@ def test_all_threads_in_the_run_folder(tmp_path: Path, capfd: pytest.CaptureFixt
 
 @pytest.mark.parametrize("folder", [None, "absent"])
 def test_without_a_folder(folder: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    stacks.keep_in(tmp_path / folder if folder else None)
-    assert stacks.note("Traceback") is None
+    stacks.write_to(tmp_path / folder if folder else None)
+    assert stacks.append("Traceback") is None
     assert stacks.dump("silent") == ""
     assert "test_without_a_folder" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -8,25 +8,26 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import QUIET, free_port, trainer
-from trainer.processes.waiting import telling, within
+from trainer.processes.silence import call_within
+from trainer.processes.terminal import explain_delay
 
 
 def test_a_word_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
-    with telling(lambda: "node 0 waits", after=0.01):
+    with explain_delay(lambda: "node 0 waits", after=0.01):
         time.sleep(0.5)
-    with telling(lambda: "too soon", after=60):
+    with explain_delay(lambda: "too soon", after=60):
         pass
-    with telling(lambda: "", after=0.01):
+    with explain_delay(lambda: "", after=0.01):
         time.sleep(0.5)
     assert capsys.readouterr().err == "trainer: node 0 waits\n"
 
 
 def test_what_hangs_is_left_behind() -> None:
-    assert within(60, lambda: 5) == 5
+    assert call_within(60, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        within(60, lambda: 1 // 0)
+        call_within(60, lambda: 1 // 0)
     with pytest.raises(TimeoutError):
-        within(0.2, lambda: time.sleep(20))
+        call_within(0.2, lambda: time.sleep(20))
 
 
 @pytest.mark.parametrize(

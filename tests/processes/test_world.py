@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import QUIET, trainer
 from trainer.errors import PeerError, SetupError
-from trainer.processes import world
+from trainer.processes import resources, world
 from trainer.processes.peers import no_way
 from trainer.processes.rank import Place
 from trainer.recipe import load
@@ -28,13 +28,13 @@ from trainer.recipe import load
     ],
 )
 def test_threads(words, local, environment, expected, monkeypatch):
-    monkeypatch.setattr(world, "cores", lambda: 8)
-    assert world.threads_per_process(load(None, *words), local, environment) == expected
+    monkeypatch.setattr(resources, "cores", lambda: 8)
+    assert resources.threads_per_process(load(None, *words), local, environment) == expected
 
 
 def test_no_driver_no_torch(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert world.cuda_count() == 0
+    assert resources.cuda_count() == 0
 
 
 def test_a_broken_collective_is_a_lost_peer():
@@ -116,7 +116,7 @@ def test_gloo_tells_of_a_lost_peer_before_nccl_aborts(monkeypatch):
 SLEEPS = """
 import time
 import torch.distributed as dist
-from trainer.processes import waiting, world
+from trainer.processes import world
 world.FIRST_EXCHANGE = 8.0
 real = dist.{name}
 def sleeps(*given, **named):

@@ -23,7 +23,9 @@ from trainer.commands.evaluate import evaluate_run
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving import locks
-from trainer.saving.run_folder import STEP_COLUMNS, RunFolder, StepsFile, write_atomically
+from trainer.saving.files import write_atomically
+from trainer.saving.run_folder import RunFolder
+from trainer.saving.steps_file import STEP_COLUMNS, StepsFile
 
 
 def recipe(folder, *words):

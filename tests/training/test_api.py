@@ -189,7 +189,7 @@ def test_any_kind_of_false_ends_a_run(tmp_path):
 
 def test_all_ranks_take_part_in_what_rank_0_wants_to_hear():
     calls, shared = Callbacks(), iter(["on_epoch", False])
-    rank = SimpleNamespace(is_main=False, share=lambda value: next(shared))
+    rank = SimpleNamespace(is_main=False, broadcast_object=lambda value: next(shared))
     calls.connect(rank)
     assert calls.step(rank, None) and not calls.epoch(rank, None)
 
@@ -277,7 +277,7 @@ def test_the_process_is_as_it_was(tmp_path):
         assert torch.get_num_threads() == before + 2
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
         assert set(threading.enumerate()) <= threads
-        assert stacks.note("of the program, not of the run") is None
+        assert stacks.append("of the program, not of the run") is None
         assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
         assert not torch.are_deterministic_algorithms_enabled()
     finally:

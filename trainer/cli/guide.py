@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.cli.grammar import program
 from trainer.cli.terminal import cells, for_terminal
 from trainer.errors import RecipeError
-from trainer.processes.started import as_typed
+from trainer.processes.terminal import as_typed
 
 FOLDER = Path(__file__).parent.parent / "guide"
 INDEX = "README"  # what a git host shows of the folder

@@ -17,8 +17,9 @@ from trainer.data.folders.splits import Before, held_out_of
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import fitted
 from trainer.modes import Context
-from trainer.processes.started import as_typed
-from trainer.processes.world import PATIENCE, locate
+from trainer.processes.resources import locate
+from trainer.processes.terminal import as_typed
+from trainer.processes.world import PATIENCE
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import stored

@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer.errors import PeerError, RecipeError, SetupError, TrainerError, sentence
 from trainer.processes import family, interrupts, stacks
 from trainer.processes.rank import place
-from trainer.processes.started import as_typed
+from trainer.processes.terminal import as_typed
 from trainer.processes.watchdog_process import GIVEN_UP
 
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
@@ -118,13 +118,13 @@ def with_stack(line: str, error: BaseException) -> str:
     """
     if isinstance(error, TrainerError):
         return line
-    file = stacks.note(line)
+    file = stacks.append(line)
     return f"{sentence(error)}; the stack is in {file}" if file else f"{sentence(error)}\n{line}"
 
 
 def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
     """The line of a rank that lost others, which names those that were stopped."""
-    stopped = family.wake() if code == PeerError.code else []
+    stopped = family.resume_stopped() if code == PeerError.code else []
     if not stopped:
         return line
     waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", str(error.__cause__))

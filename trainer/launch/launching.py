@@ -25,9 +25,9 @@ from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import endings
 from trainer.launch.endings import Ending
 from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
-from trainer.processes import early, family, interrupts, world
+from trainer.processes import early, family, interrupts, resources
 from trainer.processes.rank import check_meeting, place
-from trainer.processes.waiting import telling
+from trainer.processes.terminal import explain_delay
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
 
@@ -56,10 +56,10 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
         check_meeting(rank)
         launch, size = Launch(rank.local_size), rank.size
     else:
-        launch = choose_launch(os.environ, nproc, recipe, world.cuda_count, world.cores())
+        launch = choose_launch(os.environ, nproc, recipe, resources.cuda_count, resources.cores())
         size = launch.size
     check_processes(recipe, size, size // launch.nproc)
-    assign_devices(recipe, launch.nproc, world.cuda_wanted(recipe))
+    assign_devices(recipe, launch.nproc, resources.cuda_wanted(recipe))
     return None if rank.launched or size == 1 else launch
 
 
@@ -134,7 +134,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
     os.environ[family.PARENT] = str(os.getpid())
     # torchrun would set 1, which could not be distinguished from the user's own 1.
-    os.environ.setdefault("OMP_NUM_THREADS", str(world.threads_per_process(recipe, launch.nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_process(recipe, launch.nproc)))
     quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
     sys.unraisablehook = without_timers(sys.unraisablehook)
@@ -145,7 +145,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
         arguments += [f"--log_dir={logs}", "--module", "trainer", *words]
         try:
-            with telling(lambda: _missing_nodes(launch, recipe.timeout, Path(logs))):
+            with explain_delay(lambda: _missing_nodes(launch, recipe.timeout, Path(logs))):
                 ending = _ending(lambda: run.run(run.parse_args(arguments)), Path(logs), launch)  # type: ignore[no-untyped-call]
         finally:
             for number, handler in handlers.items():
@@ -206,7 +206,7 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        with interrupts.children_begin_deaf():
+        with interrupts.block_sigint_in_children():
             torchrun()
     except ChildFailedError as failed:
         written = endings.reports(logs)

@@ -66,12 +66,12 @@ def started(
             child.wait()
 
 
-def beside(command: Sequence[str], fd: int, deaf: Iterable[int]) -> subprocess.Popen[bytes]:
+def start_beside(command: Sequence[str], fd: int, blocked: Iterable[int]) -> subprocess.Popen[bytes]:
     """A command that has one of this process's files, and ends by itself at the end of its stdin, which never blocks.
 
-    It stays in this process's group, and does not hear the signals `deaf` that mean this process.
+    It stays in this process's group, and does not receive the signals `blocked` that mean this process.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd], bufsize=0)
     finally:

@@ -1,4 +1,4 @@
-"""What a signal does before this process has anything to save. Imports next to nothing, so that it comes first."""
+"""Signal handlers until a run has something to save. Imports next to nothing, so that it comes first."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from types import FrameType
 SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def leave(number: int, _: FrameType | None) -> None:
+def exit_on_signal(number: int, _: FrameType | None) -> None:
     """A signal's handler: end this process with the exit code that the signal has later on too."""
     os._exit(130 if number == signal.SIGINT else 143)
 
 
-def hear() -> None:
-    """Until other handlers are installed; Ctrl-C would leave the imports with a traceback each."""
+def install_handlers() -> None:
+    """Install handlers until others follow; without them Ctrl-C ends the imports with a traceback each."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, exit_on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # launch.sh has it blocked
     for number in SAVE_AND_GO:
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, leave)
+            signal.signal(number, exit_on_signal)
 
 
 def unused(number: int) -> bool:
     """Whether nobody else has a handler for a signal, or ignores it, as nohup does."""
-    return signal.getsignal(number) in (signal.SIG_DFL, leave)
+    return signal.getsignal(number) in (signal.SIG_DFL, exit_on_signal)

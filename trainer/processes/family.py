@@ -60,7 +60,7 @@ def _read(pid: int, name: str) -> bytes:
     return Path(f"/proc/{pid}/{name}").read_bytes()
 
 
-def living() -> dict[int, tuple[int, str]]:
+def living_ranks() -> dict[int, tuple[int, str]]:
     """Ranks of this machine that live, this one too: rank -> process id, and the kernel's letter for its state."""
     ranks: dict[int, tuple[int, str]] = {}
     if "RANK" not in os.environ or not os.path.isdir("/proc"):
@@ -76,13 +76,13 @@ def living() -> dict[int, tuple[int, str]]:
     return ranks
 
 
-def wake() -> list[int]:
+def resume_stopped() -> list[int]:
     """Let stopped siblings write their stacks and run again, so that they find their peers gone and leave too.
 
     Returns:
         Their ranks. Nobody else would: a stopped process hears no signal but SIGKILL, which torchrun sends after 30 s.
     """
-    stopped = {rank: pid for rank, (pid, state) in living().items() if state == "T"}
+    stopped = {rank: pid for rank, (pid, state) in living_ranks().items() if state == "T"}
     for pid in stopped.values():
         with suppress(OSError):
             os.kill(pid, STACKS)

@@ -8,25 +8,24 @@ thread cannot run either, the `watchdog` ends the rank.
 from __future__ import annotations
 
 import atexit
-import errno
 import faulthandler
-import io
 import math
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainer.processes import early, family, stacks
+from trainer.processes import children, early, family, stacks
 from trainer.processes.rank import place
-from trainer.processes.started import plain
-from trainer.processes.watchdog import Watchdog
+from trainer.processes.terminal import plain
 from trainer.processes.watchdog_process import GIVEN_UP
 
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
@@ -34,7 +33,37 @@ IF_UNUSED = early.SAVE_AND_GO  # unless ignored (nohup), or a user's program has
 GRACE = 60.0  # seconds, the default of the recipe's `grace`
 SHORTEST = 4.0  # seconds from a signal, or the last boundary, until the watcher leaves when a peer is gone
 LEAVING = 5.0  # seconds that are left for saving when the launcher will kill
+PROGRAM = Path(__file__).with_name("watchdog_process.py")
 stuck = threading.Event()  # something was given up that Python's own end would wait for, perhaps for ever
+
+
+class Watchdog:
+    """A small process beside the rank that ends it when its Python cannot run (see `watchdog_process`).
+
+    Before `start` and after `stop` it does nothing. It never ends a rank without a signal, nor one that saves.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, wakeup: socket.socket, signals: Iterable[int], grace: float) -> None:
+        """`signals`: those that count; `grace`: seconds that a call may last after one while all peers live."""
+        words = [wakeup.fileno(), os.getpid(), grace, *map(int, signals)]
+        command = [sys.executable, "-P", "-S", str(PROGRAM), *map(str, words)]  # -S: in 20 ms, without site-packages
+        with suppress(OSError):  # the system has no process left: the rank trains without
+            self._process = children.start_beside(command, wakeup.fileno(), signals)
+
+    def tell(self, line: str) -> None:
+        """`alive` after a signal, `saving` and `saved`, or the process ids of all ranks here once training begins."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):  # somebody has ended it
+                self._process.stdin.write(f"{line}\n".encode())
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
 
 def exit_code(number: int) -> int:
@@ -103,7 +132,7 @@ class Interrupts:
     def beat(self) -> None:
         """The loop is at a boundary: from the first on there is something to save."""
         if not self._beat:
-            living = family.living()
+            living = family.living_ranks()
             self._peers = set(living)
             self._watchdog.tell(" ".join(str(pid) for pid, _ in living.values()))
         self._beat = time.monotonic()
@@ -137,7 +166,7 @@ class Interrupts:
         if self.received is signal.SIGINT or (not self._beat and not self.own_process):
             if not self.own_process:
                 raise KeyboardInterrupt
-            leave_now(128 + signal.SIGINT)
+            exit_now(128 + signal.SIGINT)
         if self.received is None:
             self.received = signal.Signals(number)
 
@@ -158,7 +187,7 @@ class Interrupts:
                 self._leave(signal.Signals(first), "")
             elif waited > self.grace:
                 self._leave(signal.Signals(first), f"no step's end within {self.grace:g} s")
-            elif waited > SHORTEST and (gone := self._peers - set(family.living())):  # no step can end any more
+            elif waited > SHORTEST and (gone := self._peers - set(family.living_ranks())):  # no step can end any more
                 self._leave(signal.Signals(first), f"rank {min(gone)} is gone")
             time.sleep(0.05)
 
@@ -170,7 +199,7 @@ class Interrupts:
             print(f"trainer: {plain(line)}", file=sys.stderr)
         elif rank == 0:
             print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
-        leave_now(exit_code(number))
+        exit_now(exit_code(number))
 
 
 def launchers_patience() -> float:
@@ -181,27 +210,6 @@ def launchers_patience() -> float:
     return float(setting) if setting.isdigit() else 30.0
 
 
-class _Terminal(io.FileIO):
-    """A terminal that may close while the step ends and is saved: what is written then goes nowhere."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data) or 0
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return len(data)
-
-
-def outlive_terminal() -> None:
-    """From now on no print and no progress bar fails when the terminal is closed; SIGHUP tells of it."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        if stream is not None and not stream.closed and stream.isatty():
-            buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
-
-
 def raise_at_ctrl_c() -> None:
     """From now on Ctrl-C is a KeyboardInterrupt, as ever in Python: this command has something to end."""
     main = threading.current_thread() is threading.main_thread()
@@ -210,17 +218,17 @@ def raise_at_ctrl_c() -> None:
 
 
 @contextmanager
-def children_begin_deaf() -> Iterator[None]:
+def block_sigint_in_children() -> Iterator[None]:
     """Within this block Ctrl-C does not reach a new process until that asks for it, as `trainer.__main__` does.
 
-    Before that, Python's own start would end in "Fatal Python error" and a traceback. This process hears it all along,
-    in a thread. The main thread's mask is what children inherit.
+    Before that, Python's own start would end in "Fatal Python error" and a traceback. A thread of this process receives
+    it all along. The main thread's mask is what children inherit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     done = threading.Event()
-    threading.Thread(target=done.wait, name="hears Ctrl-C", daemon=True).start()  # with the mask as it was
+    threading.Thread(target=done.wait, name="receives Ctrl-C", daemon=True).start()  # with the mask as it was
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -229,7 +237,7 @@ def children_begin_deaf() -> Iterator[None]:
         done.set()
 
 
-def leave_now(code: int) -> None:
+def exit_now(code: int) -> None:
     """End this process without the interpreter's farewell, which aborts when gloo's threads still run."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -237,12 +245,12 @@ def leave_now(code: int) -> None:
     os._exit(code)
 
 
-def leave(code: int) -> None:
+def exit_python(code: int) -> None:
     """End this process as Python does, but for the second that it takes to take torch apart."""
     waited_for = [thread for thread in threading.enumerate() if not thread.daemon]
     if "torch" in sys.modules and waited_for == [threading.main_thread()] and not _watched():
         atexit._run_exitfuncs()
-        leave_now(code)
+        exit_now(code)
     sys.exit(code)
 
 

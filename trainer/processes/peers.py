@@ -30,8 +30,12 @@ class lost_peers:
         """`patience`: seconds for which others may be silent, where it is not the group's `timeout`."""
         self._patience = patience
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
+        """Gives `torch.distributed`, which is not imported before."""
+        import torch.distributed as dist
+
         self._wait = silence.begin(self._patience)
+        return dist
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         waited = silence.end(self._wait)
@@ -45,7 +49,7 @@ class lost_peers:
         if waited or is_broken_collective(error):
             cause = TimeoutError(f"timed out after {1000 * waited:.0f} ms") if waited else error
             line = f"rank {os.environ.get('RANK', '0')}: lost another rank (it died, or was silent for `timeout`): "
-            line += telling_line(cause)
+            line += summary_line(cause)
             silent = "time" in str(cause).lower() and dist.is_initialized()  # a peer that never came left no trace here
             raise PeerError(line + (stacks.dump(line) if silent else "")) from cause
 
@@ -118,7 +122,7 @@ def shared_memory() -> str:
     return f"{size} MiB, {free} free"
 
 
-def telling_line(error: BaseException) -> str:
+def summary_line(error: BaseException) -> str:
     """The line that tells most of a collective's error, without the place in gloo's source or C++'s stack."""
     lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
     lines = [re.sub(PLACE, "", line, count=1).strip() for line in lines if line]

@@ -7,11 +7,11 @@ import atexit
 import os
 
 from trainer.processes import family, fork_server
-from trainer.processes.interrupts import leave_now
+from trainer.processes.interrupts import exit_now
 
 server = os.getpid()
 # Its children live until it is gone, and with torch the interpreter's farewell takes seconds.
-atexit.register(lambda: leave_now(0) if os.getpid() == server else None)
+atexit.register(lambda: exit_now(0) if os.getpid() == server else None)
 parent = os.environ.pop(fork_server.SERVED, "")
 if parent:
     family.die_with_parent(int(parent))

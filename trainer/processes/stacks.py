@@ -16,12 +16,12 @@ from trainer.processes.rank import place
 _folders: list[Path] = []  # of the run that this process trains: one or none
 
 
-def keep_in(folder: str | Path | None) -> None:
+def write_to(folder: str | Path | None) -> None:
     """From now on stacks go to files in this folder; None: to stderr."""
     _folders[:] = [] if folder is None else [Path(folder).absolute()]
 
 
-def note(text: str) -> Path | None:
+def append(text: str) -> Path | None:
     """Add a traceback to this rank's file; the file, or None where there is none to write."""
     for path in _files():
         with suppress(OSError), path.open("a", encoding="utf-8") as file:

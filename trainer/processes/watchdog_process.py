@@ -1,4 +1,9 @@
-"""The program of the `watchdog`, which ends a rank whose Python cannot run. It imports no other file of ours."""
+"""Beside a rank: a small process that ends it when its Python cannot run, for which it does not need the rank's lock.
+
+Compiled code starts kernels with the interpreter's lock held. When a peer is gone, the queue of kernels fills up, the
+call never returns, and no handler and no thread of the rank receives a signal. Its number still comes to the wake-up
+socket, for Python writes that without the lock, and this process looks there. It imports no other file of ours.
+"""
 
 from __future__ import annotations
 

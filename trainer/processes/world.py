@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.devices import cards, health
-from trainer.devices.assignment import assign_devices, numbered
+from trainer.devices import cards
 from trainer.errors import SetupError, TrainerError
 from trainer.processes import silence
-from trainer.processes.family import PARENT
 from trainer.processes.grid import Grid
 from trainer.processes.peers import check_devices, check_sums, no_way
 from trainer.processes.peers import lost_peers as lost_peers
-from trainer.processes.rank import Place, check_meeting, place
-from trainer.processes.waiting import telling, within
-from trainer.recipe import Recipe
+from trainer.processes.rank import Place, check_meeting
+from trainer.processes.silence import call_within
+from trainer.processes.terminal import explain_delay
 
 if TYPE_CHECKING:
     import torch
@@ -36,55 +34,6 @@ PATIENCE = 86400.0  # seconds that a rank waits for machines which still look fo
 FIRST_EXCHANGE = 60.0  # seconds, once all ranks are there
 NCCL_LATER = datetime.timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cuda_count() -> int:
-    """CUDA devices torch can use.
-
-    Raises:
-        SetupError, RecipeError: cards are here that torch cannot use.
-    """
-    installed = cards.detect()
-    if installed.fault is not None:
-        raise installed.fault
-    return installed.count
-
-
-def cuda_for(devices: Sequence[str] | Literal["auto"]) -> int:
-    """CUDA devices torch can use, for one who wants `devices`: the CPU asks for none, and who names cards does not
-    mind that others cannot be used."""
-    if devices != "auto" and all(name == "cpu" for name in devices):
-        return 0
-    try:
-        return cuda_count()
-    except TrainerError:
-        if devices != "auto" and (count := cards.detect().count):
-            return count
-        raise
-
-
-def cuda_wanted(recipe: Recipe) -> int:
-    """CUDA devices torch can use, for a recipe; none where the weights are in the CPU's memory."""
-    return 0 if recipe.traits.shared_memory and recipe.devices == "auto" else cuda_for(recipe.devices)
-
-
-def threads_per_process(recipe: Recipe, local_size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The recipe's `threads`, else the user's OMP_NUM_THREADS, else cores / local ranks.
-
-    torchrun sets OMP_NUM_THREADS=1 by itself, so 1 under a torchrun that we did not start counts as unset.
-    """
-    if recipe.threads:
-        return recipe.threads
-    chosen = environment.get("OMP_NUM_THREADS", "")
-    torchruns = chosen == "1" and "TORCHELASTIC_RUN_ID" in environment and PARENT not in environment
-    if chosen.isdigit() and int(chosen) > 0 and not torchruns:
-        return int(chosen)
-    return max(1, cores() // local_size)
 
 
 @dataclass
@@ -133,7 +82,7 @@ class World:
         check_meeting(self.place)
         limit = datetime.timedelta(seconds=timeout)
         with lost_peers():
-            with telling(self._missing):
+            with explain_delay(self._missing):
                 store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
                 store.set_timeout(limit)
                 self.agree(store)
@@ -141,9 +90,9 @@ class World:
             if cuda and not dist.is_nccl_available():
                 raise SetupError(cards.NO_NCCL)
             self.nccl = cuda
-            with telling(lambda: MET * self.is_main):
+            with explain_delay(lambda: MET * self.is_main):
                 try:
-                    self.devices = within(FIRST_EXCHANGE, lambda: self._join(store, limit))
+                    self.devices = call_within(FIRST_EXCHANGE, lambda: self._join(store, limit))
                 except TimeoutError:
                     raise no_way(cuda, FIRST_EXCHANGE) from None
 
@@ -179,10 +128,8 @@ class World:
             groups: how many groups of its own a dimension needs, where one is not enough. NCCL does what one group is
                 given in order: messages that go both ways need two.
         """
-        import torch.distributed as dist
-
         self.grid, self._groups = Grid(self.rank, dict(sizes)), {}
-        with lost_peers():
+        with lost_peers() as dist:
             for dimension, size in sizes.items():
                 count = groups.get(dimension, int(1 < size < self.size))
                 for _ in range(count if size > 1 else 0):
@@ -192,9 +139,9 @@ class World:
                             self._let_gloo_tell(group, datetime.timedelta(seconds=self.timeout))
                             self._groups.setdefault(dimension, []).append(group)
 
-    def group(self, dimension: str, which: int = 0) -> Any:
+    def group(self, dimension: str | None, which: int = 0) -> Any:
         """A group along a dimension of the grid, for torch's functions; None stands for the world's own."""
-        groups = self._groups.get(dimension)
+        groups = self._groups.get(dimension or "")
         return groups[which] if groups else None
 
     def mesh(self) -> DeviceMesh:
@@ -277,29 +224,23 @@ class World:
     def sum_(self, values: Tensor, along: str | None = None) -> Tensor:
         """Sum a tensor over all ranks, or those along a dimension of the grid, in place."""
         if self._several(along):
-            import torch.distributed as dist
-
-            with lost_peers():
-                dist.all_reduce(values, group=self.group(along or ""))
+            with lost_peers() as dist:
+                dist.all_reduce(values, group=self.group(along))
         return values
 
     def max_(self, values: Tensor) -> Tensor:
         """The maximum of a tensor over all ranks, in place."""
         if self.size > 1:
-            import torch.distributed as dist
-
-            with lost_peers():
+            with lost_peers() as dist:
                 dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
         """Rank 0's values of a tensor, or those of the first rank along a dimension, on every rank, in place."""
         if self._several(along):
-            import torch.distributed as dist
-
             first = self.grid.ranks(along)[0] if along else 0
-            with lost_peers():
-                dist.broadcast(values, first, group=self.group(along or ""))
+            with lost_peers() as dist:
+                dist.broadcast(values, first, group=self.group(along))
         return values
 
     def _several(self, along: str | None) -> bool:
@@ -308,10 +249,8 @@ class World:
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value (picklable and small; tensors go by `broadcast_`), on every rank."""
         if self.size > 1:
-            import torch.distributed as dist
-
             box = [value if self.is_main else None]
-            with lost_peers():
+            with lost_peers() as dist:
                 dist.broadcast_object_list(box, src=0)
             return box[0]
         return value
@@ -320,10 +259,8 @@ class World:
         """Every rank's value (picklable and small) in rank order on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
         boxes: list[Any] | None = [None] * self.size if self.is_main else None
-        with lost_peers():
+        with lost_peers() as dist:
             dist.gather_object(value, boxes)
         return boxes or []
 
@@ -333,12 +270,11 @@ class World:
         They are sent one by one: pickled, all of them would need their memory twice.
         """
         import torch
-        import torch.distributed as dist
 
         mine = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
         described = self.gather([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()])
         gathered = [mine] if self.is_main else []
-        with lost_peers():
+        with lost_peers() as dist:
             for tensor in () if self.is_main else mine.values():
                 dist.send(tensor, 0)
             for rank, tensors in enumerate(described[1:], 1):
@@ -351,10 +287,8 @@ class World:
         """Every rank's value (picklable and small) on every rank, once the last has come, within `patience` seconds."""
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
         boxes: list[Any] = [None] * self.size
-        with lost_peers(patience):
+        with lost_peers(patience) as dist:
             group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience))
             dist.all_gather_object(boxes, value, group=group)
             dist.destroy_process_group(group)
@@ -389,9 +323,7 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            import torch.distributed as dist
-
-            with lost_peers():
+            with lost_peers() as dist:
                 dist.barrier()
 
     def close(self) -> None:
@@ -400,30 +332,3 @@ class World:
             import torch.distributed as dist
 
             dist.destroy_process_group()
-
-
-def locate(recipe: Recipe) -> World:
-    """Take this process's place: its device and its threads.
-
-    Raises:
-        RecipeError: other devices than the mode can use.
-        SetupError: a card that this torch cannot use, or copies between its cards that come out wrong.
-    """
-    import torch
-
-    me = place()
-    cuda = cuda_wanted(recipe)
-    assigned = assign_devices(recipe, me.local_size, cuda)
-    drives = tuple(map(torch.device, assigned[me.local_rank]))
-    device = drives[0]
-    threads = threads_per_process(recipe, me.local_size)
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        for card in dict.fromkeys(drives):
-            health.check_card(card, cuda)
-        torch.cuda.set_device(device)
-        health.check_copies(health.edges([drive for drive in drives if drive.type == "cuda"]))
-    shared = device.type == "cuda" and len(set(assigned)) < len(assigned)
-    world = World(me, device, threads, (), drives, shared)
-    world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))
-    return world

@@ -1,4 +1,4 @@
-"""Files as they may be found: damaged, endless, a folder, a pipe. Read with a limit and never waited for.
+"""Files that may be damaged, endless, a folder or a pipe: read with a limit and never waited for.
 
 A run folder outlives machines and passes through many hands, so what lies beside the checkpoints is not to be trusted:
 what cannot be used is left out with a sentence, and what cannot be written ends in one line.
@@ -26,8 +26,8 @@ from trainer.errors import DiskFullError, SetupError, TrainerError, is_disk_full
 LIMIT = 64 * 2**20  # bytes of a side file that are read; ours are far smaller
 
 
-class Growing:
-    """A file that is added to while others read it; who adds decides how often it is flushed."""
+class AppendFile:
+    """A file that is appended to while others read it; subclasses decide how often it is flushed."""
 
     _file: IO[Any]
     _flushed: float  # when, by the monotonic clock
@@ -177,3 +177,17 @@ def writing(folder: Path, again: str = "resume=auto") -> Iterator[None]:
             advice = f"what was saved before is intact: free some space, then {again}"
             raise DiskFullError(f"{folder}: the disk is full ({reason}); {advice}") from error
         raise SetupError(f"{folder} cannot be written ({reason}); choose another folder with output=...") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old text or the new."""
+    temporary = draft_of(path)
+    with writing(path.parent):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            put(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -125,21 +125,8 @@ def claimed(path: Path) -> Iterator[BufferedRandom | None]:
         yield file
 
 
-def share(path: Path) -> int:
-    """Make a file and hold it together with others who share it; closing the descriptor lets go.
-
-    Who holds it `alone` is waited for. Where it cannot be written, one that is there is enough.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    descriptor = unheld(path)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
-
-
-def unheld(path: Path) -> int:
-    """The same file, not held yet.
+def open_lock(path: Path) -> int:
+    """Open or make a lock's file, without the lock. Where it cannot be written, one that is there is enough.
 
     Raises:
         OSError: it cannot be made.
@@ -154,10 +141,9 @@ def unheld(path: Path) -> int:
         raise
 
 
-def alone(descriptor: int) -> bool:
-    """Whether nobody else holds it; if so nobody else will, until it is closed or shared again.
-
-    If not, it is not held any more at all: the kernel lets go of one lock before it looks for another.
+def lock_alone(descriptor: int) -> bool:
+    """Take the exclusive lock if nobody else holds the file; whether this succeeded. If not, a shared lock is lost too:
+    the kernel lets go of one lock before it looks for another.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,6 +152,6 @@ def alone(descriptor: int) -> bool:
     return True
 
 
-def share_again(descriptor: int) -> None:
-    """Hold it together with others, whether it was held `alone` before or not."""
+def lock_shared(descriptor: int) -> None:
+    """Hold a file together with others, once nobody has it alone; closing the descriptor lets go."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.saving.files import Growing, draft_of, opened, put, set_aside, why
+from trainer.saving.files import AppendFile, draft_of, opened, put, set_aside, why
 from trainer.telemetry.dashboards import ANEW, AT_END
 
 if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
@@ -26,7 +26,7 @@ FLUSH_SECONDS = 10.0  # readers see what is written within about this long
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
 
 
-class Events(Growing):
+class Events(AppendFile):
     """One event file of a folder."""
 
     def __init__(self, folder: Path, suffix: str = "") -> None:

@@ -20,8 +20,7 @@ from urllib.parse import urlparse
 from urllib.request import getproxies
 
 from trainer.recipe import Recipe, flatten
-from trainer.saving.files import usable_json
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import usable_json, write_atomically
 from trainer.telemetry.feeding import LoggedStep, LoggerThread, Sink
 
 PATIENCE, HURRY = 30.0, 10.0  # seconds that a run's end waits for what is still to be sent; that of a stopped one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from shutil import get_terminal_size
 
-from trainer.processes import started
+from trainer.processes import terminal
 
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
 WIDEST = 100  # characters of a line
@@ -19,7 +19,7 @@ def columns() -> int:
 
 def plain(text: str) -> str:
     """A name as one may print it: what would move the cursor or break the line becomes a question mark."""
-    return started.plain(text).replace("\n", "?").replace("\t", "?")
+    return terminal.plain(text).replace("\n", "?").replace("\t", "?")
 
 
 def shortened(text: str, width: int) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.processes.started import as_typed
+from trainer.processes.terminal import as_typed
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
-from trainer.saving.files import writing
-from trainer.saving.run_folder import NullFolder, RunFolder, StepsFile, write_atomically
+from trainer.saving.files import write_atomically, writing
+from trainer.saving.run_folder import NullFolder, RunFolder
+from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers

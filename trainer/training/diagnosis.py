@@ -8,7 +8,7 @@ import torch
 
 from trainer.data.cache.cache_speed import SECONDS, pace
 from trainer.data.encoded import EncodedPhotos
-from trainer.processes.world import cores
+from trainer.processes.resources import cores
 from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares
 from trainer.training.reporting import idle_share, parts
 from trainer.training.run import Run

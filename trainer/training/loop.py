@@ -20,7 +20,7 @@ from trainer.training import diagnosis, presenting, reporting, resuming, stoppin
 from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.mistakes import Mistakes
-from trainer.training.rank_sync import RankSync, leave
+from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
 from trainer.training.run import WORKERS, Run
 from trainer.training.wiring import prepare
@@ -35,7 +35,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
         if not own_process:  # later errors of the program are not this run's
-            closing.callback(stacks.keep_in, None)
+            closing.callback(stacks.write_to, None)
         try:
             this = prepare(recipe, interrupts, closing, callbacks or from_environment())
             if not own_process:  # in a program that goes on no worker is left, however the run ends
@@ -118,7 +118,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                     over |= not reporting.report_step(run, mean, lr, agreed.window)
                 run.tracker.progress(step, epoch + 1)
             if agreed.stop is not None:
-                leave(run, agreed.stop)
+                save_and_stop(run, agreed.stop)
             if over:
                 run.total_steps = step
                 return
@@ -202,7 +202,7 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
         with run.strategy.weights(averages):
             return evaluate(run.strategy, run.loader.evaluation(then), run.world, boundary, **look)
     except (Interrupted, Preempted) as error:
-        leave(run, type(error))
+        save_and_stop(run, type(error))
         raise
 
 

@@ -19,8 +19,8 @@ from trainer import tasks
 from trainer.data import Batch, as_pictures, held_out_pictures
 from trainer.devices import precision
 from trainer.errors import TrainerError, text_of
-from trainer.processes.started import as_typed
-from trainer.processes.world import cores
+from trainer.processes.resources import cores
+from trainer.processes.terminal import as_typed
 from trainer.recipe import flatten
 from trainer.recipe.loading import words_of
 from trainer.recipe.recipe_words import word_value

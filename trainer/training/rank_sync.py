@@ -95,7 +95,7 @@ class RankSync:
         return Agreed(loss, not wrong and math.isfinite(loss), stop, over > 0, window)
 
 
-def leave(run: Run, stop: type[TrainerError]) -> None:
+def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
     """A signal that all ranks have agreed on: save and go.
 
     Raises:

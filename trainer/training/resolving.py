@@ -21,7 +21,8 @@ from trainer.errors import TrainerError
 from trainer.models.inputs import with_own_input
 from trainer.processes import stacks
 from trainer.processes.allocation import keep_freed_memory
-from trainer.processes.world import PATIENCE, World, locate
+from trainer.processes.resources import locate
+from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe, flatten
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
@@ -70,7 +71,7 @@ def claim(recipe: Recipe, callbacks: Callbacks, closing: ExitStack) -> Claim:
     refused, path, settled, before = world.broadcast_object((refused, tracker.path, tracker.folder.settled, before))
     if refused is not None:
         raise refused
-    stacks.keep_in(path)
+    stacks.write_to(path)
     closing.callback(callbacks.close)
     callbacks.connect(world)
     return Claim(world, tracker, settled, before)

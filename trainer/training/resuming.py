@@ -19,7 +19,7 @@ from trainer.processes.rank import is_restart, job_id
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving import checkpoint
-from trainer.saving.spreading import on_every_rank
+from trainer.saving.checkpoint_broadcast import on_every_rank
 from trainer.saving.weights import save_weights
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.randomness import random_states, restore_random_states, seed_ranks

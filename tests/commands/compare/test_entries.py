@@ -12,7 +12,7 @@ from trainer.recipe import MODES, load
 
 
 def test_all_seven_modes_run_on_two_cpu_devices(monkeypatch):
-    monkeypatch.setattr("trainer.processes.world.cores", lambda: 4)
+    monkeypatch.setattr("trainer.processes.resources.cores", lambda: 4)
     found = listed()
     assert list(found) == list(MODES) and not any(entry.problem for entry in found.values())
     assert {name: (entry.ranks, entry.threads) for name, entry in found.items()} == {
@@ -55,7 +55,7 @@ def test_a_sweep_leaves_alone_who_does_not_look_at_its_key():
 
 
 def test_over_ranks_each_rank_has_the_same_threads(monkeypatch):
-    monkeypatch.setattr("trainer.processes.world.cores", lambda: 4)
+    monkeypatch.setattr("trainer.processes.resources.cores", lambda: 4)
     found = entries.entries("digits", [], ["single", "ddp"], Sweep("nproc", (1, 2)))
     assert [(e.name, e.ranks, e.threads) for e in found] == [
         ("single", 1, 2), ("ddp nproc=1", 1, 2), ("ddp nproc=2", 2, 2)

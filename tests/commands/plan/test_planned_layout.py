@@ -4,7 +4,7 @@ import pytest
 
 from trainer import load_recipe
 from trainer.commands.plan.planned_layout import lay_out
-from trainer.processes import world
+from trainer.processes import resources
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,6 @@ from trainer.processes import world
     ],
 )
 def test_a_machine_with_one_gpu_plans_for_more(monkeypatch, words, nproc, devices):
-    monkeypatch.setattr(world, "cuda_count", lambda: 1)
+    monkeypatch.setattr(resources, "cuda_count", lambda: 1)
     recipe = load_recipe(None, "data.name=synthetic", "batch_size=96", *words)
     assert list(lay_out(recipe, nproc).devices) == devices

@@ -9,7 +9,7 @@ from tests.typed import odd
 from trainer.commands.plan import planned, reading_speed
 from trainer.commands.plan.plan_page import page_of
 from trainer.commands.plan.run_plan import RunPlan
-from trainer.processes.world import cores
+from trainer.processes.resources import cores
 from trainer.recipe import load
 from trainer.telemetry.verdict import Reading
 

@@ -27,7 +27,7 @@ from trainer.commands.predict import sources
 from trainer.commands.predict.predict_command import _complete, _decoders, summary
 from trainer.errors import FolderInUseError, PredictionError
 from trainer.processes.rank import Place
-from trainer.processes.world import cores
+from trainer.processes.resources import cores
 
 CPU = "devices=[cpu]"
 

@@ -7,7 +7,7 @@ import json
 import os
 
 from trainer.recipe import load
-from trainer.saving.run_folder import STEP_COLUMNS
+from trainer.saving.steps_file import STEP_COLUMNS
 from trainer.telemetry.events import Events
 
 RESULT = {

@@ -83,7 +83,8 @@ def test_deleted_once_one_agrees(built, where, capsys):
 
 
 def test_what_is_in_use_is_not_deleted(built, where):
-    lock = locks.share(built / homes.USED)
+    lock = locks.open_lock(built / homes.USED)
+    locks.lock_shared(lock)
     with pytest.raises(FolderInUseError, match="is in use by a run"):
         command(["delete", built.name, where, "yes=true"])
     assert built.exists()

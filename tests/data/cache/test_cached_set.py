@@ -15,7 +15,7 @@ from trainer.data import open_datasets
 from trainer.data.cache import as_stored, cache_blocks, cached, cached_set, homes
 from trainer.data.cache.packing import Format, pack
 from trainer.data.cache.stored import CachedFolder
-from trainer.processes.world import locate
+from trainer.processes.resources import locate
 from trainer.recipe import load
 
 

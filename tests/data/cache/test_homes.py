@@ -40,8 +40,8 @@ def test_what_one_uses_no_other_removes(photos, kind):
     first.close()  # the second has it still
     homes.sweep()
     assert second.path.is_dir()
-    lock = locks.unheld(second.path / homes.USED)
-    assert not locks.alone(lock)
+    lock = locks.open_lock(second.path / homes.USED)
+    assert not locks.lock_alone(lock)
     os.close(lock)
     second.close()
     assert second.path.is_dir() == (kind == "disk")

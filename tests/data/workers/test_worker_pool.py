@@ -18,7 +18,7 @@ from tests.command_line import QUIET, environment, ok
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
 from trainer.data import Shard
 from trainer.errors import SetupError
-from trainer.processes.world import cores
+from trainer.processes.resources import cores
 from trainer.saving.weights import read_weights
 
 __all__ = ["loading"]  # the fixture

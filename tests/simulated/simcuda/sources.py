@@ -119,7 +119,7 @@ def without(place: Site) -> Iterator[None]:
 
 
 # What is no device's kind and still true where CUDA is.
-COUNTS = {"cuda", "gpu", "world.cuda_count()", "cuda_count()", "cards.detect().count", "torch.cuda.is_available()"}
+COUNTS = {"cuda", "gpu", "resources.cuda_count()", "cuda_count()", "cards.detect().count", "torch.cuda.is_available()"}
 
 
 class Branch(NamedTuple):

@@ -21,7 +21,7 @@ from trainer.processes.rank import place
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
 from trainer.recipe.recipe_words import split_words
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import write_atomically
 
 __all__ = ["command", "compare"]
 

@@ -21,11 +21,10 @@ from trainer.commands.compare.exactness import batch_dependent
 from trainer.commands.compare.predictions import predictions
 from trainer.commands.compare.running import Failed, Length, Repeats, Runner
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
-from trainer.processes.started import as_typed
+from trainer.processes.terminal import as_typed
 from trainer.recipe import Recipe
 from trainer.saving import locks
-from trainer.saving.files import usable_json
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import usable_json, write_atomically
 from trainer.telemetry.readable import number
 
 START = 4.0  # seconds, about, before a process has its libraries

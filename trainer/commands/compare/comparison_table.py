@@ -11,9 +11,8 @@ from typing import Any
 
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
 from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
-from trainer.processes.started import as_typed
-from trainer.saving.files import without_nan
-from trainer.saving.run_folder import write_atomically
+from trainer.processes.terminal import as_typed
+from trainer.saving.files import without_nan, write_atomically
 from trainer.telemetry import readable
 
 RED, PLAIN = "\033[31m", "\033[0m"

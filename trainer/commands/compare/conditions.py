@@ -9,7 +9,7 @@ import time
 
 from trainer.commands.compare.comparison_report import MachineFigures
 from trainer.devices import cards, host
-from trainer.processes import world
+from trainer.processes import resources
 
 BUSY = 0.2  # cores: what others may use before it is worth a word
 
@@ -20,7 +20,7 @@ def this_machine() -> MachineFigures:
 
     return {
         "cpu": host.processor(),
-        "cores": world.cores(),
+        "cores": resources.cores(),
         "memory_bytes": host.total_memory(),
         "gpus": [torch.cuda.get_device_name(n) for n in range(cards.detect().count)],
         "system": platform.platform(),
@@ -36,7 +36,7 @@ class Others:
     def cores(self) -> float | None:
         """None where the kernel does not tell, or this process may use only a part of the cores."""
         now = _busy()
-        if now is None or self.busy is None or world.cores() != os.cpu_count():
+        if now is None or self.busy is None or resources.cores() != os.cpu_count():
             return None
         return max(0.0, (now - self.busy - _ours() + self.ours) / (time.perf_counter() - self.begun))
 

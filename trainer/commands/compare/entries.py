@@ -14,7 +14,7 @@ import yaml
 from trainer import recipe
 from trainer.errors import RecipeError
 from trainer.launch import launching
-from trainer.processes import world
+from trainer.processes import resources
 from trainer.recipe import MODES, TRAITS, Recipe, Traits
 from trainer.recipe.known_names import check_names
 from trainer.recipe.reflection import defaults, is_text
@@ -247,7 +247,7 @@ def _with_distinct_names(entries: list[Entry]) -> list[Entry]:
 
 def _with_threads(entries: list[Entry], sweep: Sweep | None) -> list[Entry]:
     """Every entry gets the same cores, unless the user says otherwise; in a sweep over nproc every rank does."""
-    cores, most = world.cores(), max(entry.ranks for entry in entries)
+    cores, most = resources.cores(), max(entry.ranks for entry in entries)
     shared: list[Entry] = []
     for entry in entries:
         ranks = most if sweep and sweep.key == "nproc" else entry.ranks

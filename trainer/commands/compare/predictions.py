@@ -9,7 +9,7 @@ from trainer.commands.compare.entries import Entry
 from trainer.commands.plan import plan
 from trainer.devices import cards
 from trainer.errors import TrainerError
-from trainer.processes import world
+from trainer.processes import resources
 
 
 def predictions(
@@ -46,4 +46,4 @@ def _stands_in(entry: Entry) -> bool:
     """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
     if "cpu" not in entry.recipe.devices and cards.detect().count:
         return False
-    return (entry.traits.micro_batches and entry.ranks == 1) or entry.ranks * entry.threads > world.cores()
+    return (entry.traits.micro_batches and entry.ranks == 1) or entry.ranks * entry.threads > resources.cores()

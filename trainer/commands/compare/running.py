@@ -21,8 +21,8 @@ from trainer.errors import TrainerError
 from trainer.launch import launching
 from trainer.processes import children
 from trainer.recipe import Recipe
-from trainer.saving.files import read, read_json, writing
-from trainer.saving.run_folder import read_steps, write_atomically
+from trainer.saving.files import read, read_json, write_atomically, writing
+from trainer.saving.steps_file import read_steps
 
 CHECKED_STEPS = 20  # whose losses are held against single's
 CHECK, ROUNDED = 0, -1  # repeats that are not timed

@@ -13,7 +13,7 @@ from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import fork_server
-from trainer.processes.started import as_typed
+from trainer.processes.terminal import as_typed
 
 
 def command(words: Sequence[str]) -> int:

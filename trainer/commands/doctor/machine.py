@@ -11,8 +11,8 @@ import sys
 
 from trainer.commands.doctor.findings import Findings
 from trainer.devices import host
-from trainer.processes import world
 from trainer.processes.peers import shared_memory
+from trainer.processes.resources import cores
 
 GIB = 2**30
 BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos
@@ -27,7 +27,7 @@ SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
 def resources(report: Findings) -> None:
     """What there is to compute and to store with."""
     title = "machine"
-    report.row(title, "processor", f"{host.processor()}, {os.cpu_count()} cores, {world.cores()} for this process")
+    report.row(title, "processor", f"{host.processor()}, {os.cpu_count()} cores, {cores()} for this process")
     quota = host.group_setting("cpu", "cpu.max") or host.group_setting("cpu", "cpu.cfs_quota_us")
     if quota and not quota.startswith(("max", "-1")):
         quota += f" {host.group_setting('cpu', 'cpu.cfs_period_us')}"
@@ -98,7 +98,7 @@ def _limit(value: int, unit: int) -> str:
 
 def _threads() -> str:
     torch = sys.modules.get("torch")
-    count = getattr(torch, "get_num_threads", world.cores)()
+    count = getattr(torch, "get_num_threads", cores)()
     return f"{count} in one process"
 
 

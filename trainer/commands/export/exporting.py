@@ -13,7 +13,7 @@ from trainer.commands.export.export_source import ExportSource, load
 from trainer.commands.export.formats import WRITERS, Runner, quietly
 from trainer.errors import RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.saving.files import put, remove, writing
-from trainer.saving.locks import alone, unheld
+from trainer.saving.locks import lock_alone, open_lock
 from trainer.saving.tensor_files import sync
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
@@ -53,13 +53,13 @@ def _draft(folder: Path) -> Iterator[Path]:
     """A folder in `folder` that is removed after the block; those that killed exports left behind are removed now."""
     for left in folder.glob(f"{DRAFT}????????"):
         with suppress(OSError), open(left / LOCK, "r+") as lock:  # one without is not ours
-            if alone(lock.fileno()):
+            if lock_alone(lock.fileno()):
                 remove(left)
     draft = Path(tempfile.mkdtemp(prefix=".exporting-", dir=folder))
     home = draft.with_name(draft.name.replace(".exporting-", DRAFT))
     try:
-        with open(unheld(draft / LOCK)) as lock:
-            alone(lock.fileno())  # before it has the name that others look for
+        with open(open_lock(draft / LOCK)) as lock:
+            lock_alone(lock.fileno())  # before it has the name that others look for
             draft.rename(home)
             (home / "files").mkdir()
             yield home / "files"

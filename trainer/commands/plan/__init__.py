@@ -20,7 +20,7 @@ from trainer.commands.plan.planned_layout import lay_out
 from trainer.commands.plan.run_plan import RunPlan
 from trainer.errors import RecipeError
 from trainer.launch import launching
-from trainer.processes.started import as_typed
+from trainer.processes.terminal import as_typed
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_words import split_words

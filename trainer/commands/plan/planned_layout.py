@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainer.devices.assignment import assign_devices, numbered
 from trainer.errors import RecipeError
 from trainer.launch.topology import choose_launch
-from trainer.processes import world
+from trainer.processes import resources
 from trainer.recipe import TRAITS, Recipe, checks
 
 
@@ -75,7 +75,7 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) 
         RecipeError: training would refuse it on a machine that has all devices.
     """
     word = None if nproc is None else str(nproc)
-    processes = choose_launch(os.environ, word, recipe, world.cuda_count, world.cores()).size
+    processes = choose_launch(os.environ, word, recipe, resources.cuda_count, resources.cores()).size
     checks.check_processes(recipe, processes)
     assigned = assign_devices(recipe, processes, _pretended(recipe, processes, gpus))
     names = assigned[0] if processes == 1 else [devices[0] for devices in assigned]
@@ -85,7 +85,7 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) 
 def _pretended(recipe: Recipe, processes: int, gpus: bool) -> int:
     """GPUs that the planned machine has: those the recipe names, or where there are some, one a process or stage."""
     if recipe.devices == "auto":
-        here = max(world.cuda_count(), int(gpus))
+        here = max(resources.cuda_count(), int(gpus))
         staged = recipe.traits.staged and processes == 1
         return max(here, (recipe.pipeline.stages or 2) if staged else processes) if here else 0
     if set(recipe.devices) == {"cpu"}:
@@ -96,7 +96,7 @@ def _pretended(recipe: Recipe, processes: int, gpus: bool) -> int:
 def every_mode(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) -> dict[str, Layout | RecipeError]:
     """Each mode on the same number of devices, or why it cannot run like that."""
     count = _devices_wanted(recipe, nproc)
-    kind = "cpu" if recipe.devices == "auto" and not (gpus or world.cuda_count()) else "cuda"
+    kind = "cpu" if recipe.devices == "auto" and not (gpus or resources.cuda_count()) else "cuda"
     if recipe.devices != "auto":
         kind = recipe.devices[0].partition(":")[0]
     layouts: dict[str, Layout | RecipeError] = {}
@@ -119,4 +119,4 @@ def _devices_wanted(recipe: Recipe, nproc: str | int | None) -> int:
         return max(2, int(nproc))
     if recipe.devices != "auto":
         return max(2, len(recipe.devices))
-    return max(2, recipe.pipeline.stages or 0, world.cuda_count())
+    return max(2, recipe.pipeline.stages or 0, resources.cuda_count())

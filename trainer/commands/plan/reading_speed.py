@@ -10,7 +10,7 @@ from trainer.data.cache.packing import Format
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.data.workers.worker_counts import allowed
-from trainer.processes.world import cores
+from trainer.processes.resources import cores
 from trainer.recipe import Recipe
 
 

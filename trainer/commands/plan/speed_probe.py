@@ -31,7 +31,7 @@ from trainer.launch import launching
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.modes import Context
-from trainer.processes import children, family, world
+from trainer.processes import children, family, resources
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -117,14 +117,14 @@ def _mean(ranks: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
 
 def _at_once(layout: Layout) -> tuple[int, int]:
     """How many of the planned processes this machine can run as they would run, and the threads of each."""
-    most = max(1, world.cores() // (layout.recipe.threads or 1))
-    most = world.cuda_count() if layout.kind == "cuda" else most
+    most = max(1, resources.cores() // (layout.recipe.threads or 1))
+    most = resources.cuda_count() if layout.kind == "cuda" else most
     if not most:
         raise SetupError(
             "measured=here: no CUDA device is here; give a run of such a device, measured=runs/x, or devices=[cpu]"
         )
     count = min(layout.processes, most)
-    return count, world.threads_per_process(layout.recipe, count)
+    return count, resources.threads_per_process(layout.recipe, count)
 
 
 def _run(task: _Task) -> list[_Answer]:

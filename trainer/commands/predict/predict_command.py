@@ -26,11 +26,12 @@ from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
 from trainer.processes import fork_server
 from trainer.processes.rank import Place, place
-from trainer.processes.started import as_typed
-from trainer.processes.world import World, cores, cuda_for
+from trainer.processes.resources import cores, cuda_for
+from trainer.processes.terminal import as_typed
+from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_words import split_words
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import write_atomically
 from trainer.saving.run_names import run_named
 
 TIMEOUT = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others

@@ -17,7 +17,7 @@ from trainer.devices.assignment import prediction_devices
 from trainer.errors import RecipeError
 from trainer.pool import DevicePool
 from trainer.processes import pickling
-from trainer.processes.world import cores, cuda_for
+from trainer.processes.resources import cores, cuda_for
 
 
 def predict(

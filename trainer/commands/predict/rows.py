@@ -16,8 +16,7 @@ from trainer.commands.predict.labelling import Labels
 from trainer.commands.predict.sources import Item, without_line_ends
 from trainer.commands.predict.trained_model import TrainedOn
 from trainer.errors import FolderInUseError
-from trainer.saving.files import read_json, remove, writing
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import read_json, remove, write_atomically, writing
 
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")  # label: the class that it is known to have
 # Rows in all, unreadable images, rows given up, labelled ones, and those whose class is right.

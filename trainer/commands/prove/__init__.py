@@ -16,7 +16,7 @@ from trainer.commands.prove.check_runner import Devices
 from trainer.devices import cards
 from trainer.devices.assignment import present
 from trainer.errors import Interrupted, Preempted, RecipeError, SetupError
-from trainer.processes import world
+from trainer.processes import resources
 from trainer.processes.rank import place
 from trainer.recipe.recipe_words import split_words
 
@@ -76,7 +76,7 @@ def find_devices(text: str | None) -> Devices:
         if names[0] != "cpu" and len(set(names)) < len(names):
             raise RecipeError(f"devices={text[:80]} names a card twice: name each once")
     if names[0] == "cpu":
-        return Devices(tuple(names), "cpu", ("CPU",) * len(names), max(1, world.cores() // len(names)))
+        return Devices(tuple(names), "cpu", ("CPU",) * len(names), max(1, resources.cores() // len(names)))
     import torch
 
     return Devices(tuple(names), "cuda", tuple(torch.cuda.get_device_name(name) for name in names))

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from trainer.commands.compare.running import Failed, failure_line, finished
 from trainer.errors import PeerError
 from trainer.processes import children
-from trainer.saving.files import read_json, writing
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import read_json, write_atomically, writing
 
 TIMEOUT = 300.0  # seconds after which a run or a measurement is killed: it hangs
 GRACE = 60.0  # seconds before that at which a run stops by itself, to say why

@@ -19,8 +19,7 @@ from trainer.commands.prove.check_runner import Outcome
 from trainer.devices import cards
 from trainer.errors import FolderInUseError
 from trainer.saving import locks
-from trainer.saving.files import read, usable_json
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import read, usable_json, write_atomically
 
 HOME = Path("runs/proof")
 KEPT = "kept.json"

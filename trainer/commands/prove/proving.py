@@ -19,9 +19,8 @@ from trainer.commands.prove.kept import Kept
 from trainer.commands.prove.proof import Proof, proof_of
 from trainer.commands.prove.proof_page import anonymous, draw, markdown
 from trainer.errors import Interrupted, Preempted, RecipeError, in_one_line
-from trainer.processes.started import as_typed
-from trainer.saving.files import without_nan
-from trainer.saving.run_folder import write_atomically
+from trainer.processes.terminal import as_typed
+from trainer.saving.files import without_nan, write_atomically
 from trainer.training.reporting import versions
 
 QUIET_START = 3.0  # seconds that Python takes to load torch and torchvision on a machine that nothing else uses

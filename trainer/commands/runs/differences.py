@@ -14,7 +14,7 @@ from trainer.commands.runs.run_status import RunSummary
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import flatten
 from trainer.saving.files import writing
-from trainer.saving.run_folder import read_steps
+from trainer.saving.steps_file import read_steps
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import curves_of
 

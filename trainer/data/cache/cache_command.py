@@ -17,7 +17,7 @@ from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.cached_set import cached
 from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
 from trainer.models.inputs import with_own_input
-from trainer.processes.world import locate
+from trainer.processes.resources import locate
 from trainer.recipe import DataRecipe, load
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.recipe_words import split_words
@@ -182,9 +182,9 @@ def delete(found: Sequence[CacheFacts], yes: str | None) -> None:
     """Remove caches once the user agrees; none where one of them is in use."""
     with ExitStack() as closing:
         for one in found:
-            held = locks.unheld(one.path / homes.USED)
+            held = locks.open_lock(one.path / homes.USED)
             closing.callback(os.close, held)
-            if not locks.alone(held):
+            if not locks.lock_alone(held):
                 raise FolderInUseError(f"{one.path.name} is in use by a run: stop that first; nothing was deleted")
         if yes != "true":
             if sys.stdin is None or not sys.stdin.isatty():

@@ -18,7 +18,8 @@ from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.errors import RecipeError, TrainerError
 from trainer.processes.rank import Place
-from trainer.processes.world import PATIENCE, World, cores
+from trainer.processes.resources import cores
+from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.telemetry.readable import as_size, duration
 

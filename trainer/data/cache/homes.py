@@ -28,7 +28,7 @@ from trainer.data.downloads import data_folder
 from trainer.errors import SetupError, TrainerError
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import write_atomically
 
 ABOUT, USED = "about.json", ".used"
 MEMORY = "/dev/shm"
@@ -56,7 +56,7 @@ class Home:
     lock: int
 
     def close(self) -> None:
-        if self.in_memory and locks.alone(self.lock):
+        if self.in_memory and locks.lock_alone(self.lock):
             shutil.rmtree(self.path, ignore_errors=True)
             with suppress(OSError):  # others' caches lie there
                 self.path.parent.rmdir()
@@ -95,10 +95,10 @@ def _held(path: Path, keep: Set[str]) -> int | None:
     """A folder's lock, shared; None where the folder was swept away between our making it and our holding it."""
     with suppress(FileNotFoundError):
         path.mkdir(exist_ok=True)
-        lock = locks.unheld(path / USED)
-        if locks.alone(lock):
+        lock = locks.open_lock(path / USED)
+        if locks.lock_alone(lock):
             _prune(path, keep)
-        locks.share_again(lock)
+        locks.lock_shared(lock)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path / USED)):
                 return lock
@@ -140,8 +140,8 @@ def sweep() -> None:
     with suppress(OSError):
         for path in memory().iterdir():
             with suppress(OSError):
-                lock = locks.unheld(path / USED)
-                if locks.alone(lock):
+                lock = locks.open_lock(path / USED)
+                if locks.lock_alone(lock):
                     shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
         memory().rmdir()

@@ -13,7 +13,7 @@ import torch
 
 from trainer.devices import host
 from trainer.errors import SetupError
-from trainer.processes.world import cores
+from trainer.processes.resources import cores
 from trainer.recipe import Recipe
 
 PREFETCH = 2  # batches that a worker has been asked for

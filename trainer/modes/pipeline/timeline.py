@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.modes.pipeline.orders import Span, idle_share
-from trainer.saving.run_folder import write_atomically
+from trainer.saving.files import write_atomically
 from trainer.telemetry import plots
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from trainer.processes import started
+from trainer.processes import terminal
 
 TOLD = "4 .HEIC files: pip install pillow-heif; python -m trainer runs lists runs"
 
@@ -13,12 +13,12 @@ TOLD = "4 .HEIC files: pip install pillow-heif; python -m trainer runs lists run
 def test_commands_of_launch_sh(pip, install, monkeypatch):
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
     monkeypatch.delenv("TRAINER_TENSORBOARD", raising=False)
-    monkeypatch.setattr(started, "find_spec", lambda name: pip)
+    monkeypatch.setattr(terminal, "find_spec", lambda name: pip)
     install = install.format(sys.executable)
-    assert started.as_typed("python -m tensorboard.main --logdir x") == "./launch.sh tensorboard --logdir x"
-    assert started.as_typed(TOLD) == f"4 .HEIC files: {install} pillow-heif; ./launch.sh runs lists runs"
+    assert terminal.as_typed("python -m tensorboard.main --logdir x") == "./launch.sh tensorboard --logdir x"
+    assert terminal.as_typed(TOLD) == f"4 .HEIC files: {install} pillow-heif; ./launch.sh runs lists runs"
 
 
 def test_elsewhere_they_stay(monkeypatch):
     monkeypatch.delenv("TRAINER_COMMAND", raising=False)
-    assert started.as_typed(TOLD) == TOLD
+    assert terminal.as_typed(TOLD) == TOLD

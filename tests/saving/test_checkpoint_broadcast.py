@@ -15,14 +15,14 @@ from tests.saving.states import flip, make, refuse, same
 from tests.worlds import ThreadWorld, on_ranks
 from trainer.errors import CheckpointError, SetupError
 from trainer.processes.rank import Place
-from trainer.saving import spreading
+from trainer.saving import checkpoint_broadcast
 from trainer.saving.checkpoint import commit, manifest_bytes, newest
-from trainer.saving.spreading import found_here, on_every_rank
+from trainer.saving.checkpoint_broadcast import found_here, on_every_rank
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.setattr(spreading, "CHUNK", 100)  # files of some pieces, the last one not full
+    monkeypatch.setattr(checkpoint_broadcast, "CHUNK", 100)  # files of some pieces, the last one not full
     commit(tmp_path, make(7), keep=2)
     return tmp_path
 
@@ -50,7 +50,7 @@ def test_no_checkpoint_is_none_everywhere(tmp_path):
 def test_ranks_that_do_not_find_it_are_sent_it(blind, home, monkeypatch):
     here, files = threading.local(), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(
-        spreading, "found_here", lambda path, raw: None if here.rank in blind else found_here(path, raw)
+        checkpoint_broadcast, "found_here", lambda path, raw: None if here.rank in blind else found_here(path, raw)
     )
 
     def work(world):
@@ -82,7 +82,7 @@ def test_a_run_of_the_same_name_on_another_machine_is_not_it(home):
 
 
 def test_a_file_that_changes_while_it_is_sent(home, monkeypatch):
-    monkeypatch.setattr(spreading, "found_here", lambda path, raw: None)
+    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda path, raw: None)
 
     def work(world):
         found = newest(home, refuse) if world.is_main else None
@@ -103,7 +103,7 @@ def test_no_room_for_what_is_sent(home, monkeypatch):
     world = ThreadWorld(Place(1, 2, 1, 2, 0, True), torch.device("cpu"), 1, ())
     monkeypatch.setattr(world, "broadcast_object", lambda value: (found.path, manifest_bytes(found.path)))
     monkeypatch.setattr(world, "max_", lambda values: torch.ones(()))
-    monkeypatch.setattr(spreading, "found_here", lambda path, raw: None)
+    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda path, raw: None)
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(SetupError, match=r"No space left on device\): .* or set TMPDIR"):
         on_every_rank(None, world)

@@ -1,0 +1,80 @@
+"""The user's terminal: texts that are safe to print, commands that work here, waits that are explained."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+PATIENCE = 5.0  # seconds of silence until a wait is explained
+
+
+def plain(text: str) -> str:
+    """A text as one may print it: what would move the cursor, as in a folder's name, becomes a question mark."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def as_typed(text: str) -> str:
+    """A plain text whose commands are those that work here.
+
+    launch.sh brings a Python of its own, which a shell finds under no name: it is started by `./launch.sh`, and what is
+    installed goes into its environment.
+    """
+    text, command = plain(text), os.environ.get("TRAINER_COMMAND")
+    if not command:
+        return text
+    board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
+    text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
+    return text.replace("pip install", _install())
+
+
+def _install() -> str:
+    """What installs into this Python's environment; one that uv made has no pip."""
+    python = shlex.quote(sys.executable)
+    return f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+
+
+@contextmanager
+def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[None]:
+    """Within this block, one line on stderr after `after` seconds: what `what` then returns, unless it is empty."""
+
+    def tell() -> None:
+        text = what()
+        if text:
+            print(f"trainer: {plain(text)}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(after, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may close while the step ends and is saved: what is written then goes nowhere."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+def outlive_terminal() -> None:
+    """From now on no print and no progress bar fails when the terminal is closed; SIGHUP tells of it."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not None and not stream.closed and stream.isatty():
+            buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))

@@ -52,13 +52,17 @@ def dropping(classes, channels, size):
     "words",
     [
         ["model.name=dropping", "pipeline.deferred_batch_norm=false", "pipeline.cuts=[4]", "augment.mixup=0.2"],
-        ["model.name=vit_tiny", "pipeline.schedule=interleaved1f1b", "precision=bf16", "pipeline.recompute=true"],
+        ["model.name=cnn_gn", "pipeline.schedule=interleaved1f1b", "precision=bf16", "pipeline.recompute=true"],
+        pytest.param(
+            ["model.name=vit_tiny", "pipeline.schedule=interleaved1f1b", "precision=bf16", "pipeline.recompute=true"],
+            marks=pytest.mark.full("cnn_gn in the fast tests"),
+        ),
         pytest.param(
             ["model.name=cnn_gn", "channels_last=false", "model.freeze=2", "data.name=synthetic", "data.channels=3"],
             marks=pytest.mark.full("one of several alike"),
         ),
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: " ".join(words[:2]),
 )
 def test_stages_are_compiled_before_a_rank_waits_for_another_and_leave_no_trace(words, tmp_path):
     """One training and one evaluation graph a stage; weights and statistics are those of a run without them."""

@@ -47,7 +47,7 @@ FAST = {
     ("ddp", "frozen in between"),
     ("split", "layer_decay"),
     ("1f1b", "layer_decay"),
-    ("ddp", "muon"),
+    ("ddp", "muon's convolutions"),
     ("1f1b", "muon's convolutions"),
     ("split", "lars"),
     ("2x2", "lars"),

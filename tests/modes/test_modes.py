@@ -135,7 +135,7 @@ def test_micro_batches_are_chosen_by_measuring(single, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(single("cnn_gn")), rel=1e-4), "measuring leaves no trace"
 
 
-EVERYTHING = [*(word for word in SAME if not word.startswith("max_steps")), "max_steps=8", "accumulate=2"]
+EVERYTHING = [*(word for word in SAME if not word.startswith("max_steps")), "max_steps=4", "accumulate=2"]
 EVERYTHING += ["model.name=vit_tiny", "optimizer.name=adamw", "clip_grad_norm=0.5", "ema=0.9"]
 EVERYTHING += ["augment.mixup=0.3", "augment.cutmix=1.0", "loss.label_smoothing=0.1", "augment.hflip=0.5"]
 THROUGH = ("zbv 2", "1f1b 2x2", "interleavedzerobubble 2x2")
@@ -260,7 +260,7 @@ TRAINED += ["threads=1", "timeout=60", *QUIET, "logging.tensorboard=false"]
 
 def pairs_job(option, column, folder):
     """A pair as words; BatchNorm only where it matters, for it tells modes apart."""
-    model = {"sync_bn": "cnn", "muon": "vit_tiny"}.get(option, "cnn_gn")
+    model = "cnn" if option == "sync_bn" else "cnn_gn"
     layout = [] if option == "channels_last" else ["channels_last=false"]  # it is on by default
     return [*TRAINED, *layout, f"model.name={model}", *COLUMNS[column][1], *turned_on(option), f"output={folder}"]
 

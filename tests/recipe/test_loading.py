@@ -105,9 +105,9 @@ TEXTS += ["logging.mlflow"]
 
 
 @pytest.mark.parametrize("key", TEXTS)
-def test_a_text_is_taken_letter_by_letter_and_comes_back(tmp_path: Path, key: str) -> None:
+def test_a_text_is_taken_letter_by_letter_and_comes_back(tmp_path: Path, key: str, full: bool) -> None:
     file = tmp_path / "recipe.yaml"
-    for text in NASTY:
+    for text in NASTY if full or key == TEXTS[0] else NASTY[TEXTS.index(key) :: 8]:  # each with others
         if key.startswith("logging") and text == "true":
             continue
         found = load(None, f"{key}={text}")

@@ -27,6 +27,7 @@ from trainer.errors import Interrupted, RecipeError, SetupError
 from trainer.processes import stacks
 from trainer.training.callbacks import Callbacks
 
+pytestmark = pytest.mark.usefixtures("warm_commands")
 QUIET = {"logging__progress": False, "logging__verdict": False, "logging__tensorboard": False, "devices": ["cpu"]}
 SHORT = {**QUIET, "mode": "single", "model": "mlp", "max_steps": 2, "epochs": 1}
 IMAGES = torch.rand(40, 1, 4, 4)

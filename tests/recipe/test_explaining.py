@@ -8,6 +8,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, load
 
 KEYS = [*flatten(Recipe().to_dict())]
+DIGITS = load("digits")
 SECTIONS = sorted({key.partition(".")[0] for key in KEYS if "." in key})
 VALUES = ["nonsense", "auto", "", -1, 1000, 10**30, 1.5, -1e300, [], ["x", -1], [1.5, None], {"a": 1}, None, True]
 INSIDES = re.compile(
@@ -18,7 +19,7 @@ INSIDES = re.compile(
 def said(key, value):
     """What is told of a key with this value; empty where it may have it."""
     try:
-        load("digits", **{key: value})
+        load(DIGITS, **{key: value})
     except RecipeError as error:
         return str(error)
     return ""

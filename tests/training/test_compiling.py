@@ -40,13 +40,14 @@ def counted(path, *words, **env):
 
 
 @pytest.mark.parametrize("way", [w if w in OFTEN else pytest.param(w, marks=pytest.mark.full) for w in WAYS])
-def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path):
+def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
     """With an evaluation between two epochs, accumulation, averages that are swapped in, mixed images; and resumed."""
     ranks = 2 if "nproc=2" in WAYS[way] else 1
     stages = {"split": 2, "recomputed": 2, "streams": 2, "interleaved1f1b": 2}.get(way, 1)  # a rank
     expected = {(str(rank), training): stages for rank in range(ranks) for training in (True, False)}
     words = [*WAYS[way], *ALL_ON, f"output={tmp_path / 'run'}", "epochs=3"]
-    assert counted(tmp_path / "graphs", *words, TRAINER_FAULT="kill@0:8") == expected
+    if full or way in ("single", "1f1b"):
+        assert counted(tmp_path / "graphs", *words, TRAINER_FAULT="kill@0:8") == expected
     assert counted(tmp_path / "graphs", *words, "resume=auto") == expected
     assert result(tmp_path / "run")["steps"] == 9 and len(losses(tmp_path / "run")) == 9
 

@@ -78,7 +78,7 @@ def test_a_slow_all_reduce(slow):
 
 def test_unbalanced_cuts(tmp_path):
     words = ["recipe=digits_pipeline", "nproc=2", "model.name=vit_tiny", "pipeline.cuts=[add_1]"]
-    found = judged(tmp_path, *words, "pipeline.microbatches=8", "max_steps=15", "epochs=2", "ema=null")
+    found = judged(tmp_path, *words, "pipeline.microbatches=8", "batch_size=32", "max_steps=15", "epochs=2", "ema=null")
     assert found["bound"] == "bubble" and found["try"][0] == "pipeline.cuts=auto", found
     assert "stage 1 works" in found["sentence"]
 

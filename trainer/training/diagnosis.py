@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from trainer.data.cache.cache_speed import SECONDS, pace
+from trainer.data.cache.cache_speed import SECONDS, measure_reading
 from trainer.data.encoded import EncodedPhotos
 from trainer.processes.resources import cores
 from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares
@@ -59,4 +59,4 @@ def _reading(run: Run, seconds: float) -> Reading | None:
     photos, data = run.datasets.train, run.datasets
     if not run.world.is_main or not isinstance(photos, EncodedPhotos):
         return None
-    return pace(photos, run.recipe, data.image_size, data.channels, min(seconds, SECONDS))
+    return measure_reading(photos, run.recipe, data.image_size, data.channels, min(seconds, SECONDS))

@@ -102,9 +102,9 @@ def test_what_is_in_use_is_not_deleted(built, where):
         (["verify", "nothing"], "'nothing' is no cache"),
         (["list", "--all"], "is not a word of cache list"),
         (["verify", "size=3"], "is not a word of cache verify"),
-        (["build", "data.cache=ram"], "data.cache=disk stays"),
-        (["build", "recipe=digits"], "nothing to cache: of your photos, cache build recipe=finetune data.root=FOLDER"),
-        (["build", "data.root=."], "nothing to cache: of your photos, cache build recipe=finetune data.root=."),
+        (["build", "data.cache=ram"], "use data.cache=disk"),
+        (["build", "recipe=digits"], "need no cache: for your photos, cache build recipe=finetune data.root=FOLDER"),
+        (["build", "data.root=."], "need no cache: for your photos, cache build recipe=finetune data.root=."),
         (["build", "recipe=nothing"], "nothing"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from trainer.data.cache import cache_speed as module
-from trainer.data.cache.cache_speed import pace
+from trainer.data.cache.cache_speed import measure_reading
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.recipe import load
 
@@ -45,20 +45,20 @@ def test_decoding_and_transforming_are_told_apart(folder, monkeypatch):
         return apply(*given)
 
     monkeypatch.setattr(module.PhotoDraws, "apply", apply_slowly)
-    found = pace(folder, RECIPE, 32, 3)
+    found = measure_reading(folder, RECIPE, 32, 3)
     assert found.decode >= 0.02 and found.transform >= 0.05 and found.cached >= 0.05
     assert found.read < 0.02 and found.whole == found.read + found.decode + found.transform
 
 
 def test_it_leaves_no_trace(folder):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    pace(folder, load(None, "augment.crop=resized", "augment.auto=rand"), 32, 3)
+    measure_reading(folder, load(None, "augment.crop=resized", "augment.auto=rand"), 32, 3)
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_cannot_be_read_is_left_out(folder, tmp_path):
     (tmp_path / "3.jpg").write_bytes(b"no image")
-    assert pace(folder, RECIPE, 32, 3).whole > 0
+    assert measure_reading(folder, RECIPE, 32, 3).whole > 0
     for number in range(6):
         (tmp_path / f"{number}.jpg").write_bytes(b"no image")
-    assert pace(folder, RECIPE, 32, 3) is None
+    assert measure_reading(folder, RECIPE, 32, 3) is None

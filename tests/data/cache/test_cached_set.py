@@ -150,7 +150,7 @@ def test_auto_takes_what_there_is_room_for(photos, monkeypatch):
     assert sizes["jpeg"] < sizes["raw"]
     found = []
     for room in (sizes["raw"], (sizes["raw"] + sizes["jpeg"]) // 2, 10):
-        free = (room + cached_set.SPARE) / cached_set.SHARE + 10
+        free = (room + cached_set.SPARE) / cached_set.FRACTION + 10
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         recipe = load(None, *words_for(photos, "data.cache=auto"))
         with ExitStack() as closing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.commands.plan.dataset_facts import DatasetFacts
 from trainer.commands.plan.run_plan import ReadingFigures
 from trainer.data.cache.building import estimate
-from trainer.data.cache.cache_speed import pace
+from trainer.data.cache.cache_speed import measure_reading
 from trainer.data.cache.packing import Format
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.photos.pixel_range import wanted_of
@@ -23,7 +23,7 @@ def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | 
     """
     if images.photos is None:
         return None
-    seconds = pace(images.photos, recipe, images.size, images.channels)
+    seconds = measure_reading(images.photos, recipe, images.size, images.channels)
     if seconds is None:
         return None
     wish = recipe.data.workers

@@ -1,6 +1,6 @@
-"""The cache of photos: a packed copy of a set, decoded and small, that all ranks and later runs read in its place.
+"""The cache of photos: a packed copy of a set, decoded and resized, that all ranks and later runs read in its place.
 
-Not the order of samples, nor how they are varied: those are the data set's own, with the cache as without it.
+The order of samples and their augmentation are the same with the cache as without it.
 Imports: data, errors, models, processes, recipe, saving, telemetry.
 """
 

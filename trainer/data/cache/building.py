@@ -1,7 +1,7 @@
-"""Making the blocks that are missing: by all cores, all ranks of a machine and all jobs that want the same ones.
+"""Building the missing blocks of a cache, on all cores, by all ranks of a machine and all jobs that need them.
 
-Nobody leads. A block is made by whoever claims it first, under a name that no reader looks for, and gets its own name
-when it is whole and on the disk; who dies lets go of its claim. So a build that was killed goes on where it was.
+There is no leader. The process that locks a block's draft first writes it, and renames it once it is complete and on
+the disk; the lock of a process that dies is released. A build that was killed continues with the missing blocks.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from trainer.saving import locks
 from trainer.telemetry.readable import as_size, duration
 from trainer.telemetry.tracking import bar_kind
 
-LOOKED_AT, SECONDS = 24, 2.0  # photos that are prepared to estimate size and time, and when to be content with fewer
-SPARE = 2**28  # bytes that are left free on the disk
+LOOKED_AT, SECONDS = 24, 2.0  # photos that are prepared to estimate size and time, and seconds after which fewer do
+SPARE = 2**28  # bytes that stay free on the disk
 PASSING = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EAGAIN}
-POLL, SPEAK = 0.5, 10.0  # seconds between two looks at what others make, and between two lines
+POLL, PROGRESS = 0.5, 10.0  # seconds between two checks of others' blocks, and between two lines of progress
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What making blocks takes.
+    """The cost of building blocks.
 
     Attributes:
-        photos, bytes: to be prepared, and what they come to.
+        photos, bytes: to be prepared, and their size in the cache.
         seconds: for one process.
     """
 
@@ -55,46 +55,44 @@ class Estimate:
 
 
 def missing(packing: Packing, home: Path) -> list[int]:
-    """The blocks that are not there."""
-    with os.scandir(home) as entries:
-        there = {entry.name for entry in entries}
-    names = [os.path.basename(block_path("", key.tobytes())) for key in packing.keys]
-    return [block for block, name in enumerate(names) if name not in there]
+    """The blocks that have to be built."""
+    names = set(os.listdir(home))
+    return [block for block, key in enumerate(packing.keys) if block_path("", key.tobytes()) not in names]
 
 
 def estimate(paths: Sequence[bytes], how: Format) -> Estimate:
-    """From some of the photos, prepared."""
-    begun, sizes = time.perf_counter(), []
+    """From the time and size of some photos."""
+    start, sizes = time.perf_counter(), []
     for path in random.Random(0).sample(paths, min(LOOKED_AT, len(paths))):
         with suppress(Exception):  # decoders raise anything at all; what cannot be read takes no room
             sizes.append(prepared(path, how).data.nbytes)
-        if time.perf_counter() - begun > SECONDS and sizes:
+        if time.perf_counter() - start > SECONDS and sizes:
             break
-    one = (time.perf_counter() - begun) / max(1, len(sizes))
-    return Estimate(len(paths), int(len(paths) * sum(sizes) / max(1, len(sizes))), len(paths) * one)
+    seconds = (time.perf_counter() - start) / max(1, len(sizes))
+    return Estimate(len(paths), int(len(paths) * sum(sizes) / max(1, len(sizes))), len(paths) * seconds)
 
 
 def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, patience: float) -> None:
-    """Make what is missing, with `workers` processes; returns when all of it is there, whoever made it.
+    """Build the missing blocks with `workers` processes; returns when none is missing, whoever built them.
 
     Args:
-        show: draw a bar, or write lines, of how far it is.
-        patience: seconds without anything new, of anybody, after which it is given up.
+        show: a progress bar, or lines of progress.
+        patience: seconds without progress of any process, after which it raises.
 
     Raises:
         DiskFullError, SetupError: `home` cannot be written.
-        PeerError: another process claims a block and does not finish it, or one of ours was killed.
+        PeerError: another process does not finish a block, or one of ours was killed.
     """
     absent = missing(packing, home)
     if not absent:
         return
     progress, moved, written = BuildProgress(len(absent), show), time.monotonic(), _drafted(home)
-    exchanged: set[int] = set()  # blocks of photos that changed meanwhile: they are read as they are now
+    exchanged: set[int] = set()  # blocks whose photos changed meanwhile: these are not cached
     context = fork_server.context("torchvision", "trainer.data.cache.building")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
     try:
         while absent:
-            random.shuffle(absent)  # ranks and jobs that begin together claim different ones
+            random.shuffle(absent)  # so that ranks and jobs take different ones
             asked = {pool.submit(make, str(home), packing.keys[n].tobytes(), packing.paths[n], how): n for n in absent}
             for done in as_completed(asked):
                 if done.result() is Made.EXCHANGED:
@@ -129,13 +127,13 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
 
 
 class Made(Enum):
-    """What came of a block: it is there; another process is at it; its photos were exchanged meanwhile."""
+    """Result of building a block: it exists; another process builds it; its photos have changed meanwhile."""
 
     THERE, ELSEWHERE, EXCHANGED = range(3)
 
 
 def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
-    """Make one block, if nobody else is at it.
+    """Build one block, unless another process does.
 
     Raises:
         OSError: it cannot be written.
@@ -153,17 +151,16 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
                 if key_of(paths, how) != key:
                     return Made.EXCHANGED
                 os.replace(draft, path)
-        except FileNotFoundError:  # on a disk whose locks do not reach other machines, they may have been faster
+        except FileNotFoundError:  # another machine was faster, on a disk whose locks it does not see
             if not path.exists():
                 raise
         finally:
             with suppress(FileNotFoundError):
-                os.unlink(draft)  # still claimed: nobody else writes to it
+                os.unlink(draft)  # still locked: nobody else writes to it
     return Made.THERE
 
 
 def _begin() -> None:
-    """In a new process, before its first block."""
     fork_server.begin_worker()
     keep_freed_memory(PHOTOS)
 
@@ -173,7 +170,7 @@ class UnreadableError(Exception):
 
 
 def _or_none(path: bytes, how: Format) -> Prepared | None:
-    """A photo to be stored; None for what is no photo, of which training says what is wrong with it."""
+    """A photo to be stored; None where it cannot be decoded, which training reports."""
     try:
         return prepared(path, how)
     except Exception as error:  # decoders raise anything at all
@@ -184,20 +181,18 @@ def _or_none(path: bytes, how: Format) -> Prepared | None:
 
 
 def _drafted(home: Path) -> int:
-    """Bytes of the blocks that are being made."""
-    found = 0
-    with os.scandir(home) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):
-                found += entry.stat().st_size if entry.name.endswith(cache_blocks.DRAFT) else 0
-    return found
+    """Bytes of the blocks that are being written."""
+    size = 0
+    for draft in home.glob(f"*{cache_blocks.DRAFT}"):
+        with suppress(FileNotFoundError):
+            size += draft.stat().st_size
+    return size
 
 
 def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> None:
-    """Refuse to begin what does not fit.
-
+    """
     Raises:
-        DiskFullError: the line says what to type instead.
+        DiskFullError: the cache does not fit; with what to type instead.
     """
     free = shutil.disk_usage(home).free
     if in_memory:
@@ -222,26 +217,26 @@ def _refused(home: Path, error: OSError) -> SetupError | DiskFullError:
 
 
 class BuildProgress:
-    """How far a build is, for people."""
+    """Progress of a build, as a bar or lines."""
 
     def __init__(self, total: int, show: bool) -> None:
         bar = bar_kind() if show else None
         self._bar = bar(total=total, unit="block", desc="cache", leave=False) if bar else None
         self._show, self._total, self._done = show, total, 0
-        self._begun = self._spoke = time.monotonic()
+        self._start = self._printed = time.monotonic()
 
     def one_more(self) -> None:
         self.left(self._total - self._done - 1)
 
     def left(self, count: int) -> None:
-        """So many blocks are still to come."""
+        """So many blocks are missing."""
         new, self._done = self._total - count - self._done, self._total - count
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(new)
-        elif self._show and now - self._spoke > SPEAK and self._done:
-            self._spoke = now
-            seconds = (now - self._begun) * count / self._done
+        elif self._show and now - self._printed > PROGRESS and self._done:
+            self._printed = now
+            seconds = (now - self._start) * count / self._done
             print(
                 f"  cache: {self._done:,} of {self._total:,} blocks, about {duration(seconds)} left",
                 flush=True,

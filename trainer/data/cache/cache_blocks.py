@@ -1,10 +1,10 @@
 """A block: some hundred prepared photos in one file, each with a hash, so that no damage reaches a model.
 
-A file is a table of `ENTRY`, one a photo, and behind it what the entries point at. A photo that could not be prepared
-has an entry of no bytes. A hash covers the bytes, what the entry says of them, and which photo of which block it is:
-a table that was exchanged, or a block that was renamed, is damage too.
+A file is a table with an `ENTRY` for each photo, and then the photos' bytes. A photo that could not be prepared has an
+entry of zeros. A hash covers the bytes, the entry, and which photo of which block it is: another block's table, or a
+renamed block, counts as damage.
 
-Files are read, not mapped: of a mapped file that is cut while it is in use, the next look ends the process.
+Files are read, not mapped: reading a mapped file that was truncated ends the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ ENTRY = np.dtype(
     [
         ("start", "<u8"),  # of its bytes in the file
         ("bytes", "<u8"),
-        ("height", "<u4"),  # of the photo itself, upright
+        ("height", "<u4"),  # of the original photo, upright
         ("width", "<u4"),
-        ("rows", "<u4"),  # as it is stored
+        ("rows", "<u4"),  # as stored
         ("columns", "<u4"),
         ("check", "<u8"),
     ]
 )
-TOLD = ENTRY.itemsize - 8  # bytes of an entry before its check
+HASHED = ENTRY.itemsize - 8  # bytes of an entry before its check
 SUFFIX, DRAFT = ".block", ".part"
 
 
 class DamagedError(Exception):
-    """What a block holds is not what was written."""
+    """A block does not hold what was written."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Prepared:
     """A photo as it is stored.
 
     Attributes:
-        height, width: of the photo itself, upright.
-        rows, columns: as it is stored.
+        height, width: of the original, upright.
+        rows, columns: as stored.
         data: its bytes: uint8 pixels (rows, columns, channels), or a JPEG.
     """
 
@@ -58,7 +58,7 @@ class Prepared:
 
 
 def write(file: BufferedRandom, key: bytes, photos: Iterable[Prepared | None], count: int) -> None:
-    """Fill an empty file with a block of `count` photos, on the disk when this returns; None is one left out.
+    """Write a block of `count` photos to an empty file, and sync it to the disk; None is a photo left out.
 
     Raises:
         OSError: it cannot be written.
@@ -85,7 +85,7 @@ def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
 
     Raises:
         FileNotFoundError: there is no such block.
-        DamagedError: it is not as it was written.
+        DamagedError: it is not what was written.
         OSError: it cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,7 +93,7 @@ def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
         entry = np.empty(1, ENTRY)
         _fill(descriptor, entry.view(np.uint8), row * ENTRY.itemsize)
         start, length, height, width, rows, columns, check = entry[0].tolist()
-        if start + length > os.fstat(descriptor).st_size:  # before as much is allocated
+        if start + length > os.fstat(descriptor).st_size:  # before it is allocated
             raise DamagedError(path)
         data = np.empty(length, np.uint8)
         _fill(descriptor, data, start)
@@ -107,7 +107,7 @@ def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
 
 
 def count(path: str | Path) -> int:
-    """How many photos a block has a place for; 0 where that cannot be told."""
+    """The number of entries of a block; 0 where it is damaged."""
     try:
         with open(path, "rb") as file:
             table = np.frombuffer(file.read(4096 * ENTRY.itemsize), np.uint8)
@@ -116,15 +116,15 @@ def count(path: str | Path) -> int:
         return 0
     entries = table[: len(table) // ENTRY.itemsize * ENTRY.itemsize].view(ENTRY)
     taken = np.flatnonzero(entries["bytes"])
-    first = int(entries["start"][taken[0]]) if len(taken) else size  # its bytes begin where the table ends
+    first = int(entries["start"][taken[0]]) if len(taken) else size  # where the table ends
     return first // ENTRY.itemsize if first % ENTRY.itemsize == 0 and first <= size else 0
 
 
 def verified(path: Path) -> int:
-    """How many photos a block holds, each read and held against its hash.
+    """The number of photos in a block, after their hashes are checked.
 
     Raises:
-        DamagedError: one is not as it was written.
+        DamagedError: one is not what was written.
     """
     key, rows = bytes.fromhex(path.name.removesuffix(SUFFIX)), count(path)
     if not rows:
@@ -142,6 +142,6 @@ def _fill(descriptor: int, buffer: Bytes, place: int) -> None:
 
 
 def _check(key: bytes, row: int, entry: Any, data: Bytes) -> int:
-    """The hash that an entry has to have; what it has is not looked at."""
-    told = entry.tobytes()[:TOLD]
-    return xxhash.xxh3_64_intdigest(data.data, seed=xxhash.xxh3_64_intdigest(key + row.to_bytes(4, "little") + told))
+    """The hash of an entry, without its check, and its data."""
+    head = key + row.to_bytes(4, "little") + entry.tobytes()[:HASHED]
+    return xxhash.xxh3_64_intdigest(data.data, seed=xxhash.xxh3_64_intdigest(head))

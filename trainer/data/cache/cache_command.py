@@ -1,4 +1,4 @@
-"""`python -m trainer cache`: the caches there are; making one beforehand, looking for damage, removing them."""
+"""`python -m trainer cache`: lists, builds, verifies and deletes caches."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class CacheFacts:
 
     Attributes:
         size: bytes on the disk.
-        photos: that it holds.
+        photos: their number.
         used: when a process last opened it, in seconds since 1970.
-        about: what `homes.ABOUT` says.
+        about: the contents of `homes.ABOUT`.
     """
 
     path: Path
@@ -52,19 +52,19 @@ def command(words: Sequence[str]) -> int:
     """Returns the exit code.
 
     Raises:
-        RecipeError: words that mean nothing, or a name that is no cache's.
-        FolderInUseError: a cache that is to be deleted is in use.
+        RecipeError: an unknown word, or no cache has this name.
+        FolderInUseError: a cache to be deleted is in use.
         SetupError, DiskFullError, PeerError: a folder cannot be read or written.
     """
     task, rest = (words[0], list(words[1:])) if words and "=" not in words[0] else ("list", list(words))
     if task in ("build", "make", "create"):
         return build(rest)
-    own, names = split_words(rest, ("data.cache_dir", "yes"))
+    options, names = split_words(rest, ("data.cache_dir", "yes"))
     unknown = [name for name in names if "=" in name or name.startswith("-")]
     if unknown:
         raise RecipeError(f"'{unknown[0]}' is not a word of cache {task}: {USAGE}")
     homes.sweep()
-    there = list(caches(own.get("data.cache_dir")))
+    there = list(caches(options.get("data.cache_dir")))
     if task in ("list", "ls") and not names:
         print(table(there), end="")
         return 0
@@ -73,49 +73,43 @@ def command(words: Sequence[str]) -> int:
     if task in ("delete", "rm", "remove"):
         if not names:
             raise RecipeError("cache delete needs names, as in cache delete NAME; cache lists them")
-        delete(chosen(there, names), own.get("yes"))
+        delete(chosen(there, names), options.get("yes"))
         return 0
     raise RecipeError(f"'{' '.join(words)[:80]}' is not understood: {USAGE}")
 
 
 def build(words: Sequence[str]) -> int:
-    """Make the cache of a recipe's photos, as training would."""
+    """Build the cache of a recipe's photos, as training would."""
     recipe = load(None, *words) if not any(word.startswith("recipe=") for word in words) else _recipe(words)
     if recipe.data.cache == "ram":
-        raise RecipeError("data.cache=ram lasts as long as a run: it is made when that begins; data.cache=disk stays")
-    recipe = recipe.replace(data__cache="disk")
-    recipe = with_own_input(recipe)
+        raise RecipeError("data.cache=ram lasts as long as a run, which builds it: use data.cache=disk")
+    recipe = with_own_input(recipe.replace(data__cache="disk"))
     data = open_datasets(recipe)
     alone = locate(load(None, "mode=single", "devices=[cpu]"))
     with ExitStack() as closing:
         after, _ = cached(data, recipe, alone, print, closing)
     if after is data:
         photos = recipe.data.name in OWN_PHOTOS
-        own = "" if photos else f": of your photos, {BUILD.format(recipe.data.root or 'FOLDER')}"
-        raise RecipeError(
-            f"the images of data.name={recipe.data.name} lie in memory as they are, and there is nothing to cache{own}"
-        )
+        example = "" if photos else f": for your photos, {BUILD.format(recipe.data.root or 'FOLDER')}"
+        raise RecipeError(f"the images of data.name={recipe.data.name} are in memory and need no cache{example}")
     return 0
 
 
 def _recipe(words: Sequence[str]) -> Any:
-    own, rest = split_words(list(words), ("recipe",))
-    return load(own["recipe"], *rest)
+    options, rest = split_words(list(words), ("recipe",))
+    return load(options["recipe"], *rest)
 
 
-def caches(wanted: str | None) -> Iterator[CacheFacts]:
-    """All caches on the disk and in memory, in the folder that is `wanted`, the usual one where that is None."""
-    above = {homes.parent(DataRecipe(cache_dir=wanted))}
-    if wanted is None and os.path.isdir(homes.MEMORY):
+def caches(folder: str | None) -> Iterator[CacheFacts]:
+    """All caches in a folder; None: in the default one, and in memory."""
+    above = {homes.parent(DataRecipe(cache_dir=folder))}
+    if folder is None and os.path.isdir(homes.MEMORY):
         above.add(homes.parent(DataRecipe(cache="ram")))
-    for folder in sorted(above):
-        if folder.is_dir():
-            for path in sorted(folder.iterdir()):
-                if (path / homes.ABOUT).is_file():
-                    yield looked_at(path)
+    for parent in filter(Path.is_dir, sorted(above)):
+        yield from (facts(path) for path in sorted(parent.iterdir()) if (path / homes.ABOUT).is_file())
 
 
-def looked_at(path: Path) -> CacheFacts:
+def facts(path: Path) -> CacheFacts:
     size = photos = 0
     with os.scandir(path) as entries:
         for entry in entries:
@@ -126,78 +120,79 @@ def looked_at(path: Path) -> CacheFacts:
     return CacheFacts(path, size, photos, (path / homes.ABOUT).stat().st_mtime, about)
 
 
-def table(found: Sequence[CacheFacts]) -> str:
-    """One line a cache."""
-    if not found:
+def table(listed: Sequence[CacheFacts]) -> str:
+    """One line for each cache."""
+    if not listed:
         return f"no caches: with data.cache=disk a run makes one, as {BUILD.format('FOLDER')} does beforehand\n"
     rows = [HEAD]
-    for one in found:
-        kept = f"{one.about.get('format', '?')} {one.about.get('size', '?')}"
-        days = (time.time() - one.used) / 86400
+    for cache in listed:
+        form = f"{cache.about.get('format', '?')} {cache.about.get('size', '?')}"
+        days = (time.time() - cache.used) / 86400
         age = "today" if days < 1 else f"{days:.0f} days ago"
-        rows.append((one.path.name, f"{one.photos:,}", as_size(one.size), kept, age, str(one.about.get("root", "?"))))
-    total = sum(one.size for one in found)
-    return "\n".join(readable.table(rows)) + f"\n\n{len(found)} cache{'s' * (len(found) != 1)}, {as_size(total)}\n"
+        root = str(cache.about.get("root", "?"))
+        rows.append((cache.path.name, f"{cache.photos:,}", as_size(cache.size), form, age, root))
+    total = sum(cache.size for cache in listed)
+    return "\n".join(readable.table(rows)) + f"\n\n{len(listed)} cache{'s' * (len(listed) != 1)}, {as_size(total)}\n"
 
 
 def chosen(there: Sequence[CacheFacts], names: Sequence[str]) -> list[CacheFacts]:
-    """Those of the names, each the whole or the beginning of one."""
-    found = []
+    """The caches of these names, or of their beginnings."""
+    caches = []
     for name in names:
-        fitting = [one for one in there if one.path.name == name or str(one.path) == name]
-        fitting = fitting or [one for one in there if one.path.name.startswith(name)]
+        fitting = [cache for cache in there if name in (cache.path.name, str(cache.path))]
+        fitting = fitting or [cache for cache in there if cache.path.name.startswith(name)]
         if len(fitting) != 1:
-            known = ", ".join(one.path.name for one in fitting or there) or "none"
+            known = ", ".join(cache.path.name for cache in fitting or there) or "none"
             raise RecipeError(f"'{name}' is {'several caches' if fitting else 'no cache'}: {known}")
-        found += fitting
-    return found
+        caches += fitting
+    return caches
 
 
-def verify(found: Sequence[CacheFacts]) -> int:
-    """Read every photo; damaged blocks are removed, to be made anew when the cache is next used.
+def verify(listed: Sequence[CacheFacts]) -> int:
+    """Check every photo; damaged blocks are removed, and built again when the cache is next used.
 
     Returns 3 where there were any, as the exit code.
     """
     worst = 0
-    for one in found:
+    for cache in listed:
         right = damaged = 0
-        for path in sorted(one.path.glob(f"*{cache_blocks.SUFFIX}")):
+        for path in sorted(cache.path.glob(f"*{cache_blocks.SUFFIX}")):
             try:
                 right += cache_blocks.verified(path)
-            except FileNotFoundError:  # a run has just put another in its place
+            except FileNotFoundError:  # a run has just replaced it
                 continue
-            except (cache_blocks.DamagedError, ValueError, OSError):  # a disk that reads wrong, too
+            except (cache_blocks.DamagedError, ValueError, OSError):  # or the disk is damaged
                 damaged += 1
                 with suppress(OSError):
                     path.unlink()
-        told = f"{damaged} damaged blocks removed: they are made anew when it is next used" if damaged else "no damage"
-        print(f"{one.path.name}: {right:,} photos are right, {told}")
+        state = f"{damaged} damaged blocks removed: they are made anew when it is next used" if damaged else "no damage"
+        print(f"{cache.path.name}: {right:,} photos are right, {state}")
         worst = max(worst, 3 * bool(damaged))
-    if not found:
+    if not listed:
         print("no caches")
     return worst
 
 
-def delete(found: Sequence[CacheFacts], yes: str | None) -> None:
+def delete(listed: Sequence[CacheFacts], yes: str | None) -> None:
     """Remove caches once the user agrees; none where one of them is in use."""
     with ExitStack() as closing:
-        for one in found:
-            held = locks.open_lock(one.path / homes.USED)
-            closing.callback(os.close, held)
-            if not locks.lock_alone(held):
-                raise FolderInUseError(f"{one.path.name} is in use by a run: stop that first; nothing was deleted")
+        for cache in listed:
+            lock = locks.open_lock(cache.path / homes.USED)
+            closing.callback(os.close, lock)
+            if not locks.lock_alone(lock):
+                raise FolderInUseError(f"{cache.path.name} is in use by a run: stop that first; nothing was deleted")
         if yes != "true":
             if sys.stdin is None or not sys.stdin.isatty():
                 raise RecipeError("cache delete asks before it deletes, and nobody is there to answer: add yes=true")
-            print(table(found), end="")
+            print(table(listed), end="")
             try:
                 if input("delete? y/N ").strip().lower() not in ("y", "yes"):
                     print("nothing was deleted")
                     return
             except (EOFError, KeyboardInterrupt):
                 raise Interrupted("stopped; nothing was deleted") from None
-        for one in found:  # a run that begins now waits, and makes its cache anew
-            shutil.rmtree(one.path, ignore_errors=True)
-            if one.path.exists():
-                raise SetupError(f"{one.path} cannot be removed: look at its owner and rights (ls -l)")
-            print(f"deleted {one.path.name} ({as_size(one.size)})")
+        for cache in listed:  # a run that starts now waits, and builds its cache again
+            shutil.rmtree(cache.path, ignore_errors=True)
+            if cache.path.exists():
+                raise SetupError(f"{cache.path} cannot be removed: check its owner and permissions (ls -l)")
+            print(f"deleted {cache.path.name} ({as_size(cache.size)})")

@@ -1,4 +1,4 @@
-"""How long one process takes for a photo, in parts, and how long it would take from the cache; measured."""
+"""Measures how long one process takes to read, decode and transform a photo, and to read it from the cache."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from trainer.data.sampling import Array
 from trainer.recipe import Recipe
 from trainer.telemetry.verdict import Reading
 
-PHOTOS, SECONDS = 32, 1.0  # that are looked at, and when to be content with fewer
+PHOTOS, SECONDS = 32, 1.0  # that are measured, and seconds after which fewer do
 
 
-def pace(folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS) -> Reading | None:
-    """From some photos, read as loader workers do, in this process; None where none of them can be read.
+def measure_reading(
+    folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS
+) -> Reading | None:
+    """Of some photos, in this process as in a loader worker; None where none of them can be read.
 
-    A photo that was read lately comes from memory, as far as the system keeps files there: so it does in training.
+    A photo that was read before may come from the page cache, as it does in training.
 
     Args:
         size, channels: of the images that the model gets.
@@ -51,7 +53,7 @@ def _within(index: Array, seconds: float) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As a loader worker has."""
+    """As in a loader worker."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -75,7 +77,7 @@ def _of(
 
         return decoded
 
-    with suppress(Exception):  # decoders raise anything at all; training says what is wrong with it
+    with suppress(Exception):  # decoders raise anything at all; training reports it
         began = time.perf_counter()
         if isinstance(folder, CachedFolder):
             picture = folder.open(place, channels)[0]
@@ -84,7 +86,7 @@ def _of(
             data = encoded(folder.address(place))
             read = time.perf_counter() - began
             picture = open_encoded(data, channels, folder.pixel_range)
-            opened = time.perf_counter() - began - read  # some kinds are decoded by then
+            opened = time.perf_counter() - began - read  # includes decoding, but of JPEGs
         began = time.perf_counter()
         draws.apply(row, replace(picture, decode=timed(picture.decode)), size)
         whole = time.perf_counter() - began
@@ -92,7 +94,7 @@ def _of(
         how = Format(recipe.data.cache_format or "raw", kept, channels, folder.pixel_range)
         stored = prepared(folder.address(place), how)
         began = time.perf_counter()
-        xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as it comes from the cache
+        xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as reading from the cache does
         draws.apply(row, picture_of(stored, how), size)
         return read, opened + spent[0], whole - spent[0], time.perf_counter() - began
     return None

@@ -1,11 +1,11 @@
-"""Where caches live: a folder for each set and way of storing it, on a disk or in memory.
+"""The folders of caches, one for each set and format, on a disk or in memory.
 
     <data.cache_dir>/<name of the set's folder>-<hash>/
-        about.json      whose it is
+        about.json      which set, and the format
         .used           locked by every process that reads there
         <key>.block
 
-What lies in memory goes with the last process that reads it; what a killed one left there goes when the next one comes.
+A cache in memory is removed with its last reader; what killed readers left there is removed by the next one.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ MEMORY = "/dev/shm"
 
 
 def parent(data: DataRecipe) -> Path:
-    """The folder in which caches lie, for data.cache=ram or another.
+    """The folder of all caches.
 
     Raises:
-        SetupError: this system has no disk in memory.
+        SetupError: data.cache=ram, and this system has no /dev/shm.
     """
     if data.cache != "ram":
         return Path(data.cache_dir).expanduser() if data.cache_dir else data_folder(DataRecipe()) / "cache"
     if not os.path.isdir(MEMORY):
-        raise SetupError(f"data.cache=ram needs {MEMORY}, which this system has not: data.cache=disk")
+        raise SetupError(f"data.cache=ram needs {MEMORY}, which this system lacks: use data.cache=disk")
     return memory()
 
 
 @dataclass
 class Home:
-    """The cache of one set, in use until `close`."""
+    """The cache of one set, locked until `close`."""
 
     path: Path
     in_memory: bool
@@ -58,15 +58,15 @@ class Home:
     def close(self) -> None:
         if self.in_memory and locks.lock_alone(self.lock):
             shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):  # others' caches lie there
+            with suppress(OSError):  # there are other caches
                 self.path.parent.rmdir()
         os.close(self.lock)
 
 
 def opened(data: DataRecipe, how: Format, packing: Packing) -> Home:
-    """The cache of the photos of data.root, made where there is none.
+    """The folder of the cache of data.root, created where there is none.
 
-    What no photo of today lies in is removed from it, unless another process uses it.
+    Blocks that hold none of today's photos are removed, unless another process uses the cache.
 
     Raises:
         SetupError, DiskFullError: it cannot be written.
@@ -82,7 +82,7 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> Home:
             if in_memory and (os.lstat(above).st_uid != os.getuid() or above.is_symlink()):
                 raise PermissionError(errno.EPERM, "it is another user's")
             lock = _held(path, keep)
-        _tell(path, {"root": str(data.root), "format": how.layout, "size": how.size, "channels": how.channels})
+        _describe(path, {"root": str(data.root), "format": how.layout, "size": how.size, "channels": how.channels})
     except TrainerError:
         raise
     except OSError as error:
@@ -92,7 +92,7 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> Home:
 
 
 def _held(path: Path, keep: Set[str]) -> int | None:
-    """A folder's lock, shared; None where the folder was swept away between our making it and our holding it."""
+    """A folder's lock, shared; None where another process removed the folder before it was locked."""
     with suppress(FileNotFoundError):
         path.mkdir(exist_ok=True)
         lock = locks.open_lock(path / USED)
@@ -114,12 +114,12 @@ def _prune(path: Path, keep: Set[str]) -> None:
                     os.unlink(path / name)
 
 
-def _tell(path: Path, about: dict[str, object]) -> None:
-    """Whose cache it is, and, by that file's time, that it is used."""
+def _describe(path: Path, about: dict[str, object]) -> None:
+    """Write about.json, or set its time: when the cache was last used."""
     text = json.dumps(about, indent=1) + "\n"
     try:
         if (path / ABOUT).read_text() == text:
-            with suppress(OSError):  # somebody else's, or read-only
+            with suppress(OSError):  # another user's, or read-only
                 os.utime(path / ABOUT)
             return
     except (OSError, ValueError):
@@ -128,15 +128,15 @@ def _tell(path: Path, about: dict[str, object]) -> None:
 
 
 def name_of(data: DataRecipe, how: Format) -> str:
-    """Of the folder for a set: one for each table of labels, which may name other photos."""
+    """The name of a set's folder, which depends on its table of labels too: that may name other photos."""
     whole = os.path.realpath(Path(data.root or ".").expanduser())
-    name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]  # of a pattern or a list not all
-    told = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
-    return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(told))}"
+    name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]  # a pattern or a list may be long
+    key = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
+    return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
 
 
 def sweep() -> None:
-    """Remove the caches in memory that nobody reads any more: those of processes that were killed."""
+    """Remove the caches in memory that killed processes left."""
     with suppress(OSError):
         for path in memory().iterdir():
             with suppress(OSError):
@@ -148,5 +148,5 @@ def sweep() -> None:
 
 
 def memory() -> Path:
-    """The folder of the caches in memory, of this user."""
+    """The folder of this user's caches in memory."""
     return Path(MEMORY, f"trainer-{os.getuid()}")

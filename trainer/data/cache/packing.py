@@ -1,7 +1,7 @@
-"""Which photos lie in which block, and under which name a block is found.
+"""Which photos are in which block, and the blocks' names.
 
-A block's name is a hash of all that its pixels come from: the photos' paths, sizes and times, and how they are
-prepared. So what is there is right, what has changed has another name, and one that is missing is made.
+A block's name is a hash of all that its pixels depend on: the photos' paths, sizes and times, and the format. So a
+block that exists is right, and one whose photos have changed has another name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Format:
     channels: int
     pixel_range: Range | None = None
 
-    VERSION = 2  # counts up when other pixels come of the same
+    VERSION = 2  # counts up when the pixels of the same photo change
 
     def __str__(self) -> str:
         return f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}-{self.pixel_range}"
@@ -45,7 +45,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the photos of some folders lie.
+    """Where the photos of some folders are in the cache.
 
     Attributes:
         keys: (blocks, KEY) uint8, their names.
@@ -59,10 +59,10 @@ class Packing:
 
 
 def pack(folders: Sequence[EncodedPhotos], how: Format) -> Packing:
-    """Divide the photos of all folders together into blocks, whichever folder has which of them.
+    """Divide the photos of all folders together into blocks.
 
-    A block ends behind a photo whose path says so by its hash (content-defined chunking: Muthitacharoen, Chen and
-    Mazieres 2001, page 4): one photo more or less changes its own block and leaves the others.
+    The hash of a photo's path decides whether a block ends there (content-defined chunking: Muthitacharoen, Chen and
+    Mazieres 2001, page 4): one photo more or less changes only its block.
     """
     paths = [[folder.address(index) for index in range(len(folder))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
@@ -72,8 +72,8 @@ def pack(folders: Sequence[EncodedPhotos], how: Format) -> Packing:
             blocks.append([])
     if not blocks[-1]:
         blocks.pop()
-    found = {path: (block, row) for block, names in enumerate(blocks) for row, path in enumerate(names)}
-    places = [np.array([found[path] for path in part], np.int32).reshape(-1, 2) for part in paths]
+    place_of = {path: (block, row) for block, names in enumerate(blocks) for row, path in enumerate(names)}
+    places = [np.array([place_of[path] for path in part], np.int32).reshape(-1, 2) for part in paths]
     keys = np.frombuffer(b"".join(key_of(names, how) for names in blocks), np.uint8).reshape(-1, KEY)
     return Packing(keys, blocks, places)
 

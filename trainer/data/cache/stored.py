@@ -1,4 +1,4 @@
-"""Photos as the cache stores them, and a folder of photos that is read from it."""
+"""Photos as the cache stores them, and a folder of photos that reads from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUALITY = 90  # of the JPEGs
 
 
 def prepared(address: bytes, how: Format) -> Prepared:
-    """A photo as it is stored: its shorter side of `how.size` pixels or, where it has fewer, as it is.
+    """A photo as it is stored: resized to a shorter side of `how.size` pixels, unless it is smaller.
 
     Raises whatever reading it raises.
     """
@@ -43,7 +43,7 @@ def prepared(address: bytes, how: Format) -> Prepared:
 
 
 def picture_of(stored: Prepared, how: Format) -> Picture:
-    """A photo to be read, as large as it was, from what is stored of it."""
+    """A stored photo as a picture of its original size."""
     return Picture(stored.height, stored.width, partial(_decoded, stored, how))
 
 
@@ -57,10 +57,10 @@ def _decoded(stored: Prepared, how: Format, factor: int) -> Tensor:
 class CachedFolder(EncodedPhotos):
     """The photos of a folder or of shards, in the cache.
 
-    What the cache has not, or not as it was written, is prepared from the photo: the same pixels, at the photo's pace.
+    What the cache lacks, or holds damaged, is prepared from the photo: the same pixels, but slower.
 
     Attributes:
-        uncached: how often that was so, in this process.
+        uncached: how often that happened in this process.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CachedFolder(EncodedPhotos):
         home: Path | None = None,
         packing: Packing | None = None,
     ) -> None:
-        """`part` counts the folders that were packed together; without a packing every photo is prepared anew."""
+        """`part` is the folder's index in `packing`; without a packing every photo is prepared anew."""
         self.__dict__.update(vars(folder))
         self.folder = folder
         self.how, self.home = how, str(home)
@@ -105,7 +105,7 @@ class CachedFolder(EncodedPhotos):
             return cache_blocks.read(path, key, row)
         except DamagedError:
             with suppress(OSError):
-                os.unlink(path)  # the next run makes it anew
+                os.unlink(path)  # the next run builds it again
         except OSError:
             pass
         return None

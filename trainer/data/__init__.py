@@ -1,6 +1,6 @@
 """Data: sets of images, their order, and the batches that a rank reads of them.
 
-No model and no mode: what a rank reads is told by a `Shard`.
+It knows no model and no mode: a `Shard` says what a rank reads.
 Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry.
 """
 

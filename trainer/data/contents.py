@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
@@ -14,13 +13,12 @@ from torch.utils.data import ConcatDataset, Subset
 from trainer.data.encoded import EncodedPhotos, size_of
 from trainer.data.items import stored_targets
 from trainer.data.registered import UserItems
+from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, TensorSet
 
 AT_ONCE = 2**16  # samples
 SIZED = 256  # photos of a part whose sizes are kept
 LOOKED_AT = 1024  # bytes of a sample in memory: more would take long for gigabytes
-
-Array = npt.NDArray[Any]
 
 
 def contents_of(data: Datasets) -> dict[str, Tensor]:

@@ -182,11 +182,7 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
 
 
 def _of_one_size(recipe: Recipe, shapes: Sequence[Shape], target: TensorSpec) -> Recipe:
-    """The recipe with the images' size, where each pixel has a target: such images are not resized.
-
-    Raises:
-        RecipeError: they have several sizes, or are not square.
-    """
+    """The recipe with the images' size, where each pixel has a target: such images are not resized."""
     sizes = {shape[1:] for shape in shapes}
     height, width = next(iter(sizes))
     if len(sizes) > 1 or height != width or recipe.data.image_size not in (None, height):

@@ -97,11 +97,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _wanted(source: Callable[..., Any]) -> list[str]:
-    """Which of `OFFERED` a function is called with.
-
-    Raises:
-        RecipeError: it needs others.
-    """
+    """Which of `OFFERED` a function is called with."""
     try:
         parameters = inspect.signature(source).parameters.values()
     except (TypeError, ValueError):

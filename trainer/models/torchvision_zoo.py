@@ -58,11 +58,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
 
 
 def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any], asked: str | None) -> nn.Module:
-    """A model with published weights, which one process a machine downloads.
-
-    Raises:
-        SetupError: they cannot be downloaded, or their file is damaged.
-    """
+    """A model with published weights, which one process a machine downloads."""
     file = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
     there = file.exists()
     try:

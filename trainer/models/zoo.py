@@ -150,9 +150,6 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
 
     In the last layer the outputs of the same classes are loaded, where the file has class names. Without names it is
     loaded as a whole, unless the number of classes differs.
-
-    Raises:
-        CheckpointError: what does not fit, and which model the file was written from, where it says so.
     """
     path = run_named(source)
     weights, metadata = read_weights(path)
@@ -255,12 +252,7 @@ def fitted(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: 
 
 
 def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | None = None) -> Any:
-    """A model's output for two images, or other `inputs`, on the meta device; `UNKNOWN` where it does not run there.
-
-    Raises:
-        Unreadable: it cannot read such images.
-        RecipeError: its weights are of another type than its inputs.
-    """
+    """A model's output for two images, or other `inputs`, on the meta device; `UNKNOWN` where it does not run there."""
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     place = "meta" if kind is None else "cpu"  # on meta a linear layer does not check types
     try:

@@ -113,8 +113,7 @@ def test_a_compressed_tar_is_refused_with_what_to_type(tmp_path, kind):
     path = tmp_path / f"a.tar.{kind}"
     with tarfile.open(path, f"w:{kind}"):
         pass
-    program = {"gz": "gunzip", "bz2": "bunzip2", "xz": "unxz"}[kind]
-    with pytest.raises(SetupError, match=rf"a\.tar\.{kind} is compressed, .*: {program} it"):
+    with pytest.raises(SetupError, match=rf"a\.tar\.{kind} is compressed, .*: unpack it to \.tar"):
         tars.look(ShardFile.of(path))
 
 

@@ -97,11 +97,7 @@ class Table:
         self._divide(rows)
 
     def _columns(self, header: Sequence[str], key: str, names: str | Sequence[str] | None) -> list[int]:
-        """The places of the columns that a key of the recipe names.
-
-        Raises:
-            SetupError: one is not there.
-        """
+        """The places of the columns that a key of the recipe names."""
         known = [name.lower() for name in header]
         columns = []
         for name in [names] if isinstance(names, str) else names or []:

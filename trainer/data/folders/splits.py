@@ -8,11 +8,11 @@ import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from trainer.data.sampling import Array
 from trainer.errors import SetupError
 from trainer.processes.rank import is_restart
 from trainer.saving.files import opened, portable
@@ -20,8 +20,6 @@ from trainer.saving.run_folder import RunFolder
 
 SPLIT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
 HEADER = ("file", "label", "split")
-
-Array = npt.NDArray[Any]
 
 
 class Before(NamedTuple):

@@ -80,10 +80,6 @@ def check_commas(path: Path, column: str, cells: Iterable[tuple[int, str]]) -> N
 
 
 def _text(path: Path) -> str:
-    """
-    Raises:
-        SetupError: it cannot be read, or is not text in UTF-8.
-    """
     try:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")

@@ -7,13 +7,13 @@ import posixpath
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.data.folders.scanning import few
 from trainer.data.folders.targets import sparse
+from trainer.data.sampling import Array
 from trainer.data.shards.indexes import ShardIndex
 from trainer.data.shards.patterns import part_of_folder
 from trainer.errors import SetupError
@@ -22,8 +22,6 @@ from trainer.saving import files
 LISTS = ("classes.txt", "classes.json")  # beside the shards: the names of classes 0, 1, ...
 MOST = 2**20  # classes
 DIGITS = 100  # of a number: int() refuses thousands
-
-Array = npt.NDArray[Any]
 
 
 class Classes(NamedTuple):

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from trainer.data.downloads import data_folder
+from trainer.data.sampling import Array
 from trainer.data.shards.shard_files import ShardFile
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
@@ -27,7 +27,6 @@ from trainer.saving import locks
 VERSION = 1  # counts up when the contents change
 FOLDER = "shards"
 ARRAYS = {"names": "uint8", "ends": "int64", "places": "int64", "labels": "int32", "folders": "int32"}
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

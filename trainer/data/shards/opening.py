@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.data.encoded import EncodedPhotos, in_shard
 from trainer.data.folders.photo_folders import divided, photos
 from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.folders.splits import Before
+from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.shards import parquet, tars
 from trainer.data.shards.classes import Classes, classes_of
@@ -32,8 +32,6 @@ THREADS = 16  # that make indexes: they wait for the disk
 PROGRESS = 5.0  # seconds between two lines of progress
 HELD_OUT = ("val", "test")  # the first that exists is held out
 KINDS = {".tar": tars, ".parquet": parquet}
-
-Array = npt.NDArray[Any]
 
 
 class ShardSplit(NamedTuple):
@@ -212,11 +210,7 @@ def _notes(
     labels: Array,
     used: Array,
 ) -> dict[str, str]:
-    """For a run's banner: what is left out.
-
-    Raises:
-        SetupError: something is wrong with a shard or a sample, and data.on_error=stop.
-    """
+    """For a run's banner: what is left out."""
     left, wrong = LeftOut(empty=False), list[str]()
     for shard, index in zip(shards, indexes, strict=True):
         contents = index.contents

@@ -195,11 +195,7 @@ class Workers:
         return min(able, key=lambda worker: len(worker.requests), default=None)
 
     def _listen(self, seconds: float) -> None:
-        """Receive what workers have answered, or wait so long for it.
-
-        Raises:
-            PeerError: one has died.
-        """
+        """Receive what workers have answered, or wait so long for it."""
         busy: dict[Any, Worker] = {
             worker.connection: worker for worker in [*self._workers, *self._leaving] if worker.requests
         }

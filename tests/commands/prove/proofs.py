@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.command_line import PROJECT, trainer
@@ -22,7 +23,7 @@ def row(status="right", **figures):
 def begin(folder, *names, **done):
     """A proof's folder in which all checks but `names` are done, those of `done` with figures."""
     folder.mkdir()
-    bound = kept.bound_to({**this_machine()}, versions(), DEVICES.names)
+    bound = kept.bound_to(asdict(this_machine()), versions(), DEVICES.names)
     rows = {name: row() for name in CHECKS if name not in names}
     assert len(rows) == len(CHECKS) - len(names), "no such check"
     (folder / kept.KEPT).write_text(json.dumps({"bound": bound, "checks": {**rows, **done}}))

@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from tests.pages import GUIDE
+from trainer.commands.compare.comparison_report import MachineFigures
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome, measured, wrong
 from trainer.commands.prove.check_runner import right as is_right
@@ -19,7 +20,7 @@ from trainer.commands.prove.proof_page import anonymous, draw, markdown
 CARD = "NVIDIA A100-SXM4-80GB"
 GPUS = Devices(tuple(f"cuda:{n}" for n in range(4)), "cuda", (CARD,) * 4)
 CPUS = Devices(("cpu", "cpu"), "cpu", ("CPU", "CPU"), 1)
-MACHINE = {"cpu": "AMD EPYC", "cores": 32, "memory_bytes": 2**38, "gpus": [CARD] * 4, "system": "Linux-6.1"}
+MACHINE = MachineFigures("AMD EPYC", 32, 2**38, [CARD] * 4, "Linux-6.1")
 SPEED = {
     "images_per_sec": {"median": 9000.0, "low": 8900.0, "high": 9100.0},
     "bare_images_per_sec": {"median": 9100.0, "low": 9000.0, "high": 9200.0},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from trainer.commands.compare.exactness import Exactness
 from trainer.commands.compare.running import Length
@@ -92,12 +92,17 @@ class EntryFigures:
         return self.exactness.verdict == "disagrees"
 
 
-class MachineFigures(TypedDict):
+@dataclass(frozen=True)
+class MachineFigures:
     cpu: str
     cores: int
     memory_bytes: int
     gpus: list[str]
     system: str
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / 2**30:.0f} GiB" if self.memory_bytes else ""
+        return ", ".join(filter(None, [self.cpu, f"{self.cores} cores", memory, *self.gpus, self.system]))
 
 
 @dataclass(frozen=True)

@@ -104,13 +104,9 @@ def as_markdown(report: ComparisonReport) -> str:
     lines = [f"### {report.recipe}: {len(rest)} ways compared", "", f"    {report.command}", ""]
     lines += [_row(head), _row(["---"] * len(head))]
     for row, cells in zip(report.entries, rest, strict=True):
-        wrong = row.disagrees
-        lines.append(_row([f"**{cell}**" if wrong and cell else cell.replace("|", "\\|") for cell in cells]))
+        lines.append(_row([f"**{cell}**" if row.disagrees and cell else cell.replace("|", "\\|") for cell in cells]))
     lines += ["", *(f"- {sentence}" for sentence in report.conclusion), "", method(report), ""]
-    machine, memory = report.machine, report.machine["memory_bytes"]
-    parts = [machine["cpu"], f"{machine['cores']} cores", f"{memory / 2**30:.0f} GiB" if memory else ""]
-    parts += [*machine["gpus"], machine["system"]]
-    lines += [f"Machine: {', '.join(filter(None, parts))}."]
+    lines += [f"Machine: {report.machine}."]
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
     return "\n".join([*lines, f"Versions: {versions}.", ""])
 

@@ -18,13 +18,8 @@ def this_machine() -> MachineFigures:
     """Processor, cores, memory, GPUs and system."""
     import torch
 
-    return {
-        "cpu": host.processor(),
-        "cores": resources.cores(),
-        "memory_bytes": host.total_memory(),
-        "gpus": [torch.cuda.get_device_name(n) for n in range(cards.detect().count)],
-        "system": platform.platform(),
-    }
+    gpus = [torch.cuda.get_device_name(n) for n in range(cards.detect().count)]
+    return MachineFigures(host.processor(), resources.cores(), host.total_memory(), gpus, platform.platform())
 
 
 class Others:

@@ -36,7 +36,7 @@ def proof_of(
         "format": FORMAT, "status": status, "sentence": sentence(runner.devices, rows, times, slow),
         "kind": runner.devices.kind, "devices": list(runner.devices.names), "times_one": times, "slow_part": slow,
         "counts": counts, "checks": rows, "minutes": minutes, "seconds": round(sum(row["seconds"] for row in rows), 1),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "busy_cores": busy, "machine": machine,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "busy_cores": busy, "machine": asdict(machine),
         "versions": dict(versions),
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.commands.compare.comparison_report import MachineFigures
 from trainer.commands.compare.conditions import BUSY
 from trainer.commands.prove.proof import Proof
 from trainer.telemetry.plots import COLOURS, INK, canvas, save_picture
@@ -26,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def markdown(proof: Proof) -> str:
-    machine, memory, checks = proof["machine"], proof["machine"]["memory_bytes"], proof["checks"]
+    checks = proof["checks"]
     bad = [row for row in checks if row["status"] == "wrong"]
     done = [row for row in checks if row["status"] != "left out"]
     lines = [f"### {proof['sentence']}", ""]
@@ -48,8 +49,7 @@ def markdown(proof: Proof) -> str:
         ]
     if left := [row["title"] for row in checks if row["status"] == "left out"]:
         lines += ["", f"Left out in {proof['minutes']:g} minutes: {'; '.join(left)}."]
-    parts = [machine["cpu"], f"{machine['cores']} cores", f"{memory / 2**30:.0f} GiB" if memory else ""]
-    lines += ["", f"Machine: {', '.join(filter(None, [*parts, *machine['gpus'], machine['system']]))}."]
+    lines += ["", f"Machine: {MachineFigures(**proof['machine'])}."]
     if (busy := proof["busy_cores"]) and busy >= BUSY:
         lines.append(f"Other programs kept {busy:.1f} cores busy meanwhile.")
     versions = ", ".join(f"{name} {version}" for name, version in proof["versions"].items() if version)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from trainer.commands.compare.conditions import BUSY, Others, this_machine
@@ -29,7 +29,7 @@ QUIET_START = 3.0  # seconds that Python takes to load torch and torchvision on 
 def prove(devices: Devices, minutes: float, output: str | None) -> str:
     """The proof's status, once its report is printed and written."""
     machine, software, others = this_machine(), versions(), Others()
-    with kept.claim(output, kept.bound_to({**machine}, software, devices.names)) as folder:
+    with kept.claim(output, kept.bound_to(asdict(machine), software, devices.names)) as folder:
         proving = Proving(folder, devices, minutes)
         proving.announce()
         try:

@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from importlib.util import find_spec
+from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 from shlex import quote
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
@@ -106,26 +107,11 @@ class Preempted(TrainerError):
     code = 143
 
 
-KINDS: dict[int, type[TrainerError]] = {
-    kind.code: kind
-    for kind in (
-        RecipeError,
-        SetupError,
-        CheckpointError,
-        NotFiniteError,
-        DeviceMemoryError,
-        PeerError,
-        FolderInUseError,
-        PredictionError,
-        DiskFullError,
-        Interrupted,
-        Preempted,
-    )
-}
+KINDS = {kind.code: kind for kind in TrainerError.__subclasses__()}
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """What to print for an exception, and the exit code. Only what nobody foresaw, a bug, shows a traceback."""
+    """What to print for an exception, and the exit code. Only a bug shows a traceback."""
     text = " ".join(text_of(error).split())
     if isinstance(error, TrainerError):
         return text, error.code
@@ -139,7 +125,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
     if isinstance(error, RuntimeError) and text == "Could not determine home directory.":  # pathlib's, of ~name
-        return "a path begins with ~ and the name of nobody here: write the whole path", RecipeError.code
+        return "a path begins with ~ and no user of that name is here: write the whole path", RecipeError.code
     if (nondeterministic := _nondeterministic(text)) is not None:
         return nondeterministic, RecipeError.code
     if is_out_of_memory(error):
@@ -200,7 +186,8 @@ def installation_fault(error: BaseException) -> str | None:
         frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
         if not library or not any("/torch/" in name or "/torchvision/" in name for name in frames):
             return None
-    if "annot allocate memory" in text or ("failed to map segment" in text and _limited()):
+    limited = getrlimit(RLIMIT_AS)[0] != RLIM_INFINITY  # ulimit -v
+    if "annot allocate memory" in text or ("failed to map segment" in text and limited):
         advice = "type ulimit -v unlimited, or ask for a job with more memory"
         return f"torch cannot be loaded ({text[:160]}): this process may not use enough memory: {advice}"
     return (
@@ -209,25 +196,14 @@ def installation_fault(error: BaseException) -> str | None:
     )
 
 
-def _limited() -> bool:
-    """Whether this process may use only so much memory (ulimit -v)."""
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
 def _torn_kernel(error: BaseException, text: str) -> str | None:
     """One line where compile=true meets a file that a stopped run was still compiling; None for other errors.
 
     torch takes what lies in its folder of compiled code as it is, so every later run would end there.
     """
     match = re.search(r"(/[^\n]*?\.so): (file too short|invalid ELF header|cannot read file data)", text)
-    if match is None or type(error).__name__ not in (
-        "InductorError",
-        "BackendCompilerFailed",
-        "ImportError",
-        "OSError",
-    ):
+    kinds = ("InductorError", "BackendCompilerFailed", "ImportError", "OSError")
+    if match is None or type(error).__name__ not in kinds:
         return None
     file, folder = match[1], os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     home = os.path.dirname(os.path.dirname(file))

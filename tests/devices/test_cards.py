@@ -181,7 +181,7 @@ def test_ranks_on_cards_sum_a_pattern_first(joined, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda numbers: None)  # the other rank's part is lost
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(world.World, "_let_gloo_tell", lambda *_: None)  # there is no group of NCCL's
+    monkeypatch.setattr(world.World, "_delay_nccl", lambda *_: None)  # there is no group of NCCL's
     rank = world.World(Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
     with pytest.raises(SetupError, match="a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1"):
         rank.connect(1.0)

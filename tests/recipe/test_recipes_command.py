@@ -103,7 +103,7 @@ def test_a_new_file_finds_its_parent_from_its_own_folder(tmp_path: Path) -> None
         (["new", "x.yaml", "extends=digits", "=3"], "'=3' is not key=value"),
         (["new", "x.yaml", "digits"], "recipes new x.yaml: to start from digits, type extends=digits"),
         (["new", "x.yaml", "extends=digits", "epochs"], "recipes new x.yaml: 'epochs' is not key=value, as in"),
-        (["new", "~nobody-here/x.yaml", "extends=digits"], "a path begins with ~ and the name of nobody here"),
+        (["new", "~nobody-here/x.yaml", "extends=digits"], "a path begins with ~ and no user of that name"),
         (["schema", "digits"], "recipes schema takes no words, as digits: type recipes schema > recipe.schema.json"),
         (["digits", "nproc=2"], "nproc is no key of a recipe; type it where you train: python -m trainer recipe=NAME"),
         (["diff", "digits"], "recipes diff compares two recipes, not 1: type recipes diff digits mnist"),

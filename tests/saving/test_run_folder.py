@@ -364,7 +364,7 @@ def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
             first.send_signal(signal.SIGCONT)
             _, errors = first.communicate(timeout=60)
             assert (first.returncode, errors.count("\n")) == (8, 1), errors
-            assert f"{folder} is another run's by now (somebody removed its .lock): this one ends" in errors
+            assert f"{folder} is another run's by now (its .lock was removed): this one ends" in errors
             assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 

@@ -225,7 +225,7 @@ USES = {
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],
     "modes/ddp.py": [communicated],
-    "modes/pipeline/spans.py": [pipelined],
+    "modes/pipeline/timeline.py": [pipelined],
     "modes/pipeline/stages.py": [tried],
     "modes/pipeline/streams.py": [pipelined],
 }

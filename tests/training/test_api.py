@@ -192,7 +192,8 @@ def test_all_ranks_take_part_in_what_rank_0_wants_to_hear():
     calls, shared = Callbacks(), iter(["on_epoch", False])
     rank = SimpleNamespace(is_main=False, broadcast_object=lambda value: next(shared))
     calls.connect(rank)
-    assert calls.step(rank, None) and not calls.epoch(rank, None)
+    assert calls.report(rank, StepReport(1, 2, 1, 0.5, 0.1, None))
+    assert not calls.report(rank, EpochReport(1, 2, 1, 0.5, {}, True, 1.0))
 
 
 class Photos(Dataset):

@@ -31,10 +31,6 @@ class Communication(NamedTuple):
     at_most: bool = False
 
 
-def _discard(message: str) -> None:
-    """Discards a message."""
-
-
 class Piece(NamedTuple):
     """A part of one of the whole model's tensors, or all of it.
 
@@ -63,7 +59,7 @@ class Context:
         example: a micro-batch on this rank.
         samples: of an epoch, over all ranks.
         scale: fp16's, of a loss before its backward pass.
-        known: what was measured before to choose how to run, as `Strategy.known` tells it.
+        known: what was measured before to choose how to run, as `Strategy.known` holds it.
         say: prints a message, on rank 0.
     """
 
@@ -74,7 +70,7 @@ class Context:
     samples: int = 0
     scale: Callable[[Tensor], Tensor] | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
-    say: Callable[[str], None] = _discard
+    say: Callable[[str], None] = lambda message: None
 
 
 def compile_in_place(module: nn.Module) -> None:

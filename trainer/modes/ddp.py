@@ -53,7 +53,7 @@ class DistributedDataParallel(Strategy):
             return
         in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
         synced: dict[str, Any] = {in_forward: self._broadcasts}
-        with lost_peers():
+        with lost_peers(), undisturbed([self.module], self.device):
             # Under accumulation a static graph fails inside the reducer.
             static_graph = self.recipe.accumulate == 1 and self.world.broadcast_object(self._leaves_parameters_unused())
             self.wrapped = nn.parallel.DistributedDataParallel(
@@ -63,36 +63,28 @@ class DistributedDataParallel(Strategy):
                 static_graph=static_graph,
                 **synced,
             )
-            self._rebuild_buckets()
+            # DDP rebuilds its buckets after its first backward pass, and from three ranks on the order of a sum in gloo
+            # depends on a gradient's place in its bucket: every start has to have the buckets of a resumed run.
+            for _ in range(2):
+                self._pass_zeros(None if self.recipe.compile else 2)  # another shape would be compiled a second time
+        self.module.zero_grad()
 
     def _leaves_parameters_unused(self) -> bool:
-        """Whether a pass on nothing does. DDP needs a static graph then, which asks after each parameter in each step.
+        """Whether a pass does: then DDP needs a static graph, which takes time for each parameter in each step.
 
         Not compiled here: inside DDP a graph is cut at its buckets, and outside it is not.
         """
-        with undisturbed([self.module], self.device), torch.compiler.set_stance("force_eager"):
-            self.train()
-            inputs = self.context.example.zeros(self.device, 2, self.recipe.channels_last).inputs
-            self.outputs(inputs).sum().backward()  # type: ignore[no-untyped-call]
+        with torch.compiler.set_stance("force_eager"):
+            self._pass_zeros(2)
         unused = any(p.requires_grad and p.grad is None for p in self._parameters)
         self.module.zero_grad()
         return unused
 
-    def _rebuild_buckets(self) -> None:
-        """Two backward passes on nothing, so that every start has the buckets that DDP ends up with.
-
-        DDP orders its buckets anew after its first backward pass, and from three ranks on the order of a sum in gloo
-        depends on a gradient's place in its bucket: without this a resumed run would differ in the last bits.
-        """
-        before = [buffer.clone() for buffer in self.module.buffers()]
+    def _pass_zeros(self, rows: int | None) -> None:
+        """Forward and backward on zeros."""
         self.train()
-        rows = None if self.recipe.compile else 2  # another shape would be compiled a second time
         inputs = self.context.example.zeros(self.device, rows, self.recipe.channels_last).inputs
-        for _ in range(2):
-            self.outputs(inputs).sum().backward()  # type: ignore[no-untyped-call]
-        for buffer, value in zip(self.module.buffers(), before, strict=True):
-            buffer.copy_(value)
-        self.module.zero_grad()
+        self.outputs(inputs).sum().backward()  # type: ignore[no-untyped-call]
 
     def outputs(self, inputs: Tensor) -> Tensor:
         if self.wrapped is None or not torch.is_grad_enabled():

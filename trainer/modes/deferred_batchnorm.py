@@ -47,7 +47,7 @@ class DeferredStatistics:
     def __init__(self, stage: nn.Module, values: dict[nn.Module, int], pooled: bool = True) -> None:
         """
         Args:
-            values: of a channel in one row, by layer, as `deferrable` tells them.
+            values: of a channel in one row, by layer, as `deferrable` gives them.
             pooled: else each micro-batch counts as a mini-batch.
         """
         here = dict.fromkeys(layer for layer in stage.modules() if layer in values)

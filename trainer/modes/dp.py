@@ -36,7 +36,7 @@ class DataParallel(Strategy):
         self.rows = self.context.example.rows
         self.passes_through = self.device.type != "cuda"
         self.wrapped: nn.Module = Replica(self.module, self.in_precision)
-        if not self.passes_through:  # on the CPU torch ignores the devices, unless a GPU is there that nobody asked for
+        if not self.passes_through:  # on the CPU torch would take GPUs that the recipe does not name
             self.wrapped = nn.DataParallel(self.wrapped, [d.index for d in self.world.drives])
         self.shapes = self._probe()
 

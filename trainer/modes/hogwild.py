@@ -56,7 +56,7 @@ class Hogwild(Strategy):
 
     def scatter(self, whole: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> None:
         super().scatter(whole, named)
-        self.world.barrier()  # nobody trains weights that others still write
+        self.world.barrier()  # no rank trains weights that others still write
 
     def notes(self) -> dict[str, str]:
         return {

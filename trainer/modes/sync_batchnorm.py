@@ -89,9 +89,9 @@ def _statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _GlobalBatchNorm(torch.autograd.Function):
-    """Two collectives a layer: statistics meet forward, and the sums of gradients backward.
+    """Two collectives a layer: statistics forward, and the sums of gradients backward.
 
-    A rank's mean and variance are computed before they meet the others', so that a small variance keeps its digits
+    A rank's mean and variance are computed before they are combined, so that a small variance keeps its digits
     beside a large mean. Nothing waits for the device.
     """
 

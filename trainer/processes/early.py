@@ -26,5 +26,5 @@ def install_handlers() -> None:
 
 
 def unused(number: int) -> bool:
-    """Whether nobody else has a handler for a signal, or ignores it, as nohup does."""
+    """Whether no other code has a handler for a signal, or ignores it, as nohup does."""
     return signal.getsignal(number) in (signal.SIG_DFL, exit_on_signal)

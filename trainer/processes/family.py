@@ -80,7 +80,7 @@ def resume_stopped() -> list[int]:
     """Let stopped siblings write their stacks and run again, so that they find their peers gone and leave too.
 
     Returns:
-        Their ranks. Nobody else would: a stopped process hears no signal but SIGKILL, which torchrun sends after 30 s.
+        Their ranks. No other would: a stopped process receives no signal but SIGKILL, which torchrun sends after 30 s.
     """
     stopped = {rank: pid for rank, (pid, state) in living_ranks().items() if state == "T"}
     for pid in stopped.values():

@@ -1,6 +1,6 @@
 """Signals: a flag that the loop agrees on at a step's boundary, and a watcher for when the loop cannot come.
 
-A handler never runs while Python waits inside a collective for a peer that is gone. The watcher thread hears of the
+A handler never runs while Python waits inside a collective for a peer that is gone. The watcher thread learns of the
 signal through a socket, gives the loop time to reach a boundary, and otherwise dumps the stacks and leaves. Where that
 thread cannot run either, the `watchdog` ends the rank.
 """
@@ -53,10 +53,10 @@ class Watchdog:
         with suppress(OSError):  # the system has no process left: the rank trains without
             self._process = children.start_beside(command, wakeup.fileno(), signals)
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """`alive` after a signal, `saving` and `saved`, or the process ids of all ranks here once training begins."""
         if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError):  # somebody has ended it
+            with suppress(OSError):  # it was ended from outside
                 self._process.stdin.write(f"{line}\n".encode())
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ class Interrupts:
         self.grace = min(grace, launchers_patience() - LEAVING)
         self._beat = 0.0  # never
         self._peers: set[int] = set()
-        self._suspended = self._said = False
+        self._suspended = self._warned = False
         self._watchdog = Watchdog()
         self._done = False
 
@@ -134,14 +134,14 @@ class Interrupts:
         if not self._beat:
             living = family.living_ranks()
             self._peers = set(living)
-            self._watchdog.tell(" ".join(str(pid) for pid, _ in living.values()))
+            self._watchdog.send(" ".join(str(pid) for pid, _ in living.values()))
         self._beat = time.monotonic()
 
     def too_slow(self, step_seconds: float) -> str:
         """What to say, once, when a step takes longer than it may after a signal."""
-        if step_seconds <= self.grace or self._said:
+        if step_seconds <= self.grace or self._warned:
             return ""
-        self._said = True
+        self._warned = True
         wish = math.ceil(2 * step_seconds)
         advice = f"type grace={wish}"
         if launchers_patience() - LEAVING < wish:
@@ -154,12 +154,12 @@ class Interrupts:
     def saving(self) -> Iterator[None]:
         """Within this block the watcher waits, and the watchdog."""
         self._suspended = True
-        self._watchdog.tell("saving")
+        self._watchdog.send("saving")
         try:
             yield
         finally:
             self._suspended = False
-            self._watchdog.tell("saved")
+            self._watchdog.send("saved")
             self.beat()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -177,10 +177,10 @@ class Interrupts:
             if self._done:
                 return
             self._reader.recv(1)
-        heard = time.monotonic()
+        received_at = time.monotonic()
         while not self._done:
-            self._watchdog.tell("alive")
-            waited = time.monotonic() - max(heard, self._beat)
+            self._watchdog.send("alive")
+            waited = time.monotonic() - max(received_at, self._beat)
             if self._suspended:
                 pass
             elif not self._beat:
@@ -238,7 +238,7 @@ def block_sigint_in_children() -> Iterator[None]:
 
 
 def exit_now(code: int) -> None:
-    """End this process without the interpreter's farewell, which aborts when gloo's threads still run."""
+    """End this process without the interpreter's shutdown, which aborts when gloo's threads still run."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

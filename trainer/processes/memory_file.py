@@ -20,7 +20,7 @@ class MemoryFile:
     """A file in memory, mapped; it grows.
 
     Attributes:
-        descriptor: this process's, until `close`. Maps stay as long as somebody looks at them.
+        descriptor: this process's, until `close`. Maps stay as long as they are used.
         memory: its bytes, as far as they are mapped.
     """
 

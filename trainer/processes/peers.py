@@ -89,7 +89,7 @@ def wrong_setting(error: BaseException) -> str | None:
 
 
 def no_way(cuda: bool, seconds: float) -> SetupError:
-    """The ranks have met at their store, and hear nothing of each other."""
+    """The ranks have met at their store, and nothing comes through between them."""
     names = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" if cuda else "GLOO_SOCKET_IFNAME"
     return SetupError(
         f"the ranks met, but nothing came through between them within {seconds:g} s: set "
@@ -123,7 +123,7 @@ def shared_memory() -> str:
 
 
 def summary_line(error: BaseException) -> str:
-    """The line that tells most of a collective's error, without the place in gloo's source or C++'s stack."""
+    """The most informative line of a collective's error, without the place in gloo's source or C++'s stack."""
     lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
     lines = [re.sub(PLACE, "", line, count=1).strip() for line in lines if line]
     return lines[-1].partition(". This is typically")[0][:200] if lines else type(error).__name__

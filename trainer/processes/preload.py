@@ -10,7 +10,7 @@ from trainer.processes import family, fork_server
 from trainer.processes.interrupts import exit_now
 
 server = os.getpid()
-# Its children live until it is gone, and with torch the interpreter's farewell takes seconds.
+# Its children live until it is gone, and with torch the interpreter's shutdown takes seconds.
 atexit.register(lambda: exit_now(0) if os.getpid() == server else None)
 parent = os.environ.pop(fork_server.SERVED, "")
 if parent:

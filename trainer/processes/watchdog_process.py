@@ -23,12 +23,12 @@ GIVEN_UP = signal.SIGVTALRM  # what ends the rank, so that the launcher knows th
 
 def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> float:
     """Wait until the rank with this process id has to be ended; the seconds it was silent, or 0 if it has ended."""
-    heard = saving = False
+    signalled = saving = False
     answered = 0.0
     peers: list[str] | None = None
     while True:
-        sources: list[Any] = [0] if heard else [0, wakeup]
-        ready, _, _ = select.select(sources, [], [], LOOK if heard else 1)
+        sources: list[Any] = [0] if signalled else [0, wakeup]
+        ready, _, _ = select.select(sources, [], [], LOOK if signalled else 1)
         now = time.monotonic()
         lines = os.read(0, 1 << 16).decode().splitlines() if 0 in ready else []
         if os.getppid() != rank or (0 in ready and not lines):
@@ -40,11 +40,11 @@ def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> 
                 peers = line.split()
         if wakeup in ready:
             with suppress(BlockingIOError):  # the rank has read what was there
-                heard = not signals.isdisjoint(wakeup.recv(1 << 12, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+                signalled = not signals.isdisjoint(wakeup.recv(1 << 12, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             answered = now
             time.sleep(LOOK)  # other signals may lie there for long
         patience = SILENT if peers is None or not all(map(_lives, peers)) else max(grace, SILENT)
-        if heard and not saving and now - answered > patience:
+        if signalled and not saving and now - answered > patience:
             return now - answered
 
 
@@ -60,7 +60,7 @@ def main(fd: str, rank: str, grace: str, *signals: str) -> None:
         name = os.environ.get("RANK", "0")
         line = f"a call has kept Python from running for {silent:.0f} s after a signal; ended without saving"
         print(f"trainer: rank {name}: {line}", file=sys.stderr, flush=True)
-        for number in (GIVEN_UP, signal.SIGKILL):  # somebody may have a handler for the first
+        for number in (GIVEN_UP, signal.SIGKILL):  # a user may have a handler for the first
             if os.getppid() == int(rank):
                 os.kill(int(rank), number)
                 time.sleep(1)

@@ -111,7 +111,7 @@ class World:
             rank=self.rank,
             world_size=self.size,
         )
-        self._let_gloo_tell(dist.group.WORLD, limit)
+        self._delay_nccl(dist.group.WORLD, limit)
         names: list[Any] = [None] * self.size
         dist.all_gather_object(names, self.name)
         if self.nccl:
@@ -136,7 +136,7 @@ class World:
                     for ranks in self.grid.lines(dimension):
                         group = dist.new_group(ranks, silence.watch(self.timeout))
                         if self.rank in ranks:
-                            self._let_gloo_tell(group, datetime.timedelta(seconds=self.timeout))
+                            self._delay_nccl(group, datetime.timedelta(seconds=self.timeout))
                             self._groups.setdefault(dimension, []).append(group)
 
     def group(self, dimension: str | None, which: int = 0) -> Any:
@@ -157,8 +157,8 @@ class World:
         ranks = torch.arange(self.size).view([self.grid.size(name) for name in names])
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
-    def _let_gloo_tell(self, group: Any, limit: datetime.timedelta) -> None:
-        """NCCL's watchdog aborts the process after the group's timeout: later than gloo raises what can be told."""
+    def _delay_nccl(self, group: Any, limit: datetime.timedelta) -> None:
+        """NCCL's watchdog aborts the process after the group's timeout: later than gloo raises what can be reported."""
         if self.nccl:
             group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
 

@@ -110,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def usable_json(path: Path, warn: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none, and where it is damaged, which `warn` is told."""
+    """The JSON object in a file; empty where there is none, and where it is damaged, which goes to `warn`."""
     try:
         return read_json(path)
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what may be a folder, or not there; what stays is somebody else's trouble."""
+    """Remove what may be a folder, or not there; what cannot be removed stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

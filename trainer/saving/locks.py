@@ -58,7 +58,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def is_held(folder: Path, name: str = ".lock") -> bool:
-    """Whether a living process holds a folder, as far as this machine can tell. Nothing is made or changed."""
+    """Whether a living process holds a folder, as far as this machine knows. Nothing is made or changed."""
     try:
         lock = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -76,7 +76,7 @@ def is_held(folder: Path, name: str = ".lock") -> bool:
 
 @contextmanager
 def in_turn(folder: Path, name: str) -> Iterator[None]:
-    """Make a folder and hold it within this block, as soon as nobody else does.
+    """Make a folder and hold it within this block, as soon as no other process does.
 
     Who waited for one whose block failed fails with its words, and does not try again what it could not have.
 

@@ -124,7 +124,7 @@ class RunFolder(NullFolder):
             raise SetupError(f"{self.path / LOCK} cannot be read ({why(error)}); choose another output=") from None
         if owner != signature():
             raise FolderInUseError(
-                f"{self.path} is another run's by now (somebody removed its {LOCK}): this one ends and saves no more"
+                f"{self.path} is another run's by now (its {LOCK} was removed): this one ends and saves no more"
             )
 
     def _saved(self) -> bool:

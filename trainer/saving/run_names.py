@@ -1,4 +1,4 @@
-"""A run as people name it: by a path, or by its name below runs/. Imports no torch, so that a slip is told at once."""
+"""A run as people name it: by a path, or by its name below runs/. Imports no torch: a slip is reported at once."""
 
 from __future__ import annotations
 

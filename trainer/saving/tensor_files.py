@@ -79,7 +79,7 @@ def _line(error: Exception) -> str:
 
 
 def require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises NotFiniteError where a value is NaN or infinite; `where` it would be saved is told."""
+    """Raises NotFiniteError where a value is NaN or infinite; `where` names the file or part."""
     for name, tensor in tensors.items():
         # A sum is 100 times cheaper than the exact test and finite only if all of it is; it may overflow, so ask again.
         if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():

@@ -78,9 +78,9 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the weights of a run folder or a .safetensors file tell of themselves, unread; empty where they do not.
+    """What the weights of a run folder or a .safetensors file hold as metadata; empty where there is none.
 
-    A checkpoint's folder tells what the run does in which it lies.
+    Of a checkpoint's folder it is that of its run.
     """
     inner = path.is_dir() and is_checkpoint(path)
     folders = [path, *path.absolute().parents[:2]] if inner else [path]

@@ -77,13 +77,9 @@ class Callbacks:
         """Whether rank 0 has an "on_epoch" or "on_step"."""
         return name in self._wanted.split(",")
 
-    def epoch(self, world: World, report: EpochReport) -> bool:
-        """Whether training goes on after this epoch. Collective."""
-        return not self.has("on_epoch") or self._agreed(world, report)
-
-    def step(self, world: World, report: StepReport) -> bool:
-        """Whether training goes on after this logged step. Collective."""
-        return not self.has("on_step") or self._agreed(world, report)
+    def report(self, world: World, report: EpochReport | StepReport) -> bool:
+        """Call rank 0's function for this report, if it has one; whether training goes on. Collective."""
+        return not self.has(_name(report)) or self._agreed(world, report)
 
     def close(self) -> None:
         """No more calls follow."""

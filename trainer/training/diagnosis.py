@@ -55,7 +55,7 @@ def diagnose(run: Run) -> Verdict | None:
 
 
 def _reading(run: Run, seconds: float) -> Reading | None:
-    """What rank 0 takes for a photo; None where there are none, or on another rank, whose verdict nobody hears."""
+    """What rank 0 takes for a photo; None where there are none, and on other ranks."""
     photos, data = run.datasets.train, run.datasets
     if not run.world.is_main or not isinstance(photos, EncodedPhotos):
         return None

@@ -29,7 +29,7 @@ def initial_model(recipe: Recipe, task: Task, data: Datasets, state: State | Non
     if state is not None:
         fitted(model, state.tensors["model"], "the checkpoint", whole=True)
     elif isinstance(registered_model(recipe.model.name), Given):
-        make_alike(model, world)
+        broadcast_weights(model, world)
     check_task(task, model, data)
     return model
 
@@ -55,17 +55,17 @@ def model_for(
     return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None, classes)
 
 
-def make_alike(model: nn.Module, world: World) -> None:
+def broadcast_weights(model: nn.Module, world: World) -> None:
     """Rank 0's weights on every rank: a program that torchrun runs may have drawn its own on each."""
     for tensor in [*model.parameters(), *model.buffers()] if world.size > 1 else []:
         tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
-    """Try a task of the user's own on two samples of zeros, before an epoch is spent on what its metrics lack.
+    """Try a user's task on two samples of zeros, before an epoch is spent.
 
     Raises:
-        RecipeError: it fails, or does not tell what it says that it tells.
+        RecipeError: it fails, or lacks a metric that it names.
     """
     if type(task) in tasks.SHIPPED:
         return

@@ -43,7 +43,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             loop(this)
             return finish(this)
         except BaseException as error:
-            # Leave word of how the run ended; nothing collective, nothing saved.
+            # Write how the run ended; nothing collective, nothing saved.
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 with suppress(TrainerError):  # where the folder is what failed, the first error tells
@@ -180,7 +180,7 @@ def end_epoch(run: Run, epoch: int) -> None:
 
 
 def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None) -> dict[str, float]:
-    """Evaluate under the averaged weights where there are any. Signals are heard between batches.
+    """Evaluate under the averaged weights where there are any. Signals are looked at between batches.
 
     The epoch `then` trains afterwards: its first batches are read meanwhile.
     """

@@ -38,7 +38,7 @@ COLUMNS = ("mode", "model.name", "devices", "batch_size", "optimizer.lr", "preci
 
 
 def begin(run: Run) -> None:
-    """What a run is, told once: the layout of its charts, its line among other runs, its page."""
+    """What a run is, once: the layout of its charts, its line among other runs, its page."""
     tracker, task = run.tracker, run.task
     if not tracker.shows:
         return
@@ -55,7 +55,7 @@ def begin(run: Run) -> None:
 def first_batch(run: Run, batch: Batch) -> None:
     """The first batch as the model sees it, augmented, with its labels where this rank has them.
 
-    The first step alone waits for it, of which no speed is told.
+    Only the first step waits for it, which counts for no speed.
     """
     if not run.tracker.shows:
         return
@@ -69,7 +69,7 @@ def first_batch(run: Run, batch: Batch) -> None:
 
 
 def mistakes(run: Run, collected: Mistakes) -> None:
-    """The worst predictions of the last evaluation, and how well each class is told. Collective."""
+    """The worst predictions of the last evaluation, and the accuracy of each class. Collective."""
     worst = collected.gathered(run.world)
     if run.tracker.shows:
         with dispensable(run.tracker):
@@ -108,7 +108,7 @@ def timeline(run: Run) -> None:
 
 
 def end(run: Run, result: Result, verdict: Verdict | None) -> None:
-    """How it went, above what ran; the part of a step that only the end tells."""
+    """How it went, above what ran; the part of a step that is only known at the end."""
     tracker, step = run.tracker, run.position.step
     if not tracker.shows:
         return
@@ -271,7 +271,7 @@ def name(run: Run, place: int) -> str:
 
 
 def named(run: Run, target: Tensor) -> str:
-    """One sample's target in words; empty where it is none that words tell."""
+    """One sample's target in words; empty where words cannot say it."""
     if target.dim() == 0 and not target.is_floating_point():
         return name(run, int(target))
     if target.dim() > 1 or target.numel() == 0:

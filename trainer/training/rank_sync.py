@@ -104,5 +104,5 @@ def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
     resuming.save(run)
     folder = run.world.broadcast_object(str(run.tracker.path))
     saved = f"; saved step {run.position.step}: continue with output={folder} resume=auto" if not run.speed_only else ""
-    name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have heard it
+    name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it
     raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else name}{saved}")

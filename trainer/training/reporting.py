@@ -62,16 +62,16 @@ def report_epoch(run: Run, epoch: int, best: bool) -> bool:
         best=best,
         seconds=run.seconds(),
     )
-    return run.callbacks.epoch(run.world, report)
+    return run.callbacks.report(run.world, report)
 
 
 def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]) -> bool:
-    """Call the program's `on_step` at a logged step, as `log_step` is told it; whether training goes on. Collective."""
+    """Call the program's `on_step` with the values of `log_step`; whether training goes on. Collective."""
     if not run.callbacks.has("on_step"):
         return True
     speed = images_per_second(run, window)
     report = StepReport(run.position.step, run.total_steps, run.position.epoch + 1, loss, lr, speed)
-    goes_on = run.callbacks.step(run.world, report)
+    goes_on = run.callbacks.report(run.world, report)
     run.timer.start()  # the program's time is no step's
     return goes_on
 
@@ -109,7 +109,7 @@ def step_values(
 
 
 def _step_parts(run: Run, timed: tuple[int, float, float], bubble: float) -> dict[str, float]:
-    """Milliseconds of a step by what they go to. Communication counts as computing: what it adds, the end tells."""
+    """Milliseconds of a step by what they go to. Communication counts as computing: only the end knows it."""
     steps, seconds, waited = timed
     step = seconds / steps
     parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))

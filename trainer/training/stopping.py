@@ -38,7 +38,7 @@ def best_epoch(run: Run) -> int | None:
 
 
 def patience_line(run: Run) -> str:
-    """What people are told when patience is lost."""
+    """The line that is printed when patience is lost."""
     patience, best = run.recipe.stop.patience, best_epoch(run)
     epochs = f"{patience} epoch{'s' * (patience != 1)}"
     if best is None:

@@ -66,7 +66,7 @@ def main(folder: Path) -> int:
     from tests.simulated.simcuda import runs
 
     torch.set_num_threads(1)
-    runs.watching("modes/", "processes/world.py")  # to load the others would take a second
+    runs.watching("modes/", "processes/world.py", "processes/resources.py")  # to load the others would take a second
     failed = 0
     for name, words in CASES.items():
         for kind in ("cuda", "cpu"):

@@ -44,7 +44,7 @@ MEASURING = frozenset(
         "commands.plan.speed_probe._exchange",
         "modes.ddp.DistributedDataParallel._exchange",
         "modes.ddp.DistributedDataParallel._exposed",
-        "modes.pipeline.spans.Recorder._now",
+        "modes.pipeline.timeline.Recorder._now",
         "modes.pipeline.stages.Staged._trial",
     }
 )

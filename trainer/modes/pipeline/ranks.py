@@ -110,7 +110,7 @@ class ProcessPipeline(Staged):
             # torch's own option makes groups without the recipe's timeout: 2.14 looks at the first, 2.15 at the second
             part._upstream_group = self.back_group
             setattr(part, "_get_p2p_group", self._group_between)  # noqa: B010
-            parts.append(self._watched(part, index))
+            parts.append(self._timed(part, index))
         kind: Any = SCHEDULES[plan.schedule]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self.schedule = kind(
@@ -160,29 +160,20 @@ class ProcessPipeline(Staged):
                 stage.to("cpu")  # the device may be too small for the whole model
         return samples
 
-    def _watched(self, part: PipelineStage, index: int) -> PipelineStage:
-        """Note when the stage works: its methods are what schedules call."""
-        forward, backward, weights = part.forward_one_chunk, part.backward_one_chunk, part.backward_weight_one_chunk
+    def _timed(self, part: PipelineStage, index: int) -> PipelineStage:
+        """Record when the stage works: its methods are what schedules call."""
+        kinds = {"forward": "F", "backward": "B", "backward_weight": "W"}
 
-        def timed_forward(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.action(self.pipe_rank, Action("F", index, chunk)), as_raised():
-                return forward(chunk, *args, **kwargs)
+        def timed(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+            def run(chunk: int, *args: Any, **kwargs: Any) -> Any:
+                letter = kind if kwargs.get("full_backward", True) else "I"
+                with self.recorder.action(self.pipe_rank, Action(letter, index, chunk)), as_raised():
+                    return method(chunk, *args, **kwargs)
 
-        def timed_backward(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            kind = "B" if kwargs.get("full_backward", True) else "I"
-            with self.recorder.action(self.pipe_rank, Action(kind, index, chunk)), as_raised():
-                return backward(chunk, *args, **kwargs)
+            return run
 
-        def timed_weights(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.action(self.pipe_rank, Action("W", index, chunk)), as_raised():
-                return weights(chunk, *args, **kwargs)
-
-        for name, method in (
-            ("forward", timed_forward),
-            ("backward", timed_backward),
-            ("backward_weight", timed_weights),
-        ):
-            setattr(part, f"{name}_one_chunk", method)
+        for name, kind in kinds.items():
+            setattr(part, f"{name}_one_chunk", timed(getattr(part, f"{name}_one_chunk"), kind))
         return part
 
     def _loss_of_microbatch(self, outputs: Tensor, targets: Tensor) -> Tensor:

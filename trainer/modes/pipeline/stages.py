@@ -21,7 +21,7 @@ from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Span
-from trainer.modes.pipeline.spans import Recorder
+from trainer.modes.pipeline.timeline import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
 from trainer.telemetry.clocks import synchronise
@@ -88,7 +88,7 @@ class Staged(Strategy):
             return "set pipeline.recompute=false and pipeline.deferred_batch_norm=false, or mode=ddp"
         return "set pipeline.deferred_batch_norm=false, which takes those of each micro-batch, or mode=ddp"
 
-    # What each mode says for itself.
+    # What a mode has to define.
 
     def describe_pipe(self, rows: int) -> Pipe:
         """Stages, workers and possible micro-batches for so many rows."""
@@ -101,7 +101,7 @@ class Staged(Strategy):
     # Stages.
 
     def probe(self, traced: Traced, rows: int) -> list[BlockCost]:
-        """Seconds of each block for a micro-batch of so many rows; endless where memory does not suffice."""
+        """Seconds of each block for a micro-batch of so many rows; infinite where memory does not suffice."""
         try:
             return block_costs(traced, self.sample(rows), self.in_precision, repeats=2)
         except (RuntimeError, MemoryError) as error:
@@ -118,7 +118,7 @@ class Staged(Strategy):
         return -self.world.max_(torch.tensor(-free, dtype=torch.float64)).item()
 
     def trial(self, traced: Traced, plan: Plan) -> Trial:
-        """Run a few steps as `plan` says, which leave no trace; endless where memory does not suffice.
+        """Run a few steps as `plan` says, which leave no trace; infinite where memory does not suffice.
 
         Raises:
             DeviceMemoryError: it did not on one of several ranks, whose peers wait for it in the middle of a schedule.
@@ -155,19 +155,19 @@ class Staged(Strategy):
         times: list[float] = []
         with undisturbed(list(self.stages.values()), self.device):
             while len(times) < TRIAL_STEPS[0] or (sum(times) < TRIAL_SECONDS and len(times) < TRIAL_STEPS[1]):
-                self.meet()
+                self.synchronise()
                 begun = time.perf_counter()
                 if faults.active:
                     faults.fault(self.world.rank, f"trial-{plan.microbatches}")
                 self.forward_backward(batch, 1 / rows)
-                self.meet()
+                self.synchronise()
                 times.append(self.world.broadcast_object(time.perf_counter() - begun))
         for parameter in self.named_parameters().values():
             parameter.grad = None
         busy = self.busy(self.recorder.steps()[-1])
         return Trial(min(times[1:]), tuple(busy))
 
-    def meet(self) -> None:
+    def synchronise(self) -> None:
         """Wait for all devices and ranks."""
         synchronise(self.world.drives)
         self.world.barrier()
@@ -239,7 +239,7 @@ class Staged(Strategy):
         """weight x summed loss of a micro-batch."""
         return self.loss(outputs, targets) * (weight * len(targets))
 
-    # What is told of it.
+    # Figures.
 
     def figures(self) -> dict[str, float]:
         steps = self.recorder.steps()

@@ -1,8 +1,8 @@
 """`pipeline` in one process: micro-batches overlap because everything that a stage does is asynchronous CUDA work.
 
 One thread issues the actions of all stages in an order in which none waits for a later one. A stage has a stream of its
-own on its device, and copies between neighbours have streams of theirs, so that a copy delays nobody but who needs it.
-On CPU devices, stand-ins for tests, the same code does one action at a time.
+own on its device, and copies between neighbours have streams of theirs, so that a copy delays only the stage that needs
+it. On CPU devices, stand-ins for tests, the same code does one action at a time.
 """
 
 from __future__ import annotations

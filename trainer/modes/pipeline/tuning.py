@@ -87,8 +87,8 @@ def find_plan(
     """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest.
 
     Args:
-        probe: times every block at so many images a micro-batch; endless where memory is too small for that.
-        trial: runs a plan; endless likewise.
+        probe: times every block at so many images a micro-batch; infinite where memory is too small for that.
+        trial: runs a plan; infinite likewise.
         room: free bytes of each worker.
 
     Returns:

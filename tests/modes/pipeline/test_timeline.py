@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.modes.pipeline import spans
+from trainer.modes.pipeline import timeline
 from trainer.modes.pipeline.orders import Action, Span
-from trainer.modes.pipeline.spans import KEPT, Recorder
+from trainer.modes.pipeline.timeline import KEPT, Recorder
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def clock(monkeypatch):
     """A clock that the test sets."""
     found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(spans, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: found.now))
     return found
 
 

@@ -1,4 +1,4 @@
-"""`guide`: topics, pages for a terminal, and what is said of a word that is no topic."""
+"""`guide`: topics, pages for a terminal, and what is said of a word that is not a topic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "    ./launch.sh recipe=digits mode=single\n" in done.stdout
     done = trainer("guide", "modse")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("trainer: error: 'modse' is no topic; nearest: modes")
+    assert done.stderr.startswith("trainer: error: 'modse' is not a topic; nearest: modes")
     assert done.stderr.endswith(": type python -m trainer guide modes\n")
 
 
@@ -66,7 +66,7 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_another_word_finds_the_nearest_topics(asked: str, first: str) -> None:
     assert first in guide.nearest_topics(asked)
-    with pytest.raises(RecipeError, match=f"'{asked}' is no topic; nearest: ") as told:
+    with pytest.raises(RecipeError, match=f"'{asked}' is not a topic; nearest: ") as told:
         guide.command(asked.split())
     assert len(str(told.value)) < 160
 
@@ -89,7 +89,7 @@ def test_words_of_one_heading_print_its_section(asked: str, topic: str, line: st
 def test_a_word_that_is_nowhere() -> None:
     with pytest.raises(RecipeError) as told:
         guide.command(["xyzzy"])
-    assert str(told.value) == "'xyzzy' is no topic: type python -m trainer guide"
+    assert str(told.value) == "'xyzzy' is not a topic: type python -m trainer guide"
 
 
 def test_the_program_is_called_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_devices(words, local, cuda, expected):
             0,
             r"cpu,cpu,cpu\] or pipeline.stages=2",
         ),
-        (["mode=pipeline", "devices=[cuda:0]"], 2, 1, "wants a device each"),
+        (["mode=pipeline", "devices=[cuda:0]"], 2, 1, "needs one for each"),
         (["mode=hogwild", "devices=[cuda:0]"], 2, 1, r"mode=local_sgd devices=\[cuda:0\]"),
     ],
 )

@@ -49,7 +49,10 @@ def test_a_list_takes_the_place_of_the_parents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("extends: digts\n", "extends: digts is no recipe and no file in {folder}; did you mean extends: digits? "),
+        (
+            "extends: digts\n",
+            "extends: digts is neither a recipe nor a file in {folder}; did you mean extends: ",
+        ),
         ("extends: other\n", "did you mean extends: other.yaml? "),
         ("extends: mine.yaml\n", "mine.yaml: extends goes round in a circle: mine.yaml -> mine.yaml"),
         ("extends: ring.yaml\n", "extends goes round in a circle: mine.yaml -> ring.yaml -> mine.yaml"),
@@ -58,7 +61,7 @@ def test_a_list_takes_the_place_of_the_parents(tmp_path: Path) -> None:
         ("extends: {name: digits}\n", "must be one recipe's name or file"),
         ("extends: 2024\n", "extends: 2024 must be one recipe's name or file"),
         ("extends: ''\n", "must be one recipe's name or file"),
-        ('extends: "a\\0b"\n', "is no recipe and no file in"),
+        ('extends: "a\\0b"\n', "is neither a recipe nor a file in"),
         (f"extends: {'x' * 5000}\n", "cannot be read"),
         ("extends: empty.yaml\n", "empty.yaml: the file is empty"),
         ("extends: picture.yaml\n", "picture.yaml: a binary file, not a YAML recipe"),
@@ -72,13 +75,13 @@ def test_a_list_takes_the_place_of_the_parents(tmp_path: Path) -> None:
             "extends: section.yaml\n",
             "mine: optimizr is not a key; did you mean optimizer? (in {folder}/section.yaml, line 1)",
         ),
-        ("extends: recipes/digits.yaml\n", "no file in {folder}; did you mean extends: digits? "),
+        ("extends: recipes/digits.yaml\n", "nor a file in {folder}; did you mean extends: digits? "),
         ("extends: ~nobody-here/x.yaml\n", "extends: ~nobody-here/x.yaml cannot be read"),
         ("extends: digits\noptimizer:\n", "mine: optimizer=null must be a section, as in optimizer.name=...; leave an"),
         ("extends: digits\noptimizer.lr: 1\n", "optimizer.lr is not a key; write optimizer: {{lr: 1}}"),
         (
             "extends: digits\nnproc: 2\n",
-            "mine: nproc is no key of a recipe; type it where you train: python -m trainer",
+            "mine: nproc is not a key of a recipe; type it where you train: python -m trainer",
         ),
         ("recipe: digits\n", "mine: recipe is not a key; did you mean extends?"),
         ("extends: digits\nepochs: 0\n", "mine: epochs=0 must be 1 or more"),

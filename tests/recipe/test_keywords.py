@@ -49,10 +49,14 @@ def test_values_of_a_program():
         (
             [],
             {"optimizer": object()},
-            "optimizer=object is no value of a recipe: set optimizer.name= and the like, or ",
+            "optimizer=object is not a value for a recipe: set optimizer.name= and the like, or ",
         ),
-        ([], {"optimizer__lr": torch.ones(2)}, "optimizer.lr=Tensor is no value of a recipe: write numbers, text and"),
-        ([], {"precision": torch.bfloat16}, "precision=dtype is no value of a recipe: write numbers"),
+        (
+            [],
+            {"optimizer__lr": torch.ones(2)},
+            "optimizer.lr=Tensor is not a value for a recipe: write numbers, text",
+        ),
+        ([], {"precision": torch.bfloat16}, "precision=dtype is not a value for a recipe: write numbers"),
     ],
 )
 def test_wrong_keywords_are_answered_as_words_are(words, keywords, line):

@@ -105,7 +105,10 @@ def test_a_new_file_finds_its_parent_from_its_own_folder(tmp_path: Path) -> None
         (["new", "x.yaml", "extends=digits", "epochs"], "recipes new x.yaml: 'epochs' is not key=value, as in"),
         (["new", "~nobody-here/x.yaml", "extends=digits"], "a path begins with ~ and no user of that name"),
         (["schema", "digits"], "recipes schema takes no words, as digits: type recipes schema > recipe.schema.json"),
-        (["digits", "nproc=2"], "nproc is no key of a recipe; type it where you train: python -m trainer recipe=NAME"),
+        (
+            ["digits", "nproc=2"],
+            "nproc is not a key of a recipe; type it where you train: python -m trainer recipe=",
+        ),
         (["diff", "digits"], "recipes diff compares two recipes, not 1: type recipes diff digits mnist"),
         (["diff", "digits", "mnist", "epochs=3"], "recipes diff compares two recipes, not 3"),
         (["diff", "digits", "mnits"], "recipe=mnits: no such recipe or file; did you mean recipe=mnist?"),

@@ -241,7 +241,7 @@ def test_predictions_of_each_task(single, home, tmp_path):
     ok("predict", f"checkpoint={single('regression')}", "plugin=own_tasks", "devices=[cpu]", QUIET[0],
        f"output={tmp_path / 'values'}", cwd=home)  # fmt: skip
     assert {row["class"] for row in rows_of(tmp_path / "values")} == {"level"}
-    for kind, says in (("segmentation", "task.name=segmentation has no `ranked`"), ("measurements", "are no images")):
+    for kind, says in (("segmentation", "task.name=segmentation has no `ranked`"), ("measurements", "than images")):
         gone = trainer("predict", f"checkpoint={single(kind)}", "plugin=own_tasks", QUIET[0],
                        f"output={tmp_path / kind}", cwd=home)  # fmt: skip
         assert gone.returncode == 2 and says in gone.stderr and gone.stderr.count("\n") == 1, gone.stderr

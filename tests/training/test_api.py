@@ -63,7 +63,11 @@ def test_a_dictionary_is_a_recipe_too(tmp_path):
         (None, {"model": 3}, "model= is a torch.nn.Module, a function that makes one, or a name"),
         (None, {"data": DATA}, "data= is (training set, held-out set), and may have class names as a third, not Tens"),
         (None, {"data": {"train": DATA, "unsupervised": DATA}}, "data= has train, unsupervised: it needs train, and "),
-        (None, {"data": (DATA, DATA), "optimizer": torch.optim.SGD}, "optimizer=SGD is no value of a recipe: set opti"),
+        (
+            None,
+            {"data": (DATA, DATA), "optimizer": torch.optim.SGD},
+            "optimizer=SGD is not a value for a recipe: set o",
+        ),
         (None, {"data": (DATA, DATA), "batch_size": 64, "mode": "single"}, "40 training images are fewer than one glo"),
         (None, {"data": DATA.tensors}, "data= has tensors side by side: each set is a pair of its own"),
         (

@@ -39,7 +39,7 @@ def command(words: Sequence[str]) -> str:
     if asked not in topics():
         near = nearest_topics(asked)
         hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise RecipeError(f"'{asked[:80]}' is no topic{hint}: type {' '.join([program(), 'guide', *near[:1]])}")
+        raise RecipeError(f"'{asked[:80]}' is not a topic{hint}: type {' '.join([program(), 'guide', *near[:1]])}")
     return for_terminal(_as_started(asked, page(asked)), width)
 
 

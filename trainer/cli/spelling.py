@@ -22,7 +22,7 @@ class Word:
     """What was typed, and what it says.
 
     Attributes:
-        typed: as it was typed, several words joined by blanks.
+        typed: as it was typed, several words joined by spaces.
         key, value: what it sets; key is empty where it sets nothing.
         fine: it is accepted as typed; otherwise an error says how it is written.
     """
@@ -48,7 +48,7 @@ def tidied(words: Sequence[str]) -> list[str]:
 
 
 def spelled(words: Sequence[str]) -> list[Word]:
-    """The words with dashes, blanks and quotes brought to key=value.
+    """The words as key=value, from words with dashes, spaces and quotes.
 
     Taken as they are: `--key=value`, `--key value`, `key = value`, and dashes within a key. Not so, for these are slips
     or another program's way: `key value`, `key: value`, `--flag`, `+key=value`, capitals, printers' quotes.
@@ -134,7 +134,7 @@ def _set(typed: str, key: str, value: str, fine: bool = True) -> Word:
 
 
 def _name(key: str) -> str:
-    """A key as we write it: no dashes, blanks, quotes, plus signs of hydra or capitals."""
+    """A key in our spelling: without dashes, spaces, quotes, plus signs of hydra and capitals."""
     name = key.strip(QUOTES).lstrip(DASHES + "+~/").replace("-", "_").strip(QUOTES + "'\"")
     return name.lower() if name not in defaults() and is_name(name.lower()) else name
 

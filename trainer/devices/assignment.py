@@ -31,7 +31,7 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str
     if local_size > len(names):
         raise RecipeError(
             f"{local_size} processes for {len(names)} device{'s' * (len(names) > 1)} ({', '.join(names)}): "
-            f"use nproc={len(names)} (torchrun --nproc_per_node={len(names)}); mode={recipe.mode} wants a device each"
+            f"use nproc={len(names)} (torchrun --nproc_per_node={len(names)}); mode={recipe.mode} needs one for each"
         )
     if local_size < len(names) and recipe.devices != "auto":
         how = "mode=ddp" if recipe.traits.single_device else f"nproc={len(names)}"

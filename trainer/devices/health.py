@@ -88,8 +88,7 @@ def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -
 
 
 def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:
-    """The first device that has not done within so many seconds, while this process was awake, what its current stream
-    was given, if any.
+    """The first device whose current stream is still busy after this many seconds in which this process ran, if any.
 
     Asked again and again: a wait for a device that has hung never ends, and no signal is heard in it.
     """

@@ -78,7 +78,7 @@ def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
 def check_plugin(name: object) -> None:
     """
     Raises:
-        RecipeError: it is no text, as a program may hand it over.
+        RecipeError: a program gave something else than text.
     """
     if not isinstance(name, str | None):
         raise RecipeError(f"plugin= is a module's name, as in plugin='my_module', not {type(name).__name__}")

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from trainer.modes import Strategy
 from trainer.recipe import Recipe
 
-LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are no ordinary overflow
+LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are more than an overflow
 
 
 def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:

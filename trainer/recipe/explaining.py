@@ -81,7 +81,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
             return f"{key} is not a key; did you mean extends?"
         if key in WORDS:
             word = f"{key}={shown(first['input'])}"
-            return f"{key} is no key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
+            return f"{key} is not a key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
         if (instead := _as_written(key, first["input"], defaults)) is not None:
             return f"{key} is not a key; write {instead}"
         given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
@@ -124,7 +124,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
 
 
 def _as_written(name: str, value: Any, defaults: Mapping[str, Any]) -> str | None:
-    """The line of a file that a name with its value, or with its section, was to be; None where it is no such name."""
+    """The line of a file for a name that holds its value or its section; None for other names."""
     key, sign, rest = re.split(r"([=:])", name, maxsplit=1) if re.search("[=:]", name) else (name, "", shown(value))
     if key not in defaults or not (sign or "." in key):
         return None

@@ -79,4 +79,4 @@ def _plain(value: Any, key: str) -> Any:
         guess = guess or (OTHER_KEYS.get(key.lower()) or nearest(key, known) or "").replace(".", "__")
         raise RecipeError(f"{key}={name} is not a key" + (f": type {guess}" if guess else ""))
     instead = f"set {section}= and the like, or {key}={{...}}" if section else "write numbers, text and lists"
-    raise RecipeError(f"{key}={name} is no value of a recipe: {instead}")
+    raise RecipeError(f"{key}={name} is not a value for a recipe: {instead}")

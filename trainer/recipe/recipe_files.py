@@ -78,7 +78,7 @@ def parent_of(name: str, label: str, child: Path | None) -> Path:
     guess = ending or _nearest_shipped(name)
     hint = f"did you mean extends: {guess}? " if guess else ""
     raise RecipeError(
-        f"{label}: extends: {shown(name)} is no recipe and no file in {folder.absolute()}; "
+        f"{label}: extends: {shown(name)} is neither a recipe nor a file in {folder.absolute()}; "
         f"{hint}shipped: python -m trainer recipes"
     )
 
@@ -92,7 +92,7 @@ def read(path: Path) -> Any:
     text = ""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise RecipeError(f"{path}: {path.stat().st_size} bytes is no recipe (at most {MAX_BYTES})")
+            raise RecipeError(f"{path}: {path.stat().st_size} bytes is too large for a recipe (at most {MAX_BYTES})")
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
         bare = isinstance(yaml.compose(text, Loader=_loader()), yaml.ScalarNode)  # OmegaConf takes a text for a key
@@ -121,7 +121,7 @@ def stored(tree: Any) -> Any:
 
 
 def text_of(path: Path) -> str:
-    """A file's text, with what is no UTF-8 in it replaced; empty where it is too large for a recipe."""
+    """A file's text, with errors of UTF-8 replaced; empty where it is too large for a recipe."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             return file.read(MAX_BYTES) if path.stat().st_size <= MAX_BYTES else ""
@@ -150,7 +150,7 @@ def check_shape(text: str, name: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         aliases += isinstance(event, yaml.AliasEvent)
         if depth > MAX_DEPTH or aliases > MAX_ALIASES:
-            raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH} or more than {MAX_ALIASES} aliases is no recipe")
+            raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH}, or more than {MAX_ALIASES} aliases")
         if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
             raise RecipeError(f"{name}: write the value itself, ${{...}} is not looked up")
 
@@ -168,12 +168,12 @@ def _explained(error: Exception, text: str) -> str:
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
-        return f"line {line}: it holds a character that cannot be seen: take it out"
+        return f"line {line}: it contains an invisible character: remove it"
     if mark is None:
         return one_line(error)
     problem = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
     if "mapping values are not allowed" in problem:
-        return f"{problem}; keys of one section begin in one column, and a text with ': ' in it is put in quotes"
+        return f"{problem}; indent keys of a section alike, and put a text with ': ' in it in quotes"
     return f"{problem}; look at this line and those above it"
 
 

@@ -52,7 +52,7 @@ def misspelt(word: str, choices: Iterable[str]) -> str | None:
 
 
 def word_value(key: str, text: str) -> Any:
-    """The value that `key=text` sets. A path is taken as it is, with its quotes, blanks and signs.
+    """The value that `key=text` sets. A path is taken as it is, with quotes and spaces.
 
     Raises:
         RecipeError: it would grow without limit.

@@ -233,9 +233,9 @@ class Recipe(_Section):
     data: DataRecipe = DataRecipe()
     augment: AugmentRecipe = AugmentRecipe()
     batch_size: Positive = key(128, "images of one optimizer step, over all devices", le=2**24)
-    accumulate: Positive = key(1, "compute a batch in so many pieces, one after the other, which saves memory")
+    accumulate: Positive = key(1, "compute a batch in this many pieces, one after the other, which saves memory")
     epochs: Positive = key(10, "times through the training images")
-    max_steps: Positive | None = key(None, "end after so many optimizer steps, if that is sooner")
+    max_steps: Positive | None = key(None, "end after this many optimizer steps, if that is sooner")
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
@@ -256,7 +256,7 @@ class Recipe(_Section):
     stop: StopRecipe = StopRecipe()
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = key(None, "auto: continue the newest good checkpoint in output")
-    resume_weights_only: bool = key(False, "start the optimizer anew where a checkpoint's does not fit")
+    resume_weights_only: bool = key(False, "start with a new optimizer where a checkpoint's does not fit")
     logging: LoggingRecipe = LoggingRecipe()
     predict: PredictRecipe = PredictRecipe()
     seed: int = key(0, "everything random follows it", ge=0, lt=2**63)
@@ -358,9 +358,9 @@ def _check_together(recipe: Recipe, name: str) -> None:
         of = "" if optimizer.lr_per is None else f", which is {recipe.peak_lr:g} at batch_size={recipe.batch_size}"
         raise RecipeError(f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above optimizer.lr={optimizer.lr}{of}")
     if recipe.pipeline.split_size is not None and recipe.pipeline.microbatches != "auto":
-        raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches say the same twice: keep one")
+        raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches set the same: keep one")
     if recipe.data.balance and recipe.loss.class_weights == "balanced":
-        raise RecipeError(f"{name}: data.balance=true and loss.class_weights=balanced do the same twice: keep one")
+        raise RecipeError(f"{name}: data.balance=true and loss.class_weights=balanced do the same: keep one")
     low, high = recipe.augment.crop_scale
     if low > high:
-        raise RecipeError(f"{name}: augment.crop_scale=[{low},{high}] is the wrong way round; try [{high},{low}]")
+        raise RecipeError(f"{name}: augment.crop_scale=[{low},{high}] is in the wrong order; try [{high},{low}]")

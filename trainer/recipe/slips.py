@@ -63,7 +63,7 @@ def first_slip(text: str, recipes: Collection[str]) -> str | None:
         if depth > 0:
             if open_in and (key := _key(line)) in TOP and key and not line.startswith(" "):
                 opened = next(text_of_line for at, text_of_line in lines if at == open_in)
-                return f"line {open_in}: {opened.strip()} is not closed: put {_closing(opened)} behind it"
+                return f"line {open_in}: {opened.strip()} is not closed: put {_closing(opened)} after it"
             depth += _depth(line)
             continue
         slip = _unset(line, place, recipes) or _written(line, above, number)
@@ -113,14 +113,14 @@ def _unset(line: str, place: int, recipes: Collection[str]) -> str | None:
     blank = next((f"U+{ord(sign):04X}" for sign in BLANKS if sign in line), "")
     wide = re.match(rf" *(?P<key>[\w.]+) *(?P<sign>{'|'.join(WIDE)})(?P<value>.*)", line)
     rows = (
-        (re.match(r" *\t", line), f"a tab is no indent in YAML: write two blanks before {code}"),
-        (blank, f"a sign that only looks like a blank stands in it ({blank}): type the line anew: {clean}"),
-        (wide, wide and f"its {WIDE[wide['sign']]} is another sign that looks like it: write "
+        (re.match(r" *\t", line), f"YAML does not indent by tabs: write two spaces before {code}"),
+        (blank, f"a character that only looks like a space is in it ({blank}): type the line again: {clean}"),
+        (wide, wide and f"its {WIDE[wide['sign']]} is another character that looks like it: write "
          f"{wide['key']}: {wide['value'].strip()}"),
         (code.startswith("//"), f"a comment begins with #: write # {code.strip('/ ')}"),
         (code == "---" and place, "--- begins another document: leave it out"),
         (PROGRAMS.match(line), "this is a command: a file has a line for each key, such as epochs: 3"),
-        (code in SECTIONS, f"put a colon behind it: {code}:"),
+        (code in SECTIONS, f"put a colon after it: {code}:"),
         (code in NAMES, f"a colon and a value are missing: write {code}: VALUE"),
         (code in recipes, f"write {EXTENDS}: {code}"),
     )  # fmt: skip
@@ -141,7 +141,7 @@ def _written(line: str, above: _Above, number: int) -> str | None:
     if match["dash"]:
         return f"keys have no dash: write {key}: {value}"
     if value and match["rest"][0] not in " \t":
-        return f"put a blank after the colon: {key}: {value}"
+        return f"put a space after the colon: {key}: {value}"
     value = re.sub(f"^{MARKS}", "", value)
     if value[:1] == "*" and value[1:] in above.named:
         value = ""
@@ -163,7 +163,7 @@ def _section(key: str, value: str) -> str | None:
         return None
     if f"{key}.name" in KEYS:
         return f"{key} is a section: write {key}: {{name: {value}}}"
-    return f"{key} is a section: write its keys below it, with two blanks before each"
+    return f"{key} is a section: write its keys below it, with two spaces before each"
 
 
 def _value(key: str, value: str) -> str | None:
@@ -201,17 +201,17 @@ def _place(key: str, column: int, above: _Above, number: int) -> str | None:
     within = f"{above.section}.{key}" in KEYS
     if column == 0 and key not in TOP:
         if within:
-            return f"{key} belongs to {above.section}: put two blanks before it"
+            return f"{key} belongs to {above.section}: put two spaces before it"
         return None
     if column and not within:
-        return f"{key} belongs to no section: begin it at the left edge" if key in TOP else None
+        return f"{key} belongs to no section: write it at the left edge" if key in TOP else None
     if column and above.first[0] and column != above.first[1]:
         line, blanks = above.first
-        return f"keys of a section begin in one column: put {blanks} blanks before {key}, as in line {line}"
+        return f"keys of a section have the same indent: put {blanks} spaces before {key}, as in line {line}"
     seen = above.seen.setdefault((above.section if column else "", key), number)
     if seen != number:
         keep = "put the keys of both below one" if key in SECTIONS and not column else "keep one of them"
-        return f"{key} stands in line {seen} already: {keep}"
+        return f"{key} is in line {seen} already: {keep}"
     if column == 0:
         above.section, above.first = (key if key in SECTIONS else ""), (0, 0)
     elif not above.first[0]:

@@ -76,7 +76,7 @@ TRAITS: dict[str, Traits] = {
         exchanges="copies",
         refuses={
             "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
-            "compile": "nn.DataParallel copies the module anew for every pass; use mode=ddp",
+            "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
         },
         also_called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),

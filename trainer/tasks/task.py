@@ -63,7 +63,7 @@ class Task:
         """A data set's targets (N, ...), as `loss` wants them. They come from a user: check them against the names.
 
         Raises:
-            ValueError: they are no targets of this task; it says what they must be.
+            ValueError: they are not targets of this task, with what they must be.
         """
         return targets
 
@@ -108,7 +108,7 @@ class Task:
         """What is predicted: of each sample (N, K) places of names, the most telling first, and a number for each.
 
         Raises:
-            RecipeError: outputs of this task are no numbers beside names.
+            RecipeError: outputs of this task are not numbers for names.
         """
         raise RecipeError(
             f"task.name={self.recipe.task.name} has no `ranked`, which says what its outputs mean; label with "

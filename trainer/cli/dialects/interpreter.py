@@ -120,7 +120,7 @@ def _of_key(name: str, value: str) -> Meaning | None:
 
 
 def unknown(key: str, value: str) -> Meaning | None:
-    """For a value that is none of a list's: what there is. For one that is no number: that it ought to be."""
+    """A note on a value that is not one of a key's choices, or not a number."""
     allowed, taken = choices().get(key, ()), {*kinds().get(key, ())}
     if taken and taken <= {int, float, type(None)} and not _is_number(value):
         whole = "" if float in taken else "whole "
@@ -159,7 +159,7 @@ def _list(key: str, value: str) -> Meaning | None:
 
 
 def _as_yaml(value: str, real: bool) -> str | None:
-    """A number as YAML reads it; `real`: it need not be whole. None where it is no number."""
+    """A number as YAML reads it; `real`: it need not be whole. None for anything else."""
     text = re.sub("[\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}]", "-", value.strip("'\"").strip().lower())
     text = re.sub(r"(?<=\d) ?(px|s|sec|seconds)$", "", text)
     if real and re.fullmatch(r"\d+,\d+(e[+-]?\d+)?", text):

@@ -91,8 +91,8 @@ def image_files(
             first = paths[:FIRST]
             if first and path.is_file() and not any(map(os.path.lexists, first)):
                 raise SetupError(
-                    f"data.root={root} is no list of images: {shown(first[0])}, its first line, is not the path of a "
-                    "file. Give one path a line, an image, a folder of images, or - for paths from standard input"
+                    f"data.root={root} is not a list of images: {shown(first[0])}, its first line, is not the path of "
+                    "a file. Give one path a line, an image, a folder of images, or - for paths from standard input"
                 )
     except TrainerError:
         raise
@@ -201,7 +201,7 @@ def _lines(file: Any) -> Iterator[str]:
     """
     for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), 1):
         if len(line) == LONGEST or "\0" in line:
-            raise SetupError(f"line {number} of the list of images is no path: give a file with a path a line")
+            raise SetupError(f"line {number} of the list of images is not a path: give a file with a path a line")
         if path := line.rstrip("\r\n"):
             yield path
 

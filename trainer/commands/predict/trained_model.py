@@ -78,7 +78,7 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     recipe = recipe_of(path, facts, tuple(words))
     data = opened_again(path, recipe, facts) if wants_split(recipe, words) else None
     if facts.get("mean") == "[]" or (data is not None and data.plain):
-        raise RecipeError(f"{path} was trained on inputs that are no images, and predict labels images")
+        raise RecipeError(f"{path} was trained on inputs other than images, and predict labels images")
     if data is not None:
         classes, preparation = data.classes, Preparation.of(data)
     else:
@@ -154,7 +154,7 @@ def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
         ) from None
     preset = weights.transforms()
     if not hasattr(preset, "crop_size"):
-        raise RecipeError(f"model.name={recipe.model.name} is no classifier of images: predict is for those")
+        raise RecipeError(f"model.name={recipe.model.name} is not an image classifier, which predict needs")
     return tuple(weights.meta["categories"]), preset, preset.crop_size[0]
 
 

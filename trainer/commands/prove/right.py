@@ -102,7 +102,7 @@ def sums(runner: CheckRunner) -> Outcome:
 def _patterns(runner: CheckRunner, what: str, todo: str) -> Outcome:
     answers = runner.measure(what, runner.devices.count)
     done, bad = sum(answer["done"] for answer in answers), [line for answer in answers for line in answer["wrong"]]
-    todo = todo if runner.devices.kind == "cuda" else "test the machine's memory, and install torch anew"
+    todo = todo if runner.devices.kind == "cuda" else "test the machine's memory, and install torch again"
     if bad:
         return wrong(f"{len(bad)} of {done} came out wrong: {bad[0]}", todo, done=done, wrong=bad)
     if not done:

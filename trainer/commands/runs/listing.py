@@ -13,7 +13,7 @@ from trainer.saving.files import why
 from trainer.telemetry import readable
 
 DEEP = 2  # levels of folders that hold no run themselves, as in runs/paper/seed3
-MOST = 20  # of what is no run is named
+MOST = 20  # notes on runs and other folders
 HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
 RIGHT = {5, 6, 7}
 

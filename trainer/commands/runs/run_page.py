@@ -17,7 +17,7 @@ from trainer.telemetry import readable
 
 KEYS = 24  # changed keys of a recipe that are shown
 ADVICE = {
-    "failed": "mend what it says, then the same command again; resume=auto continues where a checkpoint is",
+    "failed": "fix what it says, then type the same command again; resume=auto continues where a checkpoint is",
     "killed": "no process holds the folder and no end is written down: it was killed, or ended before it began",
 }
 

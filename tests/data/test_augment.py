@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated.simcuda import simulated
 from trainer.data import Example, TensorSpec, augment, sampling
-from trainer.data.augment import Auto, Draws, Finish, Gallery, private_random_state, resized_crops
+from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery, private_random_state, resized_crops
 from trainer.data.photos import policies
 from trainer.data.photos.decoding import with_channels
 from trainer.data.photos.lazy_images import Picture
@@ -57,7 +57,7 @@ def test_a_resized_crop_of_everything_is_the_image_and_of_a_corner_its_enlargeme
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_normalisation(channels_last):
     mean, std = (0.5, 0.25, 0.1), (0.2, 0.3, 0.4)
-    finish = Finish(mean, std, 9, channels_last, CPU)
+    finish = DeviceTransform(mean, std, 9, channels_last, CPU)
     pictures = images(4)
     found = finish.inputs(pictures.permute(0, 2, 3, 1).contiguous())
     expected = (pictures / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
@@ -67,7 +67,7 @@ def test_normalisation(channels_last):
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_large_images_are_normalised_as_small_ones(channels_last, monkeypatch):
-    finish = Finish((0.5, 0.25, 0.1), (0.2, 0.3, 0.4), 160, channels_last, CPU)
+    finish = DeviceTransform((0.5, 0.25, 0.1), (0.2, 0.3, 0.4), 160, channels_last, CPU)
     pictures = images(3, size=160).permute(0, 2, 3, 1).contiguous()
     one_by_one = finish.inputs(pictures)
     monkeypatch.setattr(augment, "CACHED", 10**9)
@@ -110,18 +110,18 @@ def test_erasing_on_a_gpu_is_erasing_here():
     for layout in (torch.contiguous_format, torch.channels_last):
         with simulated(1) as machine:
             card = torch.device("cuda", 0)
-            finish = Finish((0.5,) * 3, (0.5,) * 3, 8, True, card)
+            finish = DeviceTransform((0.5,) * 3, (0.5,) * 3, 8, True, card)
             there = inputs.contiguous(memory_format=layout).to(card)
             machine.waits.seen.clear()
             found.append(finish.erased(there, boxes))
             assert dict(machine.waits.seen) == {} and machine.errors == []
             found[-1] = found[-1].cpu()
-    plain = Finish((0.5,) * 3, (0.5,) * 3, 8, True, torch.device("cpu")).erased(inputs.clone(), boxes)
+    plain = DeviceTransform((0.5,) * 3, (0.5,) * 3, 8, True, torch.device("cpu")).erased(inputs.clone(), boxes)
     assert all(torch.equal(one, plain) for one in found) and not torch.equal(plain, inputs)
 
 
 def test_erasing_sets_the_box_alone():
-    finish = Finish((0.5,), (0.5,), 6, True, CPU)
+    finish = DeviceTransform((0.5,), (0.5,), 6, True, CPU)
     erased = finish.erased(torch.ones(2, 1, 6, 6), np.array([[1, 2, 3, 4], [0, 0, 0, 0]]))
     expected = torch.ones(2, 1, 6, 6)
     expected[0, :, 1:4, 2:6] = 0
@@ -130,7 +130,7 @@ def test_erasing_sets_the_box_alone():
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_mixing_is_what_the_papers_say(layout):
-    finish = Finish((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
+    finish = DeviceTransform((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
     x, labels = torch.randn(4, 3, 6, 6).contiguous(memory_format=layout), torch.tensor([0, 1, 2, 2])
     box = np.array([[0, 0, 0, 0], [1, 1, 3, 2]])
     mix = sampling.Mix(np.float32([0.7, 1]), np.float32([0.7, 1 - 6 / 36]), box)
@@ -148,7 +148,7 @@ def test_mixing_is_what_the_papers_say(layout):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_an_example_lies_in_memory_as_a_batch_does(channels, channels_last, rows):
     """Mixed or not: compiled code is compiled again for another stride, of a single channel too."""
-    finish = Finish((0.5,) * channels, (0.5,) * channels, 6, channels_last, CPU)
+    finish = DeviceTransform((0.5,) * channels, (0.5,) * channels, 6, channels_last, CPU)
     batch = finish.inputs(images(rows, channels, 6).permute(0, 2, 3, 1).contiguous())
     mixed = finish.mixed(batch, sampling.Mix(np.float32([0.7, 1]), np.float32([0.7, 1]), np.zeros((2, 4), np.int64)))
     example = Example(rows, TensorSpec((channels, 6, 6), torch.float32)).random(CPU, rows, channels_last)
@@ -226,7 +226,7 @@ def test_channels_are_repeated_or_weighted():
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 4, 4)])
 def test_shares_of_any_shape_mix(shape):
-    finish = Finish((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
+    finish = DeviceTransform((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
     targets = torch.randn(5, *shape)
     mix = sampling.Mix(np.float32([0.7, 1]), np.float32([0.7, 0.9]), np.zeros((2, 4), np.int64))
     soft = finish.soft(targets, mix)

@@ -7,7 +7,7 @@ import torch
 
 from tests.command_line import QUIET, ok
 from tests.data.photo_folders import photo_set
-from trainer.models.inputs import with_own_input
+from trainer.models.inputs import with_pretrained_input
 from trainer.recipe import load
 from trainer.saving.weights import save_weights
 
@@ -22,7 +22,7 @@ def written(path, **facts):
 
 def filled(path, *words):
     plain = ("data.name=imagefolder", "data.root=x", f"model.init_from={path}")
-    data = with_own_input(load(None, *plain, *words)).data
+    data = with_pretrained_input(load(None, *plain, *words)).data
     return {key: getattr(data, key) for key in FACTS}
 
 
@@ -37,7 +37,7 @@ def test_a_run_tells_size_channels_mean_and_deviation(tmp_path):
 def test_what_tells_nothing_of_images_changes_nothing(tmp_path, facts):
     assert filled(written(tmp_path / "w.safetensors", **facts)) == dict.fromkeys(FACTS)
     assert filled(tmp_path / "nowhere") == dict.fromkeys(FACTS)
-    assert with_own_input(load(None, f"model.init_from={written(tmp_path / 'v.safetensors')}")).data.mean is None
+    assert with_pretrained_input(load(None, f"model.init_from={written(tmp_path / 'v.safetensors')}")).data.mean is None
 
 
 def test_weights_of_ones_own_take_the_place_of_published_ones(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import torchvision_zoo, zoo
 from trainer.models.blocks import head
-from trainer.models.inputs import with_own_input
+from trainer.models.inputs import with_pretrained_input
 from trainer.recipe import ModelRecipe, known_names, load
 
 
@@ -85,7 +85,9 @@ def test_init_from_takes_a_runs_name(tmp_path, monkeypatch):
     save_file(model.state_dict(), run / "last.safetensors", facts)
     found = zoo.build(ModelRecipe(name="mlp", init_from="tuned"), 10, 1, 8)
     assert all(torch.equal(one, other) for one, other in zip(found.parameters(), model.parameters(), strict=True))
-    assert with_own_input(load(None, "data.name=imagefolder", "data.root=x", "model.init_from=tuned")).data.std == [0.5]
+    assert with_pretrained_input(
+        load(None, "data.name=imagefolder", "data.root=x", "model.init_from=tuned")
+    ).data.std == [0.5]
     with pytest.raises(CheckpointError, match=r"did you mean runs/tuned\?"):
         zoo.build(ModelRecipe(name="mlp", init_from="tunde"), 10, 1, 8)
 

@@ -166,7 +166,7 @@ def resized_crops(batch: Tensor, boxes: Tensor) -> Tensor:
 CACHED = 2**16  # numbers: larger images are normalised one by one on a CPU, so that one fits its cache
 
 
-class Finish:
+class DeviceTransform:
     """From uint8 images on the device to a batch: normalise, erase, mix."""
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data import sampling
-from trainer.data.augment import Finish
+from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import Feed, MemoryFeed, PhotoFeed, TensorFeed, known_labels, readers_of
 from trainer.data.photos.photo_reader import Unreadable
 from trainer.data.sampling import Array, Mix
@@ -133,7 +133,9 @@ class Loader:
         self._mixes = recipe.augment.together > 1
         self._task = task
         self._epoch: tuple[int, list[Array]] | None = None  # the indices of the epoch that was last asked for
-        self._finish = Finish(datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device)
+        self._transform = DeviceTransform(
+            datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device
+        )
         self.readers = readers
         skip = recipe.data.on_error == "skip"
 
@@ -280,21 +282,21 @@ class Loader:
 
     def _inputs(self, images: Tensor) -> Tensor:
         if not self._shard.inputs:
-            return self._finish.nothing
-        return images if self._datasets.plain else self._finish.inputs(images)
+            return self._transform.nothing
+        return images if self._datasets.plain else self._transform.inputs(images)
 
     def _targets(self, labels: Tensor) -> Tensor:
-        return labels if self._shard.targets else self._finish.nothing
+        return labels if self._shard.targets else self._transform.nothing
 
     def _batch(self, images: Tensor, labels: Tensor, index: Array, epoch: int, step: int, piece: int) -> Batch:
         augment, seed, size, shard = self._recipe.augment, self._recipe.seed, self._datasets.image_size, self._shard
         inputs, targets = self._inputs(images), self._targets(labels)
         if augment.erase and shard.inputs:
-            inputs = self._finish.erased(inputs, sampling.erase_boxes(seed, epoch, index, augment.erase, size))
+            inputs = self._transform.erased(inputs, sampling.erase_boxes(seed, epoch, index, augment.erase, size))
         if self._mixes:
             mix = self._mix(epoch, step, piece, len(index))
-            targets = self._finish.soft(self._task.shares(targets), mix) if shard.targets else targets
-            inputs = self._finish.mixed(inputs, mix) if shard.inputs else inputs
+            targets = self._transform.soft(self._task.shares(targets), mix) if shard.targets else targets
+            inputs = self._transform.mixed(inputs, mix) if shard.inputs else inputs
         return Batch(inputs, targets, len(index))
 
     def _mix(self, epoch: int, step: int, piece: int, rows: int) -> Mix:

@@ -14,7 +14,7 @@ from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata
 
 
-def with_own_input(recipe: Recipe) -> Recipe:
+def with_pretrained_input(recipe: Recipe) -> Recipe:
     """A recipe that trains on photos, with the preprocessing of its starting weights where it says nothing else: that
     of a run (model.init_from), or of a model of timm.
 
@@ -27,7 +27,7 @@ def with_own_input(recipe: Recipe) -> Recipe:
         words = {f"data__{key}": value for key, value in stored.items() if getattr(recipe.data, key) is None}
         with suppress(RecipeError):  # of a damaged file, which is reported when the model is built
             return recipe.replace(**words)
-    return timm_zoo.with_own_input(recipe)
+    return timm_zoo.with_pretrained_input(recipe)
 
 
 def _stored(source: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:
     return f"timm.create_model('{_plain(name)}', num_classes={num_classes}, in_chans={channels}{sized})"
 
 
-def with_own_input(recipe: Recipe) -> Recipe:
+def with_pretrained_input(recipe: Recipe) -> Recipe:
     """A recipe that trains a model of timm on photos, with timm's mean, standard deviation and, where it starts from
     weights, image size, where the recipe says nothing else.
 

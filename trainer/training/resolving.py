@@ -18,7 +18,7 @@ from trainer.data.feeds import known_labels
 from trainer.data.folders.splits import NOTHING_BEFORE, Before, continued
 from trainer.devices.precision import set_precision
 from trainer.errors import TrainerError
-from trainer.models.inputs import with_own_input
+from trainer.models.inputs import with_pretrained_input
 from trainer.processes import stacks
 from trainer.processes.allocation import keep_freed_memory
 from trainer.processes.resources import locate
@@ -82,7 +82,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     world, tracker = claim.world, claim.tracker
     recipe = typed.replace(**claim.settled)
     reasons = _changes(typed, recipe, "as the run that is continued")
-    before, recipe = recipe, with_own_input(recipe)
+    before, recipe = recipe, with_pretrained_input(recipe)
     reasons |= _changes(before, recipe, "as the weights that it starts from were trained")
     data = world.all_or_none(lambda: open_datasets(recipe, claim.before), PATIENCE)
     if "images" in data.notes:

@@ -15,7 +15,7 @@ from trainer.data.photos.photo_reader import TINY
 from trainer.data.sets import CLASS
 from trainer.data.shards.opening import exist
 from trainer.errors import RecipeError
-from trainer.models.inputs import with_own_input
+from trainer.models.inputs import with_pretrained_input
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
@@ -75,7 +75,7 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
     Raises:
         RecipeError, SetupError: as training would, where that does not depend on this machine.
     """
-    facts = _facts(with_own_input(recipe))
+    facts = _facts(with_pretrained_input(recipe))
     if facts.plain is not None or facts.targets != CLASS:
         return facts
     kind, label = tasks.kind(recipe), torch.zeros(1, dtype=torch.int64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Datasets, PhotoSource, PictureSource
-from trainer.data.augment import Finish
+from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.decoding import open_image, reason, with_channels
 from trainer.data.photos.lazy_images import Picture
@@ -90,7 +90,7 @@ class Labeller:
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device
         self.model = self.model.to(device, memory_format=layout).eval()  # type: ignore[call-overload]
-        self._finish = Finish(how.mean, how.std, how.image_size, recipe.channels_last, device)
+        self._transform = DeviceTransform(how.mean, how.std, how.image_size, recipe.channels_last, device)
         self._decoders: ThreadPoolExecutor | None = None
         if self.threads:
             if device.type == "cuda":
@@ -162,7 +162,7 @@ class Labeller:
         batch = batch.to(self.device, non_blocking=True)
         with torch.inference_mode():
             if self.preparation.published is None:
-                batch = self._finish.inputs(batch.permute(0, 2, 3, 1).contiguous())
+                batch = self._transform.inputs(batch.permute(0, 2, 3, 1).contiguous())
             elif self.recipe.channels_last:
                 batch = batch.contiguous(memory_format=torch.channels_last)
             precision = AUTOCAST.get(self.recipe.precision)

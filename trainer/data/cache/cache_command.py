@@ -16,7 +16,7 @@ from trainer.data import open_datasets
 from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.cached_set import cached
 from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
-from trainer.models.inputs import with_own_input
+from trainer.models.inputs import with_pretrained_input
 from trainer.processes.resources import locate
 from trainer.recipe import DataRecipe, load
 from trainer.recipe.known_names import OWN_PHOTOS
@@ -83,7 +83,7 @@ def build(words: Sequence[str]) -> int:
     recipe = load(None, *words) if not any(word.startswith("recipe=") for word in words) else _recipe(words)
     if recipe.data.cache == "ram":
         raise RecipeError("data.cache=ram lasts as long as a run, which builds it: use data.cache=disk")
-    recipe = with_own_input(recipe.replace(data__cache="disk"))
+    recipe = with_pretrained_input(recipe.replace(data__cache="disk"))
     data = open_datasets(recipe)
     alone = locate(load(None, "mode=single", "devices=[cpu]"))
     with ExitStack() as closing:

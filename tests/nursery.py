@@ -112,7 +112,7 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
     if any((Path(folder) / "sitecustomize.py").exists() for folder in os.environ.get("PYTHONPATH", "").split(":")):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")  # as Python does first of all
-    if job["serves"] or kind == "-m":
+    if job["serves"] or kind != "file":
         _leave_after(lambda: _execute_python(kind, what))
     atexit.register(gc.unfreeze)  # else the interpreter cannot take apart what nanobind then says is leaked
     _execute_python(kind, what)
@@ -134,20 +134,25 @@ def _execute_python(kind: str, what: str) -> None:
 
 
 def _leave_after(work: Callable[[], None]) -> NoReturn:
-    """As the interpreter does, but for taking all modules apart, which takes half a second."""
-    code = 0
+    """As the interpreter does, but for taking all modules apart, which takes half a second; a file's program does."""
+    code, interrupted = 0, False
     try:
         work()
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-    except BaseException:
+        if code and not isinstance(ending.code, int):
+            print(ending.code, file=sys.stderr)
+    except BaseException as error:
         traceback.print_exc()
-        code = 1
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()
     atexit._run_exitfuncs()
     with suppress(ValueError):  # it may have closed them
         sys.stdout.flush()
         sys.stderr.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 

@@ -133,10 +133,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
         return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return (
-            f"a name is too long for a file or folder here ({str(error.filename)[-80:]}): shorten it",
-            RecipeError.code,
-        )
+        name = str(error.filename)[-80:]
+        return f"a name is too long for a file or folder here ({name}): shorten it", RecipeError.code
     if isinstance(error, OSError) and is_disk_full(error):
         where = f" at {error.filename}" if error.filename else "" if error.errno in FULL else f" ({text})"
         return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code

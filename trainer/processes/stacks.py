@@ -8,8 +8,10 @@ from __future__ import annotations
 import faulthandler
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from trainer.processes.rank import place
 
@@ -23,30 +25,27 @@ def write_to(folder: str | Path | None) -> None:
 
 def append(text: str) -> Path | None:
     """Add a traceback to this rank's file; the file, or None where there is none to write."""
-    for path in _files():
-        with suppress(OSError), path.open("a", encoding="utf-8") as file:
-            file.write(f"{_head()}\n{text.rstrip()}\n\n")
-            return path
-    return None
+    return _write("", lambda file: file.write(f"{text.rstrip()}\n"))
 
 
 def dump(why: str) -> str:
     """Write the stacks of all threads; words that say in which file, empty where they went to stderr."""
-    for path in _files():
-        with suppress(OSError), path.open("a", encoding="utf-8") as file:
-            file.write(f"{_head()}: {why}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.write("\n")
-            return f"; what it was doing is in {path}"
+    path = _write(f": {why}", lambda file: faulthandler.dump_traceback(file, all_threads=True))
+    if path is not None:
+        return f"; what it was doing is in {path}"
     with suppress(AttributeError, ValueError, OSError):  # stderr may be closed
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
     return ""
 
 
-def _files() -> list[Path]:
-    return [folder / f"stacks-rank{place().rank}.txt" for folder in _folders if folder.is_dir()]
-
-
-def _head() -> str:
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place().rank}"
+def _write(title: str, content: Callable[[TextIO], object]) -> Path | None:
+    """Add an entry to the file of the run folder, if there is one."""
+    for folder in _folders:
+        path = folder / f"stacks-rank{place().rank}.txt"
+        with suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place().rank}{title}\n")
+            file.flush()
+            content(file)
+            file.write("\n")
+            return path
+    return None

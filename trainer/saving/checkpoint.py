@@ -190,7 +190,10 @@ def _write(state: State, final: Path, check: Callable[[], None]) -> None:
         content = {"format": 1, **state.position._asdict(), "files": files, "facts": state.facts}
         write_synced(draft / MANIFEST, [_sealed(content)], "save")
         sync_folder(draft)
-        _read_back(draft)
+        try:
+            _verify(draft)
+        except CheckpointError as error:
+            raise SetupError(f"{error}: the disk is at fault; choose another folder with output=...") from None
         fault_point("rename")
         check()
         if os.path.lexists(final):  # not good, or we would not be here
@@ -204,13 +207,6 @@ def _write(state: State, final: Path, check: Callable[[], None]) -> None:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-
-
-def _read_back(draft: Path) -> None:
-    try:
-        _verify(draft)
-    except CheckpointError as error:
-        raise SetupError(f"{error}: the disk is at fault; choose another folder with output=...") from None
 
 
 def _prune(home: Path, fresh: Path, keep: int) -> None:

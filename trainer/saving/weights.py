@@ -101,18 +101,13 @@ def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {**model, **ema}, {"format": "pt", "weights": kind, **at}
 
 
-def _refuse_to_inflate(file: Path) -> None:
-    """torch stores tensors as they are: what would unpack to more than the file has was made to fill the memory."""
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as whole:
-            if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
-                raise ValueError("compressed")
-
-
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
     try:
-        _refuse_to_inflate(file)
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
+                if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
+                    raise ValueError("compressed")
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"

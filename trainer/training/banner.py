@@ -33,13 +33,15 @@ def facts(run: Run) -> dict[str, str]:
     local = recipe.batch_size // parts
     batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
     batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
+    singular, plural = ("value", "values") if run.task.reads == "values" else ("class", "classes")
+    outputs = f"{len(data.classes)} {singular if len(data.classes) == 1 else plural}"
     lines = {
         "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
         "devices": devices,
         **run.strategy.notes(),
         "model": f"{recipe.model.name}, {run.model.parameters:,} parameters ({', '.join(options)})",
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
-        f"{_named(run)}, {' x '.join(map(str, data.inputs.shape))}",
+        f"{outputs}, {' x '.join(map(str, data.inputs.shape))}",
         **run.model.notes,
         **data.notes,
         "batch": batch,
@@ -57,12 +59,6 @@ def facts(run: Run) -> dict[str, str]:
             f"the warm-up is as long as the run: lr never reaches {recipe.peak_lr:g}; set schedule.warmup_epochs=0"
         )
     return lines
-
-
-def _named(run: Run) -> str:
-    names, kind = run.datasets.classes, "value" if run.task.reads == "values" else "class"
-    several = {"value": "values", "class": "classes"}[kind]
-    return f"{len(names)} {several if len(names) != 1 else kind}"
 
 
 def few_for_batch_norm(run: Run) -> str | None:

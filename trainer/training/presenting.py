@@ -145,22 +145,18 @@ def _layout(run: Run, communication: bool = False) -> Any:
 
 def opening(run: Run, words: Sequence[str]) -> str:
     """Markdown, the lower half of the page: what runs, what was changed, on which machine, how to continue it."""
-    changed = _changed(words)
+    changed, values = _changed(words), flatten(run.recipe.to_dict())
+    settled = {key: f"{values[key]}, {reason}" for key, reason in run.reasons.items()}
     return _markdown(
         {
             f"# {run.recipe.name}, {run.recipe.mode}": _list(banner.facts(run)),
             "## What was changed": _list(changed) if changed else "Nothing: the recipe as it is.",
-            "## What was left open": _list(_settled(run)),
+            "## What was left open": _list(settled),
             "## Machine": _list(_machine(run)),
             "## If it is interrupted": _commands(_next(run, words)[:1]),
             "## The whole recipe": "```yaml\n" + run.recipe.to_yaml() + "```",
         }
     )
-
-
-def _settled(run: Run) -> dict[str, str]:
-    values = flatten(run.recipe.to_dict())
-    return {key: f"{values[key]}, {reason}" for key, reason in run.reasons.items()}
 
 
 def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:
@@ -225,11 +221,8 @@ def _changed(words: Sequence[str]) -> dict[str, Any]:
     """Keys that differ from the recipe's own, apart from where things lie."""
     pairs = (word.partition("=") for word in words)
     changed = {key: word_value(key, value) for key, _, value in pairs if key not in ("recipe", "output", "resume")}
-    return {key: value if isinstance(value, bool | int | float) else _words(value) for key, value in changed.items()}
-
-
-def _words(value: Any) -> str:
-    return "null" if value is None else str(value)
+    plain = bool | int | float
+    return {k: v if isinstance(v, plain) else "null" if v is None else str(v) for k, v in changed.items()}
 
 
 def _list(rows: Mapping[str, Any]) -> str:

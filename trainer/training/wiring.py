@@ -89,15 +89,7 @@ def begin(run: Run, resolved: Resolved) -> None:
     presenting.begin(run)
 
 
-class Wired(NamedTuple):
-    """A mode that holds its model, and what updates it."""
-
-    strategy: Strategy
-    optimizer: torch.optim.Optimizer
-    updater: Updater
-
-
-def wire(context: Context, model: nn.Module) -> Wired:
+def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Optimizer, Updater]:
     """Give a model to the context's mode, and an optimizer to what this rank has of it."""
     recipe, device = context.recipe, context.world.device
     if context.world.size > 1:
@@ -107,7 +99,7 @@ def wire(context: Context, model: nn.Module) -> Wired:
     roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part
     strategy.setup(model)
     optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer, roles)
-    return Wired(strategy, optimizer, Updater(optimizer, recipe, device, scaler))
+    return strategy, optimizer, Updater(optimizer, recipe, device, scaler)
 
 
 class Card(NamedTuple):

@@ -88,8 +88,8 @@ def commented(name: str, *words: str) -> str:
 
 def differences(first: str, second: str) -> str:
     """The keys in which two recipes differ, with both values."""
-    one, two = (flatten(load(name).to_dict()) for name in (first, second))
-    rows = [(key, typed(one[key]), typed(two[key])) for key in two if one[key] != two[key]]
+    values, others = (flatten(load(name).to_dict()) for name in (first, second))
+    rows = [(key, typed(values[key]), typed(others[key])) for key in others if values[key] != others[key]]
     if not rows:
         return f"{first} and {second} say the same\n"
     rows = [("", first, second), *rows]

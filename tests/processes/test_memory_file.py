@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import SetupError
-from trainer.processes.memory_file import Elsewhere, MemoryFile
+from trainer.processes.memory_file import MemoryFile, OtherProcessError
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_an_address_leads_to_the_same_bytes(file):
 
 def test_an_address_of_another_container_or_of_nobody(file):
     address = file.address()
-    with pytest.raises(Elsewhere):
+    with pytest.raises(OtherProcessError):
         address._replace(inode=address.inode + 1).open()
     file.close()
     with pytest.raises(FileNotFoundError):

@@ -231,7 +231,7 @@ class Loader:
             step, piece = divmod(n, pieces)
             batch = self._batch(images, labels, index, epoch, start_step + step, piece)
             if faults.active:
-                faults.spoil(batch.inputs, epoch * steps + start_step + step + 1)
+                faults.inject(batch.inputs, epoch * steps + start_step + step + 1)
             yield batch
 
     def _indices(self, epoch: int) -> list[Array]:

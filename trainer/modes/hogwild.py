@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.data import Batch
 from trainer.errors import SetupError
 from trainer.modes.base import Piece, Strategy
-from trainer.processes.memory_file import Address, Elsewhere, MemoryFile, aligned
+from trainer.processes.memory_file import Address, MemoryFile, OtherProcessError, aligned
 
 INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 
@@ -74,7 +74,7 @@ def mapped(address: Address) -> mmap.mmap:
     """Rank 0's memory, in this rank's."""
     try:
         return address.open()
-    except Elsewhere:
+    except OtherProcessError:
         raise SetupError(f"mode=hogwild: the ranks do not see each other's processes: {INSTEAD}") from None
     except OSError as error:
         raise SetupError(f"mode=hogwild: rank 0's memory cannot be opened ({error.strerror}): {INSTEAD}") from error

@@ -25,7 +25,7 @@ def started(
     stdout: int | IO[str] | None = None,
     stderr: int | IO[str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command at work, within this block; behind the block it has ended.
+    """Run a command within this block; behind the block it has ended.
 
     Args:
         command: a command of ours. It asks the kernel to die with this process (`family.die_with_parent`).

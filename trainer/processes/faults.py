@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 active = bool(os.environ.get("TRAINER_FAULT")) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
-def spoil(inputs: Tensor, step: int) -> None:
+def inject(inputs: Tensor, step: int) -> None:
     """Before training step `step` of this rank: do what is asked for, to these inputs or to all."""
     if fault(os.environ.get("RANK", "0"), step):
         inputs.fill_(math.nan)

@@ -18,7 +18,7 @@ from typing import Any
 from trainer.processes import early, family, pickling
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
-GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone and cannot tell it
+GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone
 SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with
 
 

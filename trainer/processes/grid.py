@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,16 +32,11 @@ class Grid:
 
     def lines(self, dimension: str) -> list[list[int]]:
         """Every line of ranks along a dimension, in one order for all ranks, in which they make groups."""
-        count = 1
-        for size in self.sizes.values():
-            count *= size
-        here = [Grid(rank, self.sizes) for rank in range(count)]
+        here = [Grid(rank, self.sizes) for rank in range(math.prod(self.sizes.values()))]
         return [grid.ranks(dimension) for grid in here if grid.coordinate(dimension) == 0]
 
     def _stride(self, dimension: str) -> int:
-        stride = 1
-        for name in reversed([*self.sizes]):
-            if name == dimension:
-                break
-            stride *= self.sizes[name]
-        return stride
+        """Ranks between neighbours along a dimension."""
+        names = [*self.sizes]
+        inner = names[names.index(dimension) + 1 :] if dimension in names else names
+        return math.prod(self.sizes[name] for name in inner)

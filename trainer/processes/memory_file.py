@@ -72,8 +72,8 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-class Elsewhere(Exception):
-    """The address is of a process that cannot be seen from here: another container has one of that number."""
+class OtherProcessError(Exception):
+    """The process is of another container, and one of that number is here."""
 
 
 class Address(NamedTuple):
@@ -88,12 +88,12 @@ class Address(NamedTuple):
 
         Raises:
             OSError: the system does not let this process have it.
-            Elsewhere: what is at the address is another file.
+            OtherProcessError: what is at the address is another file.
         """
         descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_ino != self.inode:
-                raise Elsewhere
+                raise OtherProcessError
             return mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)

@@ -108,14 +108,14 @@ def commit(folder: Path, state: State, keep: int, check: Callable[[], None] = la
     return final
 
 
-class Found(NamedTuple):
+class GoodCheckpoint(NamedTuple):
     """A good checkpoint and its folder."""
 
     path: Path
     state: State
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> Found | None:
+def newest(folder: Path, warn: Callable[[str], None]) -> GoodCheckpoint | None:
     """The newest good checkpoint of a run folder, or None where there is none; each bad one is named to `warn`.
 
     Raises:
@@ -125,7 +125,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Found | None:
     paths = checkpoints_in(folder / "checkpoints")
     for path in paths:
         try:
-            return Found(path, load(path))
+            return GoodCheckpoint(path, load(path))
         except CheckpointError as error:
             warn(f"skipped a bad checkpoint: {error}")
     if paths:

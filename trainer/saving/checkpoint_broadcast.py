@@ -13,11 +13,20 @@ import torch
 
 from trainer.errors import CheckpointError, SetupError
 from trainer.processes.world import World
-from trainer.saving.checkpoint import Found, Manifest, State, assembled, load, manifest_bytes, reading, understood
+from trainer.saving.checkpoint import (
+    GoodCheckpoint,
+    Manifest,
+    State,
+    assembled,
+    load,
+    manifest_bytes,
+    reading,
+    understood,
+)
 from trainer.saving.tensor_files import CHUNK
 
 
-def on_every_rank(newest: Found | None, world: World) -> State | None:
+def on_every_rank(newest: GoodCheckpoint | None, world: World) -> State | None:
     """Rank 0's checkpoint; collective.
 
     A rank that finds the very same folder, whole, reads from it. Where one does not, as on another machine that does

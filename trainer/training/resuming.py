@@ -31,10 +31,6 @@ _SENSELESS = (
     "the checkpoint of step {step} is whole and does not hold what this version continues with ({found}); "
     "start anew in another folder (output=...), or from its weights: model.init_from=<run>/last.safetensors"
 )
-_ELSEWHERE = (
-    "rank {rank} finds checkpoints in {folder} where rank 0 has none: make the machine of "
-    "rank {rank} the first (torchrun --node_rank=0), or let all machines share the folder"
-)
 
 
 def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.State | None:
@@ -53,13 +49,15 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
         raise CheckpointError(_SENSELESS.format(step=mine.state.position.step, mine="no weights"))
     state = on_every_rank(mine, world)
     if state is None and recipe.output is not None:
-        continued = (
-            recipe.resume is not None or world.place.restarts > 0 or is_restart()
-        )  # a rank's own: a node that joins has 0
+        # A rank of a node that joins has no restarts of its own.
+        continued = recipe.resume is not None or world.place.restarts > 0 or is_restart()
         here = continued and bool(checkpoint.checkpoints_in(Path(recipe.output).expanduser() / "checkpoints"))
         owner = int(world.max_(torch.tensor(world.rank if here else 0)).item())
         if owner:
-            raise SetupError(_ELSEWHERE.format(folder=recipe.output, rank=owner))
+            raise SetupError(
+                f"rank {owner} finds checkpoints in {recipe.output} where rank 0 has none: make the machine of "
+                f"rank {owner} the first (torchrun --node_rank=0), or let all machines share the folder"
+            )
     return state
 
 
@@ -164,7 +162,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
     if was != now:
         run.tracker.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
         seed_ranks(run.recipe.seed + run.position.step, run.world.rank)
-        _share_losses(run, state)
+        _sum_losses(run, state)
         return
     mine = _of_rank(state, run.world.rank)
     fresh = restore_random_states(mine, run.world.drives)
@@ -221,7 +219,7 @@ def _of_rank(state: checkpoint.State, rank: int) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
 
 
-def _share_losses(run: Run, state: checkpoint.State) -> None:
+def _sum_losses(run: Run, state: checkpoint.State) -> None:
     """Losses since the last logged step, saved by other ranks than there are now: rank 0 takes their sum."""
     size = state.facts["topology"]["world_size"]
     total = torch.stack([_of_rank(state, rank)["unlogged"] for rank in range(size)]).sum(0).to(run.world.device)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.command_line import QUIET, environment, losses, ok, result, trainer
+from tests.command_line import QUIET, environment, losses, ok, result, suggested, trainer
 from tests.pages import GUIDE
 from tests.training.test_training import SAME
 from trainer.data import Shard
@@ -340,45 +340,38 @@ def test_compiled_stages(schedule, model, tmp_path):
 
 # ------------------------------------------------------------------------------------------------- wrong use
 
-ZBV = ["mode=pipeline", "pipeline.schedule=zbv"]
-
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "names"),
     [
-        (["mode=split", "nproc=2"], "runs in 1 process, not 2: type python -m trainer ... mode=split"),
-        ([*ZBV, "nproc=1"], "runs in 2 processes or more, one a stage: type torchrun --nproc_per_node=2"),
-        (["mode=pipeline", "pipeline.schedule=streams", "nproc=2"], "or pipeline.schedule=1f1b"),
-        ([*ZBV, "pipeline.stages=2", "nproc=3"], "a multiple of 2 processes, not 3: type torchrun --nproc_per_node=2"),
-        (["mode=split", "devices=[cpu,cpu]", "pipeline.stages=3"], "3 stages for 2 devices (cpu, cpu); write devices="),
+        ("mode=split nproc=2", "mode=split 2"),
+        ("mode=pipeline pipeline.schedule=zbv nproc=1", "zbv torchrun --nproc_per_node=2"),
+        ("mode=pipeline pipeline.schedule=streams nproc=2", "streams 2 pipeline.schedule=1f1b"),
+        ("mode=pipeline pipeline.schedule=zbv pipeline.stages=2 nproc=3", "3 torchrun --nproc_per_node=2"),
+        ("mode=split devices=[cpu,cpu] pipeline.stages=3", "3 devices="),
+        ("mode=pipeline nproc=4 pipeline.stages=2 batch_size=63", "batch_size=63 batch_size=60 64"),
+        ("mode=pipeline nproc=2 batch_size=66 pipeline.microbatches=4", "pipeline.microbatches=2, 3"),
+        ("mode=pipeline pipeline.schedule=zbv nproc=2 pipeline.virtual_stages=3", "pipeline.virtual_stages zbv 3"),
+        ("mode=pipeline compile=true nproc=2 pipeline.schedule=zbv", "compile=true zbv pipeline.schedule=1f1b"),
+        ("mode=dp sync_bn=true", "sync_bn=true mode=ddp"),
+        # These need the model.
         (
-            ["mode=pipeline", "nproc=4", "pipeline.stages=2", "batch_size=63"],
-            "among 2 replicas; try batch_size=60 or 64",
+            "mode=pipeline nproc=2 model.name=vit_tiny pipeline.cuts=[encoder.encoder_layer_1]",
+            "encoder.encoder_layer_1 encoder.layers.encoder_layer_1? permute, cat,",
         ),
-        (["mode=pipeline", "nproc=2", "batch_size=66", "pipeline.microbatches=4"], "try pipeline.microbatches=2, 3"),
-        ([*ZBV, "nproc=2", "pipeline.virtual_stages=3"], "has 2 stages a rank, not 3"),
-        (["mode=pipeline", "compile=true", "nproc=2", "pipeline.schedule=zbv"], "use pipeline.schedule=1f1b"),
-        (["mode=dp", "sync_bn=true"], "use mode=ddp"),
-        # These two need the model.
+        ("mode=split model.name=mlp pipeline.stages=4", "2 pipeline.stages 3"),
         (
-            ["mode=pipeline", "nproc=2", "model.name=vit_tiny", "pipeline.cuts=[encoder.encoder_layer_1]"],
-            "did you mean encoder.layers.encoder_layer_1? There are: permute, cat, ",
-        ),
-        (
-            ["mode=split", "model.name=mlp", "pipeline.stages=4"],
-            "only 2 usable cuts: lower pipeline.stages to at most 3",
-        ),
-        (
-            ["mode=pipeline", "nproc=2", "plugin=tests.models.unlucky_models", "model.name=renormalised"],
-            "layer 1 (Renormalised) updates its statistics in a way of its own, so",
+            "mode=pipeline nproc=2 plugin=tests.models.unlucky_models model.name=renormalised",
+            "layer 1 (Renormalised)",
         ),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_use_is_answered_in_one_line(words, says, tmp_path):
-    done = trainer("recipe=digits", *words, *QUIET, f"output={tmp_path / 'run'}")
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+def test_wrong_use_is_answered_in_one_line(words, names, tmp_path):
+    done = trainer("recipe=digits", *words.split(), *QUIET, f"output={tmp_path / 'run'}")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not [name for name in names.split() if name not in done.stderr], done.stderr
+    for setting in suggested(done.stderr):
+        assert setting.startswith("nproc=") or load("digits", setting)
 
 
 BRANCHING = """

@@ -76,7 +76,7 @@ class Interrupts:
     """Within this block signals raise a flag instead of ending the process; a second Ctrl-C ends it at once.
 
     Under torchrun a second Ctrl-C arrives as SIGTERM, so SIGTERM after SIGINT ends at once too; a repeated SIGTERM does
-    not. Before the first `beat` there is nothing to save and a signal ends the process without ado.
+    not. Before the first `beat` there is nothing to save and a signal ends the process at once.
     Outside the main thread (a notebook's worker, say) nothing is installed.
     """
 
@@ -85,7 +85,7 @@ class Interrupts:
         `grace`: seconds that a step may still take after a signal."""
         self.received: signal.Signals | None = None
         self.own_process = own_process
-        self.grace = min(grace, launchers_patience() - LEAVING)
+        self.grace = min(grace, seconds_to_sigkill() - LEAVING)
         self._beat = 0.0  # never
         self._peers: set[int] = set()
         self._suspended = self._warned = False
@@ -144,9 +144,9 @@ class Interrupts:
         self._warned = True
         wish = math.ceil(2 * step_seconds)
         advice = f"type grace={wish}"
-        if launchers_patience() - LEAVING < wish:
+        if seconds_to_sigkill() - LEAVING < wish:
             advice += f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wish + 30} for torchrun, which kills after "
-            advice += f"{launchers_patience():g} s"
+            advice += f"{seconds_to_sigkill():g} s"
         limit = f"{self.grace:g} s after a signal the run ends without saving"
         return f"  a step takes {step_seconds:.0f} s, and {limit}: {advice}"
 
@@ -202,7 +202,7 @@ class Interrupts:
         exit_now(exit_code(number))
 
 
-def launchers_patience() -> float:
+def seconds_to_sigkill() -> float:
     """Seconds from torchrun's SIGTERM to its SIGKILL; without one, for ever."""
     if not place().launched:
         return float("inf")

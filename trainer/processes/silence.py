@@ -1,9 +1,9 @@
 """How long other ranks may be silent, in seconds in which this process was awake.
 
 gloo's own limit runs on while a whole job is stopped (SIGSTOP, SLURM's suspend, a freezer), and it never uses a
-connection again that it has given up. So gloo waits as good as for ever, and a thread counts: who waits in gloo uses no
-processor. When the time is over the thread ends what this process reads from others, and gloo raises in whoever waits,
-as it does when a peer dies.
+connection again that it has given up. So gloo gets a limit of a year, and a thread counts the seconds in which a
+waiting thread uses no processor. At the limit it shuts down what this process reads from others, and gloo raises in the
+waiting thread, as it does when a peer dies.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ def _count() -> None:
         now = time.monotonic()
         awake, before = min(now - before, 2 * TICK), now  # more: this process was stopped
         if any([wait.look(awake) for wait in list(_waits)]):
-            _hang_up()
+            _shut_down_reads()
 
 
-def _hang_up() -> None:
-    """End what this process reads from others. With both ways, or with sockets that listen, gloo would abort."""
+def _shut_down_reads() -> None:
+    """Shut down reading from other ranks. With writing too, or with listening sockets, gloo would abort."""
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

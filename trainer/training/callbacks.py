@@ -79,12 +79,8 @@ class Callbacks:
 
     def report(self, world: World, report: EpochReport | StepReport) -> bool:
         """Call rank 0's function for this report, if it has one; whether training goes on. Collective."""
-        return not self.has(_name(report)) or self._agreed(world, report)
-
-    def close(self) -> None:
-        """No more calls follow."""
-
-    def _agreed(self, world: World, report: EpochReport | StepReport) -> bool:
+        if not self.has(_name(report)):
+            return True
         raised: BaseException | None = None
         answer: bool | str = True
         if world.is_main:
@@ -98,6 +94,9 @@ class Callbacks:
         if isinstance(answer, str):
             raise TrainerError(answer)
         return answer
+
+    def close(self) -> None:
+        """No more calls follow."""
 
     def call(self, report: EpochReport | StepReport) -> bool:
         """Call the function: any answer but False means to go on."""

@@ -52,7 +52,7 @@ def test_a_bug_is_told_by_where_the_users_own_code_raised_it(tmp_path, monkeypat
     stack = "Traceback\n  ..."
     assert with_stack(stack, caught.value) == f"{said}\n{stack}"
     assert with_stack("on_step raised it", TrainerError("on_step raised it")) == "on_step raised it"
-    monkeypatch.setattr(stacks, "note", lambda text: tmp_path / "stacks-rank0.txt")
+    monkeypatch.setattr(stacks, "append", lambda text: tmp_path / "stacks-rank0.txt")
     assert with_stack(stack, caught.value) == f"{said}; the stack is in {tmp_path / 'stacks-rank0.txt'}"
 
 

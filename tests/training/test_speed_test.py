@@ -40,7 +40,7 @@ def test_workers_that_share_a_card_share_its_memory(devices, pieces, monkeypatch
     weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())
     free = (40 * per_image + 2 * weights) / speed_test.SHARE
     monkeypatch.setattr(speed_test, "free_memory", lambda device: free)
-    monkeypatch.setattr(World, "share", lambda self, value: value)
+    monkeypatch.setattr(World, "broadcast_object", lambda self, value: value)
     data = SimpleNamespace(channels=3, image_size=8)
     recipe = load(None, "mode=local_sgd", "model.name=mlp", "batch_size=64")
     said = []

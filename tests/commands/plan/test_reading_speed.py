@@ -43,7 +43,7 @@ def test_of_photos_it_tells_speed_and_cache(photos):
     [((), 40, "model"), ((), 60, "loader"), (("data.cache=disk",), 60, "model"), (("data.cache=disk",), 300, "loader")],
 )
 def test_the_slower_of_loader_and_model_bounds_the_run(photos, monkeypatch, words, wanted, bound):
-    monkeypatch.setattr(reading_speed, "pace", lambda *_: Reading(0.01, 0.01, 0.02, 0.01))
+    monkeypatch.setattr(reading_speed, "measure_reading", lambda *_: Reading(0.01, 0.01, 0.02, 0.01))
     monkeypatch.setattr(reading_speed, "cores", lambda: 2)
     recipe = load(None, "data.workers=2", *words)
     images = type("", (), {"photos": [0], "size": 72, "channels": 3, "val": 0})()

@@ -170,6 +170,7 @@ COLUMNS = {  # each with its number of processes
     "`split`": (1, ["mode=split", "devices=[cpu,cpu]"]),
     "`pipeline`, streams": (1, ["mode=pipeline", "pipeline.schedule=streams", "pipeline.microbatches=4"]),
     "`pipeline`, processes": (2, ["mode=pipeline", "pipeline.schedule=1f1b", "pipeline.microbatches=4"]),
+    "`fsdp`": (2, ["mode=fsdp"]),
     "`local_sgd`": (2, ["mode=local_sgd"]),
     "`hogwild`": (2, ["mode=hogwild"]),
 }

@@ -18,6 +18,9 @@ ONE_PROCESS = {
 EXACT = {
     **ONE_PROCESS,
     "ddp": ["mode=ddp", "nproc=2"],
+    "fsdp": ["mode=fsdp", "nproc=2"],
+    "fsdp 4": ["mode=fsdp", "nproc=4", "fsdp.reshard=false"],
+    "fsdp 2x2": ["mode=fsdp", "nproc=4", "fsdp.shards=2"],
     **{name: [*PIPELINE, "nproc=2", f"pipeline.schedule={name}"] for name in SCHEDULES},
     "1f1b 2x2": [*PIPELINE, "nproc=4", "pipeline.stages=2"],
 }

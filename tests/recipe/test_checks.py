@@ -287,7 +287,8 @@ def test_options(mode: str, option: str) -> None:
     key, value = OPTIONS[option]
     on = recipe(f"mode={mode} {key}={str(value).lower()}")
     reason = TRAITS[mode].refuses.get(option, "")
-    assert line(check_options, on) == (f"{option}=true is not for mode={mode}: {reason}" if reason else "")
+    word = f"{key}={str(value).lower()}"
+    assert line(check_options, on) == (f"{word} is not for mode={mode}: {reason}" if reason else "")
     assert line(check_processes, on, 1 if TRAITS[mode].processes == "one" else 2) == line(check_options, on)
 
 

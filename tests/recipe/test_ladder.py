@@ -20,6 +20,7 @@ A_MODE = {  # one recipe a mode, on the digits
     "ddp": "digits",
     "split": "digits_split",
     "pipeline": "digits_pipeline",
+    "fsdp": "digits_fsdp",
     "local_sgd": "digits_local_sgd",
     "hogwild": "digits_hogwild",
 }

@@ -10,6 +10,7 @@ from trainer.data import Shard
 from trainer.modes.base import Context, Strategy
 from trainer.modes.ddp import DistributedDataParallel
 from trainer.modes.dp import DataParallel
+from trainer.modes.fsdp import FullyShardedDataParallel
 from trainer.modes.hogwild import Hogwild
 from trainer.modes.local_sgd import LocalSGD
 from trainer.modes.pipeline.ranks import ProcessPipeline
@@ -24,6 +25,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "ddp": DistributedDataParallel,
     "split": Split,
     "pipeline": StreamPipeline,
+    "fsdp": FullyShardedDataParallel,
     "local_sgd": LocalSGD,
     "hogwild": Hogwild,
 }

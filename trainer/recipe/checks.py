@@ -56,6 +56,11 @@ def shards(recipe: Recipe, processes: int) -> int:
     return max(1, processes // ranks_per_pipeline(recipe, processes))
 
 
+def weight_shards(recipe: Recipe, processes: int) -> int:
+    """Into how many parts each weight is divided."""
+    return (recipe.fsdp.shards or processes) if recipe.traits.exchanges == "shards" else 1
+
+
 def virtual_stages(recipe: Recipe, schedule: str) -> int:
     """Stages on each rank."""
     return recipe.pipeline.virtual_stages or VIRTUAL.get(schedule, 1)
@@ -79,6 +84,12 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         )
     if recipe.traits.micro_batches:
         _check_pipeline(recipe, processes)
+    parts = weight_shards(recipe, processes)
+    if processes % parts:
+        raise RecipeError(
+            f"fsdp.shards={parts} runs in a multiple of {parts} processes, not {processes}: type nproc={parts}, or "
+            "fsdp.shards=null"
+        )
     count = shards(recipe, processes)
     if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
         among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []
@@ -100,10 +111,11 @@ def check_options(recipe: Recipe) -> None:
     """
     if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
-    values, untouched = (flatten(each.to_dict()) for each in (recipe, Recipe()))
+    values = flatten(recipe.to_dict())
     for option, reason in recipe.traits.refuses.items():
-        if values[option] != untouched[option]:
-            raise RecipeError(f"{word_of(option, values[option])} is not for mode={recipe.mode}: {reason}")
+        key, value = OPTIONS[option]
+        if values[key] == value:
+            raise RecipeError(f"{word_of(key, values[key])} is not for mode={recipe.mode}: {reason}")
     schedule = recipe.pipeline.schedule
     if recipe.traits.micro_batches and schedule in refused_schedules():
         (major, minor), instead = SINCE[TWO_PARTS]
@@ -216,7 +228,7 @@ def wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | 
     are the most.
     """
     each = recipe.batch_size / cards
-    replicated = recipe.traits.exchanges in ("gradients", "copies", "weights")
+    replicated = recipe.traits.exchanges in ("gradients", "shards", "copies", "weights")
     if cards < 2 or each >= FEW_IMAGES or not replicated:
         return None
     factor = 2 ** math.ceil(math.log2(ENOUGH_IMAGES / each))

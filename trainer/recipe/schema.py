@@ -189,6 +189,13 @@ class LocalSGDRecipe(_Section):
     every: Positive | None = key(None, "steps between averagings of the weights; null: every epoch")
 
 
+class FsdpRecipe(_Section):
+    """For mode=fsdp."""
+
+    shards: Positive | None = key(None, "ranks that hold one copy of the weights between them; null: all ranks")
+    reshard: bool = key(True, "free a block's weights after its forward pass; false: one gathering less, more memory")
+
+
 class PredictRecipe(_Section):
     """How `predict` labels images; training looks at none of it."""
 
@@ -249,6 +256,7 @@ class Recipe(_Section):
     sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")
     pipeline: PipelineRecipe = PipelineRecipe()
     local_sgd: LocalSGDRecipe = LocalSGDRecipe()
+    fsdp: FsdpRecipe = FsdpRecipe()
     devices: Devices = key("auto", "auto, or a list as in [cuda:2, cuda:3] or [cpu]")
     threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks", le=4096)
     timeout: float = key(600.0, "seconds to wait for a silent rank, loader worker or GPU", gt=0, allow_inf_nan=False)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Mode = Literal["single", "dp", "ddp", "split", "pipeline", "local_sgd", "hogwild"]
+Mode = Literal["single", "dp", "ddp", "split", "pipeline", "fsdp", "local_sgd", "hogwild"]
 Processes = Literal["one", "many", "either"]
-Exchange = Literal["nothing", "gradients", "copies", "activations", "weights"]
+Exchange = Literal["nothing", "gradients", "shards", "copies", "activations", "weights"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Traits:
         many_devices: one process may drive several devices.
         shares_devices: several processes may drive one device.
         shared_memory: the weights are in memory that all processes share: the CPU's, of one machine.
-        exchanges: what goes between devices. Gradients are all-reduced in every step; copies of the model go out, and
+        exchanges: what goes between devices. Gradients are all-reduced in every step; shards of the weights are
+            gathered, and those of the gradients reduced, block by block in every pass; copies of the model go out, and
             gradients come back, in every pass; activations and their gradients go from stage to stage; weights are
             averaged every epoch or every few steps.
         staged: the model is cut into stages on several devices.
@@ -34,7 +35,7 @@ class Traits:
         same_maths: as the reference, to float tolerance.
         every_sample: each process uses all samples of its own shard, rather than a share of every full global batch.
         private: what differs from process to process and is saved for each: model, optimizer, ema, scaler.
-        refuses: keys that it cannot have but as by default, and why. Everything else works: a test tries every pair.
+        refuses: options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
         also_called: by other programs, lower case, without dashes and underscores.
     """
 
@@ -110,6 +111,16 @@ TRAITS: dict[str, Traits] = {
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
         },
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
+    ),
+    "fsdp": Traits(
+        when=("the model, its gradients and optimizer fit on no single device. Where they do, `ddp` is faster",),
+        processes="many",
+        exchanges="shards",
+        refuses={
+            "muon": "it works on whole matrices, of which a rank has some rows; use adamw, or mode=ddp",
+            "lars": "it works on whole layers, of which a rank has some rows; use sgd, or mode=ddp",
+        },
+        also_called="fsdp2 fullysharded fullyshardeddataparallel zero zero3 deepspeed sharded",
     ),
     "local_sgd": Traits(
         when=(

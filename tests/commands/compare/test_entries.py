@@ -11,13 +11,13 @@ from trainer.errors import RecipeError
 from trainer.recipe import MODES, load
 
 
-def test_all_seven_modes_run_on_two_cpu_devices(monkeypatch):
+def test_all_modes_run_on_two_cpu_devices(monkeypatch):
     monkeypatch.setattr("trainer.processes.resources.cores", lambda: 4)
     found = listed()
     assert list(found) == list(MODES) and not any(entry.problem for entry in found.values())
     assert {name: (entry.ranks, entry.threads) for name, entry in found.items()} == {
-        "single": (1, 4), "dp": (1, 4), "ddp": (2, 2), "split": (1, 4), "pipeline": (1, 4), "local_sgd": (2, 2),
-        "hogwild": (2, 2),
+        "single": (1, 4), "dp": (1, 4), "ddp": (2, 2), "split": (1, 4), "pipeline": (1, 4), "fsdp": (2, 2),
+        "local_sgd": (2, 2), "hogwild": (2, 2),
     }  # fmt: skip
     assert "devices=[cpu]" in found["single"].words and "devices=[cpu,cpu]" in found["dp"].words
     assert "threads=2" in found["ddp"].words and "nproc=2" in found["ddp"].words

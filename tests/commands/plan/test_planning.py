@@ -14,6 +14,7 @@ from trainer.__main__ import answer
 from trainer.commands.plan import summary
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.errors import RecipeError
+from trainer.recipe import MODES
 from trainer.recipe.recipe_words import split_words
 
 
@@ -67,9 +68,9 @@ def test_averaging_is_spread_over_its_steps():
 
 def test_every_mode_has_a_line():
     found = plan(load_recipe("digits"), nproc=4, every=True)["modes"]
-    assert [row["mode"] for row in found] == ["single", "dp", "ddp", "split", "pipeline", "local_sgd", "hogwild"]
+    assert [row["mode"] for row in found] == [*MODES]
     assert all(row["peak"] and row["fits"] and not row["error"] for row in found)
-    assert [row["world_size"] for row in found] == [1, 1, 4, 1, 4, 4, 4]
+    assert [row["world_size"] for row in found] == [1, 1, 4, 1, 4, 4, 4, 4]
     crossed = plan(load_recipe("digits", "sync_bn=true"), nproc=2, every=True)["modes"]
     assert {row["mode"] for row in crossed if row["error"]} == {"dp", "pipeline", "local_sgd", "hogwild"}
 

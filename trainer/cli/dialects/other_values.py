@@ -29,8 +29,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "mode": {
         **{mode: traits.also_called for mode, traits in TRAITS.items()},
         **{f"mode=pipeline pipeline.schedule={name}": name for name in choices()["pipeline.schedule"][:-1]},  # no null
-        "pipeline (there is no {value} here; a pipeline shares a model among devices too)": "fsdp fsdp2 fullysharded "
-        "zero zero3 deepspeed tensorparallel tp horovod",
+        "fsdp (there is no {value} here; fsdp shares a model among devices too)": "tensorparallel tp horovod",
     },
     "precision": {
         "fp32": "32 float32 float full 32true fp32true single no none false",
@@ -59,9 +58,9 @@ _VALUES: dict[str, dict[str, str]] = {
     },
     **{mode: {f"mode={mode}": "YES"} for mode in TRAITS},
     "distributed multiprocessing_distributed multi_gpu": {"mode=ddp": "YES"},
-    "fsdp use_fsdp deepspeed use_deepspeed zero_stage": {
-        "(weights are not sharded here: leave it out)": "NONE",
-        "mode=pipeline (weights are not sharded here; a pipeline shares a model among devices too)": "*",
+    "use_fsdp deepspeed use_deepspeed zero_stage": {
+        "(weights are sharded by mode=fsdp alone: leave it out)": "NONE",
+        "mode=fsdp": "*",
     },
     "recipe": {
         "recipe=resnet50 data.root=/path/to/imagenet": _IMAGENET,

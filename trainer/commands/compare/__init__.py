@@ -59,7 +59,7 @@ def compare(
     Args:
         recipe: as for `train`: a name, a YAML file, a run folder, a dictionary or a recipe.
         modes: the entries, a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one
-            of `mode=` in words, the recipe's in a sweep, else all seven.
+            of `mode=` in words, the recipe's in a sweep, else all.
         words: key=value of the recipe, for every entry.
         repeats: of each entry; None: 5, and up to 15 as long as a difference of 10 % could hide in their spread.
         sweep: "key:[values]": every mode at each value of one key.

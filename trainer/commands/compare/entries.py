@@ -84,7 +84,7 @@ def entries(
         source: the recipe's name, file or contents.
         words: of the recipe, for every entry.
         modes: a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one of `mode=`
-            in words, the recipe's in a sweep, else all seven.
+            in words, the recipe's in a sweep, else all.
 
     Raises:
         RecipeError: words that no entry could run with, with what to type instead.
@@ -210,6 +210,8 @@ def _looks_at(traits: Traits, key: str) -> bool:
         return traits.staged
     if key.startswith("pipeline."):
         return traits.micro_batches
+    if key.startswith("fsdp."):
+        return traits.exchanges == "shards"
     return traits.exchanges == "weights" or not key.startswith("local_sgd.")
 
 

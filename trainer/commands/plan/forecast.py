@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainer.commands.plan import schedules
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import Timings, ring
+from trainer.commands.plan.measured import Timings, ring, sharded_traffic
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.run_plan import PredictionFigures, ScalingFigures
 from trainer.commands.plan.schedules import Cut
@@ -84,8 +84,13 @@ def _of_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast
 def _all_reduce(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[float, str]:
     """Seconds a step in which ranks exchange gradients, or weights, and how that is known."""
     count, exchanges = layout.processes, layout.recipe.traits.exchanges
-    if count == 1 or exchanges not in ("gradients", "weights"):
+    if count == 1 or exchanges not in ("gradients", "shards", "weights"):
         return 0.0, ""
+    if exchanges == "shards":
+        size = sharded_traffic(layout.recipe, count, fake.resident(fake.model).parameters)
+        if measured.bandwidth is None:
+            return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
+        return size / measured.bandwidth, f"{as_size(size)} of weights and gradients a step, none of it hidden"
     per_step = 1.0
     if exchanges == "weights":
         every = layout.recipe.local_sgd.every

@@ -12,6 +12,7 @@ from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 from trainer.errors import RecipeError, SetupError
 from trainer.models.balance import BlockCost
 from trainer.recipe import Recipe, checks
+from trainer.recipe.checks import weight_shards
 from trainer.saving.files import read_json
 
 SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed depends on beside the image's size
@@ -142,6 +143,13 @@ def _check_same(key: str, was: Recipe, recipe: Recipe, images: DatasetFacts) -> 
             f"{key} ran with {name}={str(there).lower()} and this plan has {str(here).lower()}: "
             "measure the same, or measured=here"
         )
+
+
+def sharded_traffic(recipe: Recipe, ranks: int, size: int) -> float:
+    """Bytes that each rank sends in a step to gather weights of so many bytes and to reduce their gradients."""
+    parts = weight_shards(recipe, ranks)
+    passes = (2 + recipe.fsdp.reshard) * recipe.accumulate  # weights forward, weights backward, gradients
+    return size * (passes * (parts - 1) / parts + ring(ranks // parts) / parts)
 
 
 def ring(ranks: int) -> float:

@@ -143,8 +143,8 @@ def _traffic(plan: RunPlan) -> str:
     traffic, exchanges = plan.communication, TRAITS[plan.mode].exchanges
     parts = []
     if traffic.all_reduce_bytes_per_device:
-        what = "weights" if exchanges == "weights" else "gradients"
-        parts.append(f"{as_size(traffic.all_reduce_bytes_per_device)} a step sent by each device to all-reduce {what}")
+        what = "gather weights and reduce gradients" if exchanges == "shards" else f"all-reduce {exchanges}"
+        parts.append(f"{as_size(traffic.all_reduce_bytes_per_device)} a step sent by each device to {what}")
     if traffic.epoch_bytes_per_device:
         parts.append(f"{as_size(traffic.epoch_bytes_per_device)} an epoch sent by each device to average weights")
     if traffic.crossing_bytes:

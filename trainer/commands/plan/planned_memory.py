@@ -20,8 +20,10 @@ from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models.memory import USABLE, Resident, held, saved_buffers
 from trainer.modes.dp import rows_of_devices
+from trainer.modes.fsdp import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
+from trainer.recipe.checks import weight_shards
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.device_memory import free_memory
 
@@ -37,7 +39,7 @@ def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[D
         return _of_stages(fake, layout, cut or schedules.cut(fake, layout))
     if layout.recipe.traits.exchanges == "copies":
         return _of_replicas(fake, layout)
-    device = _of_whole(fake, layout)
+    device = _of_shards(fake, layout) if layout.recipe.traits.exchanges == "shards" else _of_whole(fake, layout)
     return [replace(device, device=name) for name in layout.devices]
 
 
@@ -56,6 +58,23 @@ def _of_whole(fake: FakeModel, layout: Layout) -> Device:
         averaging = AVERAGING * min(BUCKET, resident.parameters // 4)
         peak = max(peak, sum(resident) - resident.gradients + averaging)
     return Device("", *resident, images=images, activations=activations, peak=peak)
+
+
+def _of_shards(fake: FakeModel, layout: Layout) -> Device:
+    """A shard of everything, and the weights of blocks that are gathered at one time: what the root holds, a block that
+    computes and the next, with the copies in which weights and gradients travel."""
+    parts = weight_shards(layout.recipe, layout.processes)
+    device = _of_whole(fake, layout)
+    if parts == 1:
+        return device
+    root, *units = unit_sizes(fake.model, units_of(fake.model))
+    largest = max(units, default=0) if layout.recipe.fsdp.reshard else sum(units)
+    gathered = root + largest + 3 * max([root, *units])
+    resident = Resident(*(-(-size // parts) for size in fake.resident(fake.model)))
+    buffers = fake.resident(fake.model).buffers  # whole on every rank
+    resident = resident._replace(buffers=buffers)
+    activations = device.activations + gathered
+    return _with_peak(Device("", *resident, images=device.images, activations=activations, peak=0))
 
 
 def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:

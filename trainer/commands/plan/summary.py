@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import from_run, ring
+from trainer.commands.plan.measured import from_run, ring, sharded_traffic
 from trainer.commands.plan.planned_layout import Layout, every_mode
 from trainer.commands.plan.reading_speed import reading
 from trainer.commands.plan.run_plan import (
@@ -154,6 +154,8 @@ def _communication(fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: 
     reduced = averaged = crossing = 0.0
     if exchanges == "gradients":
         reduced = ring(count) * resident.gradients
+    elif exchanges == "shards":
+        reduced = sharded_traffic(recipe, count, resident.parameters)
     elif exchanges == "weights":
         averaged = ring(count) * (resident.gradients + resident.buffers)
         reduced = averaged / recipe.local_sgd.every if recipe.local_sgd.every else 0.0

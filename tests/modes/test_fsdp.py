@@ -1,0 +1,175 @@
+"""mode=fsdp beside what every mode is held to: its units, what it refuses, and its shards on other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from subprocess import run as run_command
+
+import pytest
+from torch import nn
+
+from tests.command_line import environment, ok
+from tests.modes.ways import EXACT
+from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
+from trainer.errors import RecipeError
+from trainer.modes.fsdp import unit_sizes, units_of
+from trainer.recipe import load
+from trainer.recipe.checks import check_processes
+
+
+class Tied(nn.Module):
+    """Two blocks with one weight between them, one that is never called, and a tiny one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.last.weight = self.first.weight
+        self.table = nn.ModuleDict({"a": nn.Linear(64, 64)})
+        self.tiny = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x))) + self.table["a"](x)
+
+
+def test_units_are_blocks_that_are_called_and_share_nothing():
+    model = Tied()
+    assert units_of(model) == ["middle"]
+    root, middle = unit_sizes(model, units_of(model))
+    assert middle == 4 * (64 * 64 + 64) and root + middle == 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("shards", "processes", "fine"), [(2, 4, True), (4, 4, True), (3, 4, False), (8, 4, False)])
+def test_shards_divide_the_processes(shards, processes, fine):
+    recipe = load(None, "mode=fsdp", f"fsdp.shards={shards}", "batch_size=64")
+    if fine:
+        check_processes(recipe, processes)
+    else:
+        with pytest.raises(RecipeError, match=rf"fsdp\.shards={shards}.*nproc={shards}"):
+            check_processes(recipe, processes)
+
+
+def test_shards_go_on_in_any_other_layout(tmp_path):
+    """Killed again and again, and continued on other ranks: one run, with its momentum and moving average."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ok(*EPOCH, "mode=single", f"output={whole}")
+    ring = [EXACT["fsdp"], EXACT["fsdp 4"], EXACT["fsdp 2x2"], EXACT["ddp"], EXACT["fsdp"]]
+    words = [*EPOCH, "save.every_steps=4", "resume=auto", f"output={run}"]
+    for turn, mode in enumerate(ring[:-1], 1):
+        kill(4 * turn + 2, *words, *mode)
+        assert newest(run) == 4 * turn
+    assert "resuming at step 16 of 22" in ok(*words, *ring[-1]).stdout
+    ends_like(run, whole)
+
+
+# In two processes: what a mode with shards does that the command line does not show.
+RANKS = """
+import json, sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.contexts import mode_of
+from trainer.data import Batch
+from trainer.errors import RecipeError
+from trainer.processes.resources import locate
+from trainer.recipe import load
+
+torch.manual_seed(0)
+
+
+class Outside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x.flatten(1))) + self.first.weight.sum()
+
+
+class Viewed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(-1, 2, 4)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(8, 8), Viewed(8, 8)
+
+    def forward(self, x):
+        y = self.block(self.first(x.flatten(1)))
+        y += 1
+        return y.flatten(1)
+
+
+def in_place():
+    torch.manual_seed(0)
+    return InPlace()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def strategy(module, *words):
+    made = mode_of(load(None, "mode=fsdp", "devices=[cpu]", *words), world, (4, 2, 4), classes=3)
+    made.setup(module)
+    return made
+
+
+world = locate(load(None, "mode=fsdp", "devices=[cpu]"))
+world.connect(60.0)
+inputs, targets = torch.randn(8, 2, 4), torch.arange(8) % 3
+rows = slice(4 * world.rank, 4 * world.rank + 4)
+batch = Batch(inputs[rows], targets[rows], 4)
+told = {}
+for reshard, make in (("true", model), ("false", model), ("true", in_place)):
+    plain, sharded = make(), strategy(make(), f"fsdp.reshard={reshard}")
+    reshard = f"{reshard} {make.__name__}"
+    told[f"rows {reshard}"] = {name: list(p.shape) for name, p in sharded.named_parameters().items()}
+    averages = {name: torch.zeros_like(p) for name, p in sharded.named_parameters().items()}
+    with sharded.weights(averages):
+        told[f"averaged {reshard}"] = sharded.forward(inputs).abs().max().item()
+    for _ in range(2):
+        loss = sharded.forward_backward(batch, 1 / 8)
+        sharded.reduce_gradients()
+        reference = nn.functional.cross_entropy(plain(inputs), targets)
+        reference.backward()
+        gathered = sharded.gather({name: p.grad for name, p in sharded.named_parameters().items()})
+        apart = [(gathered[name] - p.grad).abs().max().item() for name, p in plain.named_parameters() if gathered]
+        total = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        told.setdefault(f"apart {reshard}", []).append([*apart, (sharded.grad_norm() - total).abs().item()])
+        with torch.no_grad():
+            for p in [*plain.parameters(), *sharded.named_parameters().values()]:
+                p -= p.grad
+                p.grad = None
+try:
+    strategy(Outside()).forward_backward(batch, 1 / 8)
+except RecipeError as error:
+    told["outside"] = str(error)
+(Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(told))
+world.close()
+"""
+
+
+def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = run_command(
+        [*command, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=120, cwd=os.getcwd()
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        for reshard in ("true model", "false model"):
+            rows = told[f"rows {reshard}"]
+            assert rows["1.weight"] == [8, 8] and rows["3.weight"] == [2 - rank, 16]
+        for reshard in ("true model", "false model", "true in_place"):
+            assert told[f"averaged {reshard}"] == ("in_place" in reshard), "it did not compute with its averages"
+            assert len(told[f"apart {reshard}"]) == 2 and max(map(max, told[f"apart {reshard}"])) < 1e-6
+        assert "mode=ddp" in told["outside"] and "model.name" in told["outside"]

@@ -1,0 +1,260 @@
+"""`fsdp`: parameters, gradients and optimizer states are sharded over the ranks, and a block's are whole while it
+computes.
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (arXiv:2304.11277), by torch's
+`fully_shard` (docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+
+torch's DTensors stay in this file: optimizer, moving average, clipping and checkpoints see this rank's rows, as plain
+parameters that share their storage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map_only
+
+from trainer.data import Batch
+from trainer.errors import RecipeError
+from trainer.models.blocks import blocks
+from trainer.modes.base import Communication, Piece, Strategy, compile_in_place
+from trainer.modes.ddp import read_in_training
+from trainer.modes.sync_batchnorm import synchronise_batch_norm
+from trainer.processes.world import lost_peers
+from trainer.recipe.checks import weight_shards
+from trainer.telemetry.clocks import synchronise
+
+TINY = 0.005  # of the model's parameters: blocks below this are gathered with the root, all at once
+
+
+def units_of(model: nn.Module) -> list[str]:
+    """Names of the blocks that are gathered each by itself; what else there is belongs to the root.
+
+    A block with parameters that another part has as well (tied weights) is the root's, and so is one that is not
+    called by itself, and a tiny one.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    holders: dict[nn.Parameter, set[str]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(path)
+    units = []
+    for block in blocks(model):
+        module = model.get_submodule(block.name)
+        parameters = list(module.parameters())
+        inside = {f"{block.name}.{path}".rstrip(".") for path, _ in module.named_modules()}
+        tied = any(holders[parameter] - inside for parameter in parameters)
+        called = type(module).forward is not nn.Module.forward
+        if block.name and called and not tied and sum(p.numel() for p in parameters) >= TINY * total:
+            units.append(block.name)
+    return units
+
+
+def unit_sizes(model: nn.Module, units: Sequence[str]) -> list[int]:
+    """Bytes of the parameters of the root, and of each unit."""
+    inside = [sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in units]
+    return [sum(p.numel() * p.element_size() for p in model.parameters()) - sum(inside), *inside]
+
+
+class FullyShardedDataParallel(Strategy):
+    """`fully_shard` on every block and on what is left, over fp32 shards."""
+
+    sharded: Mapping[str, nn.Parameter] | None = None  # torch's DTensors by name, where there are several ranks
+
+    def place(self, model: nn.Module) -> None:
+        """Blocks go to the device one by one, as they are sharded: the whole model may be too large for it."""
+        if self.world.size == 1:
+            super().place(model)
+            return
+        self._broadcasts = read_in_training(model)
+        if self.recipe.sync_bn:
+            synchronise_batch_norm(model)
+        self.module = model
+
+    def wrap(self) -> None:
+        if self.world.size == 1:
+            super().wrap()
+            return
+        shards = weight_shards(self.recipe, self.world.size)
+        self.world.arrange({"replicas": self.world.size // shards, "shards": shards})
+        self.shapes = {name: parameter.shape for name, parameter in self.module.named_parameters()}
+        self.units = units_of(self.module)
+        sizes = unit_sizes(self.module, self.units)
+        self.largest_unit = max(sizes) / max(1, sum(sizes))  # as a part of all parameters' bytes
+        mesh = self.world.mesh()
+        with lost_peers():
+            for name in [*self.units, ""]:
+                unit = self.module.get_submodule(name)
+                unit.register_forward_hook(_copy_views)
+                if self.recipe.compile and name:
+                    compile_in_place(unit)
+                fully_shard(unit, mesh=mesh, reshard_after_forward=self.recipe.fsdp.reshard and bool(name))
+        for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def finish(self) -> None:
+        if self.world.size > 1:
+            self.sharded = dict(self.module.named_parameters())
+            self._local = {
+                name: nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
+                for name, parameter in self.sharded.items()
+            }
+        super().finish()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return super().named_parameters() if self.sharded is None else self._local
+
+    def _sharded_modules(self) -> Iterator[Any]:  # FSDPModule has its methods without types
+        return (module for module in self.module.modules() if isinstance(module, FSDPModule))
+
+    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+        if self.sharded is None:
+            return super().forward_backward(batch, weight, sync)
+        with lost_peers():
+            if self._broadcasts:
+                self._broadcast_buffers({})
+            if self.world.grid.size("replicas") > 1:  # gradients are reduced to shards in every pass all the same
+                next(self._sharded_modules()).set_requires_all_reduce(sync)
+            try:
+                return super().forward_backward(batch, weight, sync)
+            except RuntimeError as error:
+                raise self._refusal(error) from error
+
+    def _refusal(self, error: RuntimeError) -> RuntimeError | RecipeError:
+        reasons = {
+            "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
+            "out of bounds for storage": "changes a block's outputs in place",
+        }
+        for words, reason in reasons.items():
+            if words in str(error):
+                return RecipeError(
+                    f"model.name={self.recipe.model.name} {reason}, and mode=fsdp frees them: use mode=ddp"
+                )
+        return error
+
+    def reduce_gradients(self) -> None:
+        """This rank's rows of the gradients, which are summed over all ranks already, for the optimizer."""
+        for name, parameter in (self.sharded or {}).items():
+            if parameter.grad is not None:
+                self._local[name].grad = _local(parameter.grad)
+                parameter.grad = None  # torch would add the next step's
+
+    def grad_norm(self) -> Tensor:
+        norm = super().grad_norm()
+        return norm if self.sharded is None else self.world.sum_(norm.square().to(self.device), "shards").sqrt()
+
+    def reduce_overflow(self, flag: Tensor) -> None:
+        self.world.max_(flag)
+
+    def forward(self, inputs: Tensor) -> Tensor | None:
+        with lost_peers():
+            return super().forward(inputs)
+
+    def settle(self, averages: Mapping[str, Tensor]) -> None:
+        """Rank 0's buffers are the truth: the others' are its own from here on."""
+        if self.sharded is not None:
+            self._broadcast_buffers(averages)
+
+    def _broadcast_buffers(self, averages: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.named_buffers().items():
+            for tensor in (buffer, *([averages[name]] if name in averages else [])):
+                self.world.broadcast_(tensor)
+
+    @contextmanager
+    def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
+        """Values are copied, not swapped: torch holds the parameters' storages."""
+        if self.sharded is None:
+            with super().weights(averages):
+                yield
+            return
+        live = {**self.named_parameters(), **self.named_buffers()}
+        floats = [(live[name].data, average) for name, average in averages.items() if average.is_floating_point()]
+        kept = [tensor.clone() for tensor, _ in floats]
+        for tensor, average in floats:
+            tensor.copy_(average)
+        try:
+            yield
+        finally:
+            for unit in self._sharded_modules():  # without a backward pass what was gathered would stay, and train on
+                unit.reshard()
+            for (tensor, _), before in zip(floats, kept, strict=True):
+                tensor.copy_(before)
+
+    def layout(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
+        if self.sharded is None:
+            return super().layout(named)
+        return {name: self._piece(name.partition("//")[0], tensor) for name, tensor in named.items()}
+
+    def _piece(self, parameter: str, tensor: Tensor) -> Piece:
+        """Rows are divided as by `torch.chunk`; what has no rows of the parameter (a step's number) is whole."""
+        local = self._local.get(parameter)
+        if local is None or tensor.shape != local.shape or not local.dim():
+            return Piece(tensor, tensor.shape)
+        shape = self.shapes[parameter]
+        rows = -(-shape[0] // self.world.grid.size("shards"))
+        return Piece(tensor, shape, min(rows * self.world.grid.coordinate("shards"), shape[0]))
+
+    def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
+        pieces = super().pieces(named)
+        if self.world.grid.coordinate("shards") == 0:
+            return pieces
+        return {name: piece for name, piece in pieces.items() if piece.local.shape != piece.shape}
+
+    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
+        """Gathering all units once, times the passes in which they travel; some of it a step may hide."""
+        if self.sharded is None:
+            return Communication(0.0)
+        seconds = 0.0
+        for _ in range(2):  # the first connects and allocates
+            self.world.barrier()
+            begun = time.perf_counter()
+            with lost_peers():
+                for unit in self._sharded_modules():
+                    unit.unshard()
+                    synchronise([self.device])
+                    unit.reshard()
+            seconds = time.perf_counter() - begun
+        total = self.world.sum_(torch.tensor(seconds, dtype=torch.float64)).item() / self.world.size
+        passes = 3 if self.recipe.fsdp.reshard else 2
+        return Communication(total * passes * self.recipe.accumulate, at_most=True)
+
+    def notes(self) -> dict[str, str]:
+        if self.sharded is None:
+            return {}
+        grid = self.world.grid
+        replicas = f" x {grid.size('replicas')} replicas" if grid.size("replicas") > 1 else ""
+        return {
+            "sharding": f"{grid.size('shards')} shards{replicas}, {len(self.units) + 1} units, the largest holds "
+            f"{self.largest_unit:.0%} of the weights"
+        }
+
+    def facts(self) -> dict[str, Any]:
+        if self.sharded is None:
+            return {}
+        grid = self.world.grid
+        return {
+            "fsdp": {
+                "shards": grid.size("shards"),
+                "replicas": grid.size("replicas"),
+                "units": len(self.units) + 1,
+                "largest_unit": self.largest_unit,
+            }
+        }
+
+
+def _copy_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """What changes a view in place drops torch's hook on it, and the backward pass would use weights that are freed."""
+    return tree_map_only(Tensor, lambda output: output.clone() if output._is_view() else output, outputs)
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's rows of a DTensor, which share its storage."""
+    local: Tensor = tensor.to_local()
+    return local.detach()

@@ -160,7 +160,7 @@ def communicated(machine):
     strategy = strategy_on((0,), "mode=ddp")
     strategy.wrapped, strategy.world = copy.deepcopy(strategy.module), PEERS
     strategy._exposed(1)
-    strategy._exchange(1.0)
+    strategy._exchanged(1.0)
 
 
 def probed(machine):
@@ -224,6 +224,7 @@ USES = {
     "commands/prove/prove_probe.py": [proved],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],
+    "modes/base.py": [communicated],
     "modes/ddp.py": [communicated],
     "modes/pipeline/timeline.py": [pipelined],
     "modes/pipeline/stages.py": [tried],

@@ -6,6 +6,7 @@ only what is here. A mode overrides what differs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.recipe.versions import torch_has
 from trainer.tasks import Task
+from trainer.telemetry.clocks import synchronise
 
 
 class Communication(NamedTuple):
@@ -290,6 +292,25 @@ class Strategy:
             budget: seconds that a measurement may take.
         """
         return Communication(0.0)
+
+    def all_reduce_seconds(self, size: int, budget: float) -> float:
+        """Seconds of an all-reduce of `size` bytes over all ranks; `budget` seconds may be spent. Collective."""
+        sent = torch.zeros(size // 4, device=self.device)
+        synchronise([self.device])
+        seconds = 0.0
+        for _ in range(2):  # the first connects and allocates
+            if seconds > budget / 2:
+                break
+            self.world.barrier()
+            begun = time.perf_counter()
+            self.world.sum_(sent)
+            synchronise([self.device])
+            seconds = self._mean(time.perf_counter() - begun)
+        return seconds
+
+    def _mean(self, seconds: float) -> float:
+        """Over the ranks."""
+        return self.world.sum_(torch.tensor(seconds, device=self.device)).item() / self.world.size
 
     def close(self) -> None:
         """Let go of what `setup` took."""

@@ -138,7 +138,7 @@ class DistributedDataParallel(Strategy):
         each = 2 * step_seconds / self.recipe.accumulate
         pairs, budget = self.world.broadcast_object((min(PAIRS, int(budget / each) - 1), budget))
         with undisturbed([self.module], self.device):
-            measured = self._exposed(pairs) if pairs > 0 else self._exchange(budget)
+            measured = self._exposed(pairs) if pairs > 0 else self._exchanged(budget)
         self.module.zero_grad()
         return measured
 
@@ -160,21 +160,6 @@ class DistributedDataParallel(Strategy):
         with_ddp, without = (statistics.median(times[key][2:]) for key in (True, False))  # the first are to warm up
         return Communication(self._mean(max(0.0, with_ddp - without)))
 
-    def _exchange(self, budget: float) -> Communication:
-        size = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad) // 4
-        sent = torch.zeros(size, device=self.device)
-        synchronise([self.device])
-        seconds = 0.0
-        for _ in range(2):  # the first connects and allocates
-            if seconds > budget / 2:
-                break
-            self.world.barrier()
-            begun = time.perf_counter()
-            self.world.sum_(sent)
-            synchronise([self.device])
-            seconds = self._mean(time.perf_counter() - begun)
-        return Communication(seconds, at_most=True)
-
-    def _mean(self, seconds: float) -> float:
-        """Over the ranks."""
-        return self.world.sum_(torch.tensor(seconds, device=self.device)).item() / self.world.size
+    def _exchanged(self, budget: float) -> Communication:
+        size = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
+        return Communication(self.all_reduce_seconds(size, budget), at_most=True)

@@ -10,12 +10,10 @@ parameters that share their storage.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
@@ -28,7 +26,6 @@ from trainer.modes.ddp import read_in_training
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards
-from trainer.telemetry.clocks import synchronise
 
 TINY = 0.005  # of the model's parameters: blocks below this are gathered with the root, all at once
 
@@ -208,22 +205,12 @@ class FullyShardedDataParallel(Strategy):
         return {name: piece for name, piece in pieces.items() if piece.local.shape != piece.shape}
 
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
-        """Gathering all units once, times the passes in which they travel; some of it a step may hide."""
+        """As an all-reduce of a rank's part takes it, which sends every byte twice; a step may hide some of it."""
         if self.sharded is None:
             return Communication(0.0)
-        seconds = 0.0
-        for _ in range(2):  # the first connects and allocates
-            self.world.barrier()
-            begun = time.perf_counter()
-            with lost_peers():
-                for unit in self._sharded_modules():
-                    unit.unshard()
-                    synchronise([self.device])
-                    unit.reshard()
-            seconds = time.perf_counter() - begun
-        total = self.world.sum_(torch.tensor(seconds, dtype=torch.float64)).item() / self.world.size
-        passes = 3 if self.recipe.fsdp.reshard else 2
-        return Communication(total * passes * self.recipe.accumulate, at_most=True)
+        size = sum(p.numel() * p.element_size() for p in self._parameters)
+        seconds = self.all_reduce_seconds(size, budget) * self.world.grid.size("shards") / 2
+        return Communication(seconds * (2 + self.recipe.fsdp.reshard) * self.recipe.accumulate, at_most=True)
 
     def notes(self) -> dict[str, str]:
         if self.sharded is None:

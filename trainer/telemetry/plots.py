@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 INK = "#7a7a7a"  # contrast 4.3 to white and 4.4 to GitHub's dark page
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#b5a800")
-DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), "-", (0, (4, 4)), (0, (1, 2)))
-MARKERS = "osD^vPX"
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
+DASHES: tuple[Any, ...] = (
+    "-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), "-", (0, (3, 1)), (0, (4, 4)), (0, (1, 2)),
+)  # fmt: skip
+MARKERS = "osD^v*PX"
 SMOOTHEST = 400  # points of a curve: what lies closer is averaged
 
 

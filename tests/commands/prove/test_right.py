@@ -52,7 +52,7 @@ def test_every_run_can_start_on_every_machine(kind, count):
 def test_every_mode_is_there(kind, count):
     devices = machine(kind, count)
     found = {word.partition("=")[2] for mode in modes_here(devices) for word in mode.words if word.startswith("mode=")}
-    assert found == {*TRAITS} - {"single"} - ({"ddp"} if count == 1 else set())
+    assert found == {*TRAITS} - {"single"} - ({"ddp", "fsdp"} if count == 1 else set())
     names = [check.name for check in right.checks(devices)]
     assert len({*names}) == len(names) and {"doctor", "repeat", "resume", "memory", "compile"} <= {*names}
     assert ("sums" in names) == ("copies" in names) == (count > 1)

@@ -42,7 +42,7 @@ MEASURING = frozenset(
         "commands.prove.prove_probe.Measurer.seconds",
         "commands.prove.prove_probe.links",
         "commands.plan.speed_probe._exchange",
-        "modes.ddp.DistributedDataParallel._exchange",
+        "modes.base.Strategy.all_reduce_seconds",
         "modes.ddp.DistributedDataParallel._exposed",
         "modes.pipeline.timeline.Recorder._now",
         "modes.pipeline.stages.Staged._trial",

@@ -156,6 +156,7 @@ def modes_here(devices: Devices) -> Iterator[Mode]:
     yield Mode(STREAMS, ("mode=pipeline", *devices.in_one_process(several), "pipeline.microbatches=4"))
     if count > 1:
         yield Mode("ddp", ("mode=ddp", *devices.in_ranks(count)))
+        yield Mode("fsdp", ("mode=fsdp", *devices.in_ranks(count)), priority=1)
         for schedule in get_args(Schedule):
             if schedule != STREAMS:
                 words = (*pipeline(devices), f"pipeline.schedule={schedule}", "pipeline.microbatches=4")

@@ -243,7 +243,8 @@ class Strategy:
         parts = self.world.gather_tensors({name: piece.local for name, piece in pieces.items()})
         whole: dict[str, Tensor] = {}
         for place, part in zip(places, parts, strict=True):
-            for name, local in part.items():
+            for name in list(part):
+                local = part.pop(name)  # to be freed
                 piece = Piece(local, *place[name])
                 if local.shape == piece.shape:
                     whole[name] = local

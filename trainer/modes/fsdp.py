@@ -85,7 +85,7 @@ class FullyShardedDataParallel(Strategy):
         sizes = unit_sizes(self.module, self.units)
         self.largest_unit = max(sizes) / max(1, sum(sizes))  # as a part of all parameters' bytes
         mesh = self.world.mesh()
-        with lost_peers():
+        with lost_peers(), self._explained():
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
                 unit.register_forward_hook(_copy_views)
@@ -119,22 +119,28 @@ class FullyShardedDataParallel(Strategy):
                 self._broadcast_buffers({})
             if self.world.grid.size("replicas") > 1:  # gradients are reduced to shards in every pass all the same
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
-            try:
+            with self._explained():
                 return super().forward_backward(batch, weight, sync)
-            except RuntimeError as error:
-                raise self._refusal(error) from error
 
-    def _refusal(self, error: RuntimeError) -> RuntimeError | RecipeError:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """
+        Raises:
+            RecipeError: in place of torch's errors over a model whose blocks cannot be sharded apart.
+        """
         reasons = {
             "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
             "out of bounds for storage": "changes a block's outputs in place",
+            "doesn't support scalar parameters": "has a parameter without dimensions",
         }
-        for words, reason in reasons.items():
-            if words in str(error):
-                return RecipeError(
-                    f"model.name={self.recipe.model.name} {reason}, and mode=fsdp frees them: use mode=ddp"
-                )
-        return error
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            reason = next((reason for words, reason in reasons.items() if words in str(error)), None)
+            if reason is None:
+                raise
+            name = self.recipe.model.name
+            raise RecipeError(f"model.name={name} {reason}, which mode=fsdp cannot shard: use mode=ddp") from error
 
     def reduce_gradients(self) -> None:
         """This rank's rows of the gradients, which are summed over all ranks already, for the optimizer."""
@@ -151,7 +157,7 @@ class FullyShardedDataParallel(Strategy):
         self.world.max_(flag)
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        with lost_peers():
+        with lost_peers(), self._explained():
             return super().forward(inputs)
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
@@ -190,10 +196,11 @@ class FullyShardedDataParallel(Strategy):
         return {name: self._piece(name.partition("//")[0], tensor) for name, tensor in named.items()}
 
     def _piece(self, parameter: str, tensor: Tensor) -> Piece:
-        """Rows are divided as by `torch.chunk`; what has no rows of the parameter (a step's number) is whole."""
+        """Rows are divided as by `torch.chunk`; buffers, and numbers as of steps, are whole."""
         local = self._local.get(parameter)
-        if local is None or tensor.shape != local.shape or not local.dim():
+        if local is None or not tensor.dim():
             return Piece(tensor, tensor.shape)
+        assert tensor.shape == local.shape, f"{parameter}: a state of another shape than the weight has no rows of it"
         shape = self.shapes[parameter]
         rows = -(-shape[0] // self.world.grid.size("shards"))
         return Piece(tensor, shape, min(rows * self.world.grid.coordinate("shards"), shape[0]))

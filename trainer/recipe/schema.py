@@ -192,7 +192,7 @@ class LocalSGDRecipe(_Section):
 class FsdpRecipe(_Section):
     """For mode=fsdp."""
 
-    shards: Positive | None = key(None, "ranks that hold one copy of the weights between them; null: all ranks")
+    shards: int | None = key(None, "ranks that hold one copy of the weights; null: all ranks", ge=2, le=2**16)
     reshard: bool = key(True, "free a block's weights after its forward pass; false: one gathering less, more memory")
 
 

@@ -28,7 +28,7 @@ from trainer.training.same_images import tell_changes
 
 _HISTORY = TypeAdapter(History)
 _SENSELESS = (
-    "the checkpoint of step {step} is whole and does not hold what this version continues with ({found}); "
+    "the checkpoint of step {step} is whole and does not hold what this version continues with ({reason}); "
     "start anew in another folder (output=...), or from its weights: model.init_from=<run>/last.safetensors"
 )
 
@@ -46,7 +46,7 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
     if tracker.folder.resuming and tracker.path is not None:
         mine = checkpoint.newest(tracker.path, tracker.say)
     if mine and "model" not in mine.state.tensors:
-        raise CheckpointError(_SENSELESS.format(step=mine.state.position.step, mine="no weights"))
+        raise CheckpointError(_SENSELESS.format(step=mine.state.position.step, reason="no weights"))
     state = on_every_rank(mine, world)
     if state is None and recipe.output is not None:
         # A rank of a node that joins has no restarts of its own.
@@ -99,8 +99,8 @@ def snapshot(run: Run) -> checkpoint.State | None:
         return None
     run.tracker.folder.check()
     run.tracker.flush()
-    tensors = {
-        stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+    tensors = {  # one by one: some were put together for this alone
+        stem: {name: named.pop(name).detach().to("cpu", copy=True) for name in list(named)}
         for stem, named in whole.items()
     }
     tensors |= {"samples": run.samples} | {_part(rank): part for rank, part in enumerate(ranks)}
@@ -159,7 +159,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
     run.history = _HISTORY.validate_python({**history, "best": history.get("best", history.get("best_top1"))})
     run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
     was, now = state.facts["topology"], bound_to(run.recipe, run.world)
-    if was != now:
+    if was != {key: now[key] for key in now if key in was}:  # older ones do not tell of stages
         run.tracker.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
         seed_ranks(run.recipe.seed + run.position.step, run.world.rank)
         _sum_losses(run, state)

@@ -10,7 +10,7 @@ from subprocess import run as run_command
 import pytest
 from torch import nn
 
-from tests.command_line import environment, ok
+from tests.command_line import QUIET, environment, ok, result
 from tests.modes.ways import EXACT
 from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
 from trainer.errors import RecipeError
@@ -61,6 +61,13 @@ def test_shards_go_on_in_any_other_layout(tmp_path):
         assert newest(run) == 4 * turn
     assert "resuming at step 16 of 22" in ok(*words, *ring[-1]).stdout
     ends_like(run, whole)
+
+
+def test_ranks_with_unequal_rows_measure_their_communication_alike(tmp_path):
+    """Ten classes over four ranks: 3, 3, 3 and 1."""
+    words = ["recipe=digits", "model.name=mlp", "max_steps=8", *QUIET, *EXACT["fsdp 4"]]
+    ok(*words, f"output={tmp_path / 'run'}")
+    assert result(tmp_path / "run")["verdict"]["bound"]
 
 
 # In two processes: what a mode with shards does that the command line does not show.

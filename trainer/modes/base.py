@@ -295,7 +295,7 @@ class Strategy:
         return Communication(0.0)
 
     def all_reduce_seconds(self, size: int, budget: float) -> float:
-        """Seconds of an all-reduce of `size` bytes over all ranks; `budget` seconds may be spent. Collective."""
+        """Seconds of an all-reduce of `size` bytes, on each rank as many; `budget` seconds may be spent. Collective."""
         sent = torch.zeros(size // 4, device=self.device)
         synchronise([self.device])
         seconds = 0.0

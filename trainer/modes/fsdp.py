@@ -215,8 +215,10 @@ class FullyShardedDataParallel(Strategy):
         """As an all-reduce of a rank's part takes it, which sends every byte twice; a step may hide some of it."""
         if self.sharded is None:
             return Communication(0.0)
-        size = sum(p.numel() * p.element_size() for p in self._parameters)
-        seconds = self.all_reduce_seconds(size, budget) * self.world.grid.size("shards") / 2
+        parts = self.world.grid.size("shards")
+        size = 4 * sum(shape.numel() for shape in self.shapes.values()) // parts  # ranks' own rows may be unequal
+        budget = self.world.broadcast_object(budget)  # ranks' own may differ
+        seconds = self.all_reduce_seconds(size, budget) * parts / 2
         return Communication(seconds * (2 + self.recipe.fsdp.reshard) * self.recipe.accumulate, at_most=True)
 
     def notes(self) -> dict[str, str]:

@@ -207,6 +207,13 @@ class Strategy:
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Make the weights one over all ranks before evaluating or saving, and with them their moving `averages`."""
 
+    def broadcast_buffers(self, averages: Mapping[str, Tensor], along: str | None = None) -> None:
+        """Rank 0's buffers and their moving averages, or those of the first rank along a dimension, on every rank."""
+        for name, buffer in self.named_buffers().items():
+            self.world.broadcast_(buffer, along)
+            if name in averages:
+                self.world.broadcast_(averages[name], along)
+
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
         """The model computes with its moving `averages` inside this block, which are plain names of its weights.

@@ -115,12 +115,8 @@ class DistributedDataParallel(Strategy):
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
-        if self.wrapped is None:
-            return
-        for name, buffer in self.named_buffers().items():
-            self.world.broadcast_(buffer)
-            if name in averages:
-                self.world.broadcast_(averages[name])
+        if self.wrapped is not None:
+            self.broadcast_buffers(averages)
 
     def close(self) -> None:
         """Free DDP while others still hold the process group.

@@ -116,7 +116,7 @@ class FullyShardedDataParallel(Strategy):
             return super().forward_backward(batch, weight, sync)
         with lost_peers():
             if self._broadcasts:
-                self._broadcast_buffers({})
+                self.broadcast_buffers({})
             if self.world.grid.size("replicas") > 1:  # gradients are reduced to shards in every pass all the same
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
             with self._explained():
@@ -163,12 +163,7 @@ class FullyShardedDataParallel(Strategy):
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.sharded is not None:
-            self._broadcast_buffers(averages)
-
-    def _broadcast_buffers(self, averages: Mapping[str, Tensor]) -> None:
-        for name, buffer in self.named_buffers().items():
-            for tensor in (buffer, *([averages[name]] if name in averages else [])):
-                self.world.broadcast_(tensor)
+            self.broadcast_buffers(averages)
 
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:

@@ -261,6 +261,4 @@ class ProcessPipeline(Staged):
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Each replica's BatchNorm has seen its own part of the batches: the first one's statistics are the truth."""
-        for name, buffer in self.named_buffers().items():
-            for tensor in (buffer, *([averages[name]] if name in averages else [])):
-                self.world.broadcast_(tensor, "replicas")
+        self.broadcast_buffers(averages, "replicas")

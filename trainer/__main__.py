@@ -70,7 +70,7 @@ def answer(words: Sequence[str]) -> int:
             else endings.name_stopped_ranks(line, code, error)
         )
     endings.write_report(line, code, now)
-    if not endings.launcher_prints():
+    if not family.launcher_prints():
         if not _launched() or place().is_main:
             endings.say(line, code)
         else:

@@ -29,6 +29,7 @@ import json, os, signal, sys, time, types
 from pathlib import Path
 import trainer.training
 from trainer import errors
+from trainer.processes.interrupts import Interrupts
 from trainer.processes.rank import place
 
 def run(recipe, own_process=False):
@@ -41,6 +42,10 @@ def run(recipe, own_process=False):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)
         raise errors.PeerError("rank 0: lost another rank")
+    if case == "early":
+        with Interrupts():
+            time.sleep(1 if me.rank else 60)
+        raise errors.RecipeError("rank 1 refuses the recipe")
     if case == "bug":
         raise ZeroDivisionError("a bug")
     if case == "save":
@@ -229,6 +234,7 @@ def test_what_is_one_process_is_not_done_once_a_task(work: Path, words: list[str
     ("case", "code", "expected"),
     [
         ("nan", 5, "trainer: error: the loss is nan at step 3\n"),
+        ("early", 2, "trainer: error: rank 1 refuses the recipe\n"),  # rank 0 is stopped by torchrun's SIGTERM
         ("kill", 7, "trainer: error: rank 1 was killed by SIGKILL (the system may be short of memory)\n"),
     ],
 )

@@ -102,7 +102,7 @@ def write_report(line: str, code: int, now: float) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    line = line if launcher_prints() else line.partition("\n")[0]  # torchrun's summary shows it for every rank
+    line = line if family.launcher_prints() else line.partition("\n")[0]  # torchrun's summary shows it for every rank
     seconds = int(now) + (code == PeerError.code)  # torchrun takes the earliest for the cause, and a lost peer is none
     extra = {"py_callstack": line, "timestamp": str(seconds), "time": now, "rank": place().rank}
     draft = f"{path}.{os.getpid()}"  # torchrun may look at any moment, and cannot read half of it
@@ -147,8 +147,3 @@ def let_rank_0_print(code: int) -> None:
     """
     if code in (RecipeError.code, SetupError.code):
         time.sleep(SLOWER)
-
-
-def launcher_prints() -> bool:
-    """Whether a launcher of ours prints for this rank."""
-    return family.PARENT in os.environ and place().launched

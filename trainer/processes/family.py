@@ -41,6 +41,11 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(PARENT_DIED)
 
 
+def launcher_prints() -> bool:
+    """Whether a launcher of ours prints for this rank."""
+    return PARENT in os.environ and place().launched
+
+
 def _orphaned(parent: int) -> bool:
     """Whether torchrun, which names no parent, died before this rank asked, so that it has another one.
 

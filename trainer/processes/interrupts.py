@@ -197,7 +197,7 @@ class Interrupts:
             where = stacks.dump(f"{why} after {number.name}")
             line = f"rank {rank}: {why} after {number.name}; leaving without saving{where}"
             print(f"trainer: {plain(line)}", file=sys.stderr)
-        elif rank == 0:
+        elif rank == 0 and not family.launcher_prints():  # which may have sent the signal, since another rank failed
             print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
         exit_now(exit_code(number))
 

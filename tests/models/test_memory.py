@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from trainer.models.balance import block_costs
-from trainer.models.memory import activation_bytes
+from trainer.models.memory import pass_of
 from trainer.models.partition import trace
 
 
-def test_activation_bytes_against_what_autograd_keeps():
+def test_saved_bytes_against_what_autograd_keeps():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)
     )
@@ -25,11 +25,11 @@ def test_activation_bytes_against_what_autograd_keeps():
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     real = sum(t.untyped_storage().nbytes() for ptr, t in kept.items() if ptr not in own)
     assert out.shape == (4, 10)
-    assert activation_bytes(model, (4, 3, 8, 8)) == pytest.approx(real, rel=0.05)
+    assert pass_of(model, (4, 3, 8, 8)).saved == pytest.approx(real, rel=0.05)
 
 
 def test_blocks_on_a_device_keep_together_what_the_whole_keeps_on_shapes_alone():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
     kept = sum(cost.kept for cost in block_costs(trace(model), torch.randn(4, 3, 8, 8), repeats=1))
     inputs = 4 * 3 * 8 * 8 * 4
-    assert kept == activation_bytes(model, (4, 3, 8, 8)) - inputs
+    assert kept == pass_of(model, (4, 3, 8, 8)).saved - inputs

@@ -32,6 +32,7 @@ from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
 from trainer.tasks import Classification
+from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.flops import peak_flops
 from trainer.telemetry.verdict import Setting, StepParts, judge
 from trainer.training.speed_test import speed_recipe
@@ -179,6 +180,7 @@ def everywhere(folder):
         world = World(Place(), CARD, 1, ("cuda:0",))
         data = open_datasets(load(None, *runs.BASE.split()))
         speed_recipe(load(None, *runs.BASE.split()), build(ModelRecipe(name="mlp"), 10, 1, 8), data, world, print)
+        assert total_memory(CARD) > 0
         for mode, nproc in (("dp", None), ("ddp", 2), ("pipeline", None)):
             recipe = load(None, *runs.BASE.split(), f"mode={mode}").replace(model__name="mlp")
             assert plan(recipe, nproc, every=mode == "dp")

@@ -153,7 +153,7 @@ def running(folder):
     [
         ("kill@1:3", 7, "rank 1 was killed by SIGKILL"),
         ("hang@1:3", 7, "lost another rank"),
-        ("oom@1:3", 6, "out of memory: lower batch_size"),
+        ("oom@1:3", 6, "out of memory on cpu:1, which has "),
         ("nan@0:3", 5, "not finite"),
     ],
 )

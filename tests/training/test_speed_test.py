@@ -1,16 +1,19 @@
 """How a global batch is cut where memory is short."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.command_line import QUIET, ok, result, trainer
+from trainer.models.memory import USABLE
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import load
 from trainer.training import speed_test
-from trainer.training.speed_test import pieces_that_fit
+from trainer.training.memory_needs import bytes_of_sample, pieces_that_fit
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,7 @@ from trainer.training.speed_test import pieces_that_fit
         (64, 1, 1, 1, 2, 32),  # pairs stay together
         (64, 1, 1, 0, 1, 64),  # nothing fits: the smallest there is
         (64, 1, 1, -5, 1, 64),
+        (2, 2, 1, 0, 2, None),  # a pair is no more to be parted
     ],
 )
 def test_pieces(rows, accumulate, per_image, room, multiple, expected):
@@ -36,9 +40,9 @@ def test_workers_that_share_a_card_share_its_memory(devices, pieces, monkeypatch
     shared = "#" in devices[0]
     world = World(Place(0, 2, 0, 2, 0, True), torch.device("cuda:0"), 1, devices, (), shared)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
-    per_image = speed_test.activation_bytes(model, (2, 3, 8, 8)) / 2
+    per_image = bytes_of_sample(model, load(None), (3, 8, 8))
     weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())
-    free = (40 * per_image + 2 * weights) / speed_test.SHARE
+    free = (40 * per_image + 2 * weights) / USABLE
     monkeypatch.setattr(speed_test, "free_memory", lambda device: free)
     monkeypatch.setattr(World, "broadcast_object", lambda self, value: value)
     data = SimpleNamespace(channels=3, image_size=8)
@@ -46,3 +50,15 @@ def test_workers_that_share_a_card_share_its_memory(devices, pieces, monkeypatch
     said = []
     found = speed_test.speed_recipe(recipe, model, data, world, said.append)
     assert found.accumulate == pieces, said
+
+
+@pytest.mark.parametrize("mode", [["mode=single"], ["mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn"]])
+def test_a_run_out_of_memory_says_what_takes_it_and_a_key_that_works(mode, tmp_path):
+    words = ["recipe=digits", *mode, "max_steps=3", *QUIET]
+    done = trainer(*words, f"output={tmp_path / 'full'}", env={"TRAINER_FAULT": "oom@0:2"})
+    assert done.returncode == 6 and "weights, gradients and optimizer take " in done.stderr, done.stderr
+    assert ("a pass over a batch of 96 about " in done.stderr) == (mode == ["mode=single"])
+    pieces = re.search(r"type (accumulate=2), ", done.stderr)
+    assert pieces, done.stderr
+    assert result(tmp_path / "full")["error"] in done.stderr
+    ok(*words, pieces[1], f"output={tmp_path / 'fits'}")

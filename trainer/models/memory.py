@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,18 +82,18 @@ def measure(forward: Callable[[], Tensor], known: Sequence[Tensor], cpu: bool = 
     return Pass(saved, most, seen.peak)
 
 
-def activation_bytes(model: nn.Module, shape: Sequence[int]) -> int:
-    """Bytes that a batch of `shape` in fp32 holds from the forward to the backward pass, from shapes alone.
+def pass_of(model: nn.Module, shape: Sequence[int]) -> Pass:
+    """The pass of a batch of `shape` in fp32, from shapes alone; gradients are there already.
 
     Raises:
-        NotImplementedError: the model has an operator that cannot run on shapes alone.
+        NotImplementedError, RuntimeError: the model has an operator that cannot run on shapes alone.
     """
     probe = copy.deepcopy(model).to("meta").train()
-    with Allocations([*probe.parameters(), *probe.buffers()]) as seen:
-        out = probe(torch.empty(tuple(shape), device="meta"))
-        saved: int = seen.live
-        del out  # counted until here
-    return saved
+    for parameter in probe.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    gradients = [parameter.grad for parameter in probe.parameters() if parameter.grad is not None]
+    known = [*probe.parameters(), *gradients, *probe.buffers()]
+    return measure(lambda: cast(Tensor, probe(torch.empty(tuple(shape), device="meta"))), known)
 
 
 def held(actions: Iterable[tuple[str, int, int]], stages: Sequence[Pass]) -> int:

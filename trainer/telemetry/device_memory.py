@@ -1,4 +1,4 @@
-"""Bytes of a device: held at most, still free."""
+"""Bytes of a device: held at most, still free, all there are."""
 
 from __future__ import annotations
 
@@ -32,3 +32,10 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host.free_memory()
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has; on CPU those of the machine, or of the control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return host.memory_limit() or host.total_memory()

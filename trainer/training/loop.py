@@ -19,6 +19,7 @@ from trainer.telemetry.device_memory import peak_memory
 from trainer.training import diagnosis, presenting, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import evaluate, metrics_of
+from trainer.training.memory_needs import shortage_explained
 from trainer.training.mistakes import Mistakes
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
@@ -40,8 +41,9 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             this = prepare(recipe, interrupts, closing, callbacks or from_environment())
             if not own_process:  # in a program that goes on no worker is left, however the run ends
                 closing.callback(this.loader.close)
-            loop(this)
-            return finish(this)
+            with shortage_explained(this):
+                loop(this)
+                return finish(this)
         except BaseException as error:
             # Write how the run ended; nothing collective, nothing saved.
             if this is not None and this.tracker.path is not None:

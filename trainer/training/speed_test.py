@@ -7,15 +7,14 @@ from collections.abc import Callable
 from torch import nn
 
 from trainer.data import Datasets
-from trainer.devices.precision import AUTOCAST
-from trainer.models.memory import COPIES, activation_bytes, size_of
+from trainer.models.memory import COPIES, USABLE, size_of
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.telemetry.device_memory import free_memory
 from trainer.telemetry.readable import as_size
+from trainer.training.memory_needs import bytes_of_sample, pieces_that_fit
 
 STEPS, SECONDS = 20, 120.0
-SHARE = 0.6  # of the free memory may be activations; allocators and gradients of activations need the rest
 
 
 def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World, say: Callable[[str], None]) -> Recipe:
@@ -25,14 +24,10 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     decoded either.
     """
     rows = recipe.batch_size // world.size
-    try:
-        per_image = activation_bytes(model, (2, data.channels, data.image_size, data.image_size)) / 2
-    except (NotImplementedError, RuntimeError):
-        per_image = 0.0  # not to be known from shapes alone: as the recipe says
-    per_image *= 0.5 if recipe.precision in AUTOCAST else 1.0
-    room = SHARE * free_memory(world.device) / world.sharing() - COPIES * size_of(*model.parameters())
-    pieces = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
-    pieces = world.broadcast_object(pieces)
+    per_image = bytes_of_sample(model, recipe, (data.channels, data.image_size, data.image_size))
+    room = USABLE * free_memory(world.device) / world.sharing() - COPIES * size_of(*model.parameters())
+    fitting = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
+    pieces = world.broadcast_object(fitting or recipe.accumulate)
     say(
         f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
         f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; at most {STEPS} steps "
@@ -46,12 +41,3 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
         )
     recipe = recipe.replace(augment__crop="none", augment__auto="none", augment__hflip=0.0, augment__erase=0.0)
     return recipe.replace(accumulate=pieces, max_steps=min(STEPS, recipe.max_steps or STEPS), resume=None)
-
-
-def pieces_that_fit(rows: int, accumulate: int, per_image: float, room: float, multiple: int = 1) -> int:
-    """The fewest equal pieces of a rank's rows, at least `accumulate`, whose activations fit into `room` bytes.
-
-    Where nothing fits, the most pieces there can be: then the operating system has the last word, not this guess.
-    """
-    counts = [n for n in range(accumulate, rows + 1) if rows % n == 0 and rows // n % multiple == 0]
-    return next((n for n in counts if rows / n * per_image <= room), counts[-1])

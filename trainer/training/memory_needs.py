@@ -1,0 +1,87 @@
+"""What a run needs of its device's memory, by the one model of it, and which key to change where that is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import nn
+
+from trainer.devices.precision import AUTOCAST
+from trainer.errors import DeviceMemoryError, TrainerError, is_out_of_memory, text_of
+from trainer.models.memory import USABLE, Resident, pass_of, size_of
+from trainer.optim.optimizers import optimizer_state
+from trainer.recipe import Recipe
+from trainer.telemetry.device_memory import total_memory
+from trainer.telemetry.readable import as_size
+from trainer.training.initial_model import model_of
+from trainer.training.run import Run
+
+
+def bytes_of_sample(model: nn.Module, recipe: Recipe, shape: Sequence[int]) -> float:
+    """What each sample of this shape adds to a pass; 0 where shapes alone do not tell."""
+    try:
+        two, four = (pass_of(model, (rows, *shape)).peak for rows in (2, 4))
+    except (NotImplementedError, RuntimeError):
+        return 0.0
+    return (four - two) / 2 * (0.5 if recipe.precision in AUTOCAST else 1.0)
+
+
+def pieces_that_fit(rows: int, accumulate: int, per_sample: float, room: float, multiple: int = 1) -> int | None:
+    """The fewest equal pieces of a rank's rows, at least `accumulate`, whose passes fit into `room` bytes.
+
+    Where nothing fits, the most pieces there can be, for the operating system has the last word; None where there are
+    not so many.
+    """
+    counts = [n for n in range(accumulate, rows + 1) if rows % n == 0 and rows // n % multiple == 0]
+    return next((n for n in counts if rows / n * per_sample <= room), counts[-1] if counts else None)
+
+
+@contextmanager
+def shortage_explained(run: Run) -> Iterator[None]:
+    """
+    Raises:
+        DeviceMemoryError: where memory ran out inside.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, TrainerError) or not is_out_of_memory(error):
+            raise
+        raise _out_of_memory(run, error) from error
+
+
+def _out_of_memory(run: Run, error: BaseException) -> DeviceMemoryError:
+    """What a step of this run takes of its device's memory, and the keys that lower it."""
+    recipe, world, staged = run.recipe, run.world, run.recipe.traits.staged
+    trained = [parameter for parameter in run.parameters.values() if parameter.requires_grad]
+    resident = Resident(
+        size_of(*run.parameters.values()),
+        size_of(*trained),
+        size_of(*optimizer_state(run.optimizer, run.parameters).values()),
+        size_of(*run.average.tensors().values()) if run.average is not None else 0,
+        size_of(*run.strategy.named_buffers().values()),
+    )
+    rows = recipe.batch_size // run.strategy.shard.count
+    per_sample = 0.0
+    with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything while it is made
+        model = model_of(recipe, run.task, run.datasets, starting=False)
+        per_sample = bytes_of_sample(model, recipe, run.datasets.example(1).inputs.shape)
+    at_once = rows // recipe.accumulate
+    total = total_memory(world.device)
+    needs = f"weights, gradients and optimizer take {as_size(sum(resident))}"
+    if per_sample and not staged:
+        needs += f", a pass over a batch of {at_once} about {as_size(per_sample * at_once)}"
+    room = USABLE * total / world.sharing() - sum(resident)
+    pieces = pieces_that_fit(rows, recipe.accumulate + 1, per_sample, room, recipe.augment.together)
+    words = [f"accumulate={pieces}, which computes the same batch in smaller pieces"] * (pieces is not None)
+    if recipe.traits.micro_batches and not recipe.pipeline.recompute:
+        words += ["pipeline.recompute=true"]
+    words += ["a smaller batch_size"]
+    if not staged and recipe.traits.exchanges != "shards":
+        words += ["for a model too big for one device, mode=fsdp or mode=pipeline with nproc=2"]
+    return DeviceMemoryError(
+        f"out of memory on {world.name}, which has {as_size(total)}: {needs}; type {', or '.join(words)} "
+        f"({text_of(error)[:200] or type(error).__name__})"
+    )

@@ -28,10 +28,10 @@ def test_timer_leaves_out_warm_up_and_what_lies_between_windows(monkeypatch):
     timer = StepTimer([torch.device("cpu")], warmup=4)
     drive(timer, clock, steps=12, per_window=4)
     found = timer.summary(batch_size=8)
-    assert found["throughput"]["samples_per_sec"] == pytest.approx(16)
-    assert found["step_time_s"]["mean"] == pytest.approx(0.5)
-    assert found["data_wait_fraction"] == pytest.approx(0.2)
-    assert len(timer.steps) == 8 and not found["short"]
+    assert found.throughput.samples_per_sec == pytest.approx(16)
+    assert found.step_time_s.mean == pytest.approx(0.5)
+    assert found.data_wait_fraction == pytest.approx(0.2)
+    assert len(timer.steps) == 8 and not found.short
 
 
 def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
@@ -41,14 +41,14 @@ def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
     timer.step(0.0)
     drive(timer, clock, steps=3, per_window=3)
     found = timer.summary(batch_size=8)
-    assert found["short"] and found["throughput"]["samples_per_sec"] == pytest.approx(16)
+    assert found.short and found.throughput.samples_per_sec == pytest.approx(16)
 
 
 def test_one_step_measures_nothing(monkeypatch):
     clock = Clock(monkeypatch)
     timer = StepTimer([torch.device("cpu")], warmup=10)
     drive(timer, clock, steps=1, per_window=1)
-    assert timer.summary(8)["throughput"] is None
+    assert timer.summary(8).throughput is None
 
 
 class Device:
@@ -94,7 +94,7 @@ def test_a_wait_that_the_device_computes_through_costs_nothing(monkeypatch, read
         timer.step(seconds)
     timer.stop()
     expected = waited / max(reading, computing)
-    assert timer.summary(8)["data_wait_fraction"] == pytest.approx(expected, abs=0.02)
+    assert timer.summary(8).data_wait_fraction == pytest.approx(expected, abs=0.02)
 
 
 def test_one_window_of_one_step_has_no_spread():
@@ -104,12 +104,12 @@ def test_one_window_of_one_step_has_no_spread():
         timer.step(0.0)
         timer.stop()
     found = timer.summary(8)
-    assert found["throughput"]["samples_per_sec"] > 0
-    assert found["throughput"]["std"] is None and found["step_time_s"]["std"] is None
+    assert found.throughput.samples_per_sec > 0
+    assert found.throughput.std is None and found.step_time_s.std is None
     timer.start()
     timer.step(0.0)
     timer.stop()
-    assert timer.summary(8)["throughput"]["std"] > 0 and timer.summary(8)["step_time_s"]["std"] > 0
+    assert timer.summary(8).throughput.std > 0 and timer.summary(8).step_time_s.std > 0
 
 
 def test_a_part_that_fails_waits_for_no_device(monkeypatch):

@@ -1,13 +1,16 @@
 """result.json is what its type and the guide say."""
 
-from typing import get_args, get_type_hints, is_typeddict
+import json
+from dataclasses import fields
+from typing import get_type_hints
 
 from pydantic import TypeAdapter
 
 from tests.command_line import QUIET, ok, result
 from tests.pages import GUIDE
 from trainer.tasks import Classification, Multilabel, Regression
-from trainer.training.results import Metrics, Result, table
+from trainer.telemetry.clocks import Speed, StepTime, Throughput
+from trainer.training.results import Metrics, Result, SetFigures, table
 
 OF_CLASSIFICATION = {"val_loss", "val_top1", "val_top5", "best_top1"}
 
@@ -24,18 +27,12 @@ def test_a_runs_result_has_these_keys_and_types(tmp_path):
     assert found["pipeline"] and found["throughput"] and found["verdict"]
     hints = get_type_hints(Result)
     for key, value in found.items():
-        fits(value, hints[key])
-
-
-def fits(value, hint):
-    """Hold a value of JSON against a type; dictionaries with known keys must have these."""
-    kinds = [kind for kind in get_args(hint) or (hint,) if is_typeddict(kind)]
-    if kinds and value is not None:
-        assert value.keys() == get_type_hints(kinds[0]).keys()
-        for key, inner in get_type_hints(kinds[0]).items():
-            fits(value[key], inner)
-    elif not kinds:
-        TypeAdapter(hint).validate_python(value, strict=True)
+        TypeAdapter(hints[key]).validate_python(value, strict=True)
+    assert [*found["data"]] == [field.name for field in fields(SetFigures)]
+    speed = {field.name for field in fields(Speed)}
+    assert speed <= found.keys() and [*found["step_time_s"]] == [field.name for field in fields(StepTime)]
+    assert [*found["throughput"]] == [*(field.name for field in fields(Throughput)), "per_device", "threads"]
+    TypeAdapter(SetFigures).validate_json(json.dumps(found["data"]), strict=True)
 
 
 def test_the_type_knows_the_metrics_of_the_tasks_that_ship():

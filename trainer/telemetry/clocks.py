@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,33 @@ def record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Images a second, and their deviation over windows, each weighing as much as it lasted; None for one window."""
+
+    samples_per_sec: float
+    std: float | None
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step."""
+
+    mean: float
+    std: float | None
+    p95: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What result.json has of a run's speed, by its keys; None where nothing was measured."""
+
+    throughput: Throughput | None = None
+    step_time_s: StepTime | None = None
+    data_wait_fraction: float | None = None
+    short: bool = True
 
 
 class StepTimer:
@@ -142,34 +170,21 @@ class StepTimer:
         updates = self.updates[not self.steps]
         return sum(updates) / max(1, len(updates))
 
-    def summary(self, batch_size: float) -> dict[str, Any]:
-        """Throughput and step times over all measured windows; a run too short for its warm-up uses its later steps."""
+    def summary(self, batch_size: float) -> Speed:
+        """Speed over all measured windows; a run too short for its warm-up uses its later steps."""
         short = not self.steps
         steps = self.early if short else self.steps
         if not steps:
-            return {"throughput": None, "step_time_s": None, "data_wait_fraction": None, "short": True}
-        total, mean = sum(steps), sum(steps) / len(steps)
+            return Speed()
         windows = self.windows if len(self.windows) > 1 else [(1, s) for s in steps]
         counts, seconds = torch.tensor(windows, dtype=torch.float64).unbind(1)
         rate = batch_size * counts.sum() / seconds.sum()
         spread = ((batch_size * counts / seconds - rate).square() * seconds).sum() / seconds.sum()
-        several = len(windows) > 1  # a single one has no spread
+        std = spread.sqrt().item() if len(windows) > 1 else None  # a single one has no spread
         times = torch.tensor(steps, dtype=torch.float64)
-        return {
-            "throughput": {
-                "samples_per_sec": rate.item(),
-                "std": spread.sqrt().item() if several else None,  # over windows, each weighing as much as it lasted
-            },
-            "step_time_s": {
-                "mean": mean,
-                "std": times.std().item() if len(steps) > 1 else None,
-                "p95": times.quantile(0.95).item()
-                if len(steps) < 1_000_000
-                else times[-1_000_000:].quantile(0.95).item(),
-            },
-            "data_wait_fraction": self.waits[int(short)] / total,
-            "short": short,
-        }
+        p95 = times[-1_000_000:].quantile(0.95).item()  # of more, torch has none
+        step_time = StepTime(sum(steps) / len(steps), times.std().item() if len(steps) > 1 else None, p95)
+        return Speed(Throughput(rate.item(), std), step_time, self.waits[int(short)] / sum(steps), short)
 
 
 class Stopwatch:

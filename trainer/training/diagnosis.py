@@ -22,14 +22,15 @@ def diagnose(run: Run) -> Verdict | None:
     spent = time.perf_counter() - run.begun
     speed = timer.summary(run.loader.samples_per_step)
     seconds = parts(run)
-    if world.broadcast_object(speed["step_time_s"] is None):
+    if world.broadcast_object(speed.step_time_s is None):
         return None
-    step = speed["step_time_s"]["mean"]
+    assert speed.step_time_s is not None and speed.data_wait_fraction is not None
+    step = speed.step_time_s.mean
     begun = time.perf_counter()
     communication = run.strategy.communication(timer.seen, step, BUDGET * spent)
     probe = time.perf_counter() - begun
     # A rank that waits for images keeps all waiting; in the optimizer's part some wait for the last stage.
-    mine = torch.tensor([speed["data_wait_fraction"] * step, -timer.update_seconds()], dtype=torch.float64)
+    mine = torch.tensor([speed.data_wait_fraction * step, -timer.update_seconds()], dtype=torch.float64)
     data, update = world.max_(mine).tolist()
     facts = run.strategy.facts().get("pipeline") or {}
     ledger = run.ledger.seconds

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import time
+from dataclasses import asdict
 
 import torch
 import torchvision
@@ -19,12 +20,18 @@ from trainer.telemetry.readable import as_size
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
-from trainer.training.results import Result
+from trainer.training.results import Result, SetFigures
 from trainer.training.run import Run
 from trainer.training.stopping import ended_by
 
-SPEED_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short")
-KEPT_KEYS = (*SPEED_KEYS, "seconds_in", "verdict")  # of a run that is continued with nothing left to train
+KEPT_KEYS = (
+    "throughput",
+    "step_time_s",
+    "data_wait_fraction",
+    "short",
+    "seconds_in",
+    "verdict",
+)  # of a run that is continued with nothing left to train
 
 
 def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
@@ -132,8 +139,8 @@ def summary(run: Run) -> dict[str, float]:
     figures = {
         f"best_{run.task.metric}": history.best,
         f"last_{run.task.metric}": history.validation.get(f"val_{run.task.metric}"),
-        "samples_per_sec": speed["throughput"] and speed["throughput"]["samples_per_sec"],
-        "step_ms": speed["step_time_s"] and 1e3 * speed["step_time_s"]["mean"],
+        "samples_per_sec": speed.throughput.samples_per_sec if speed.throughput else None,
+        "step_ms": 1e3 * speed.step_time_s.mean if speed.step_time_s else None,
         "hours": run.seconds() / 3600,
     }
     return {f"summary/{name}": value for name, value in figures.items() if value is not None}
@@ -217,11 +224,19 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
     """What result.json holds; its keys are stable. `exit_code` is null while running."""
     history, recipe, data = run.history, run.recipe, run.datasets
     speed = run.timer.summary(run.loader.samples_per_step)
-    throughput = speed["throughput"]
-    mfu = None
-    if throughput is not None:
-        mfu = _mfu(run, throughput["samples_per_sec"])
-        throughput |= {"per_device": throughput["samples_per_sec"] / run.world.count(), "threads": run.world.threads}
+    figures, mfu = asdict(speed), None
+    if speed.throughput is not None:
+        rate = speed.throughput.samples_per_sec
+        mfu = _mfu(run, rate)
+        figures["throughput"] |= {"per_device": rate / run.world.count(), "threads": run.world.threads}
+    images = SetFigures(
+        name=data.name,
+        synthetic=data.synthetic,
+        train_samples=len(data.train),
+        val_samples=int(history.validation.get("val_samples", len(data.val))),
+        skipped=history.skipped,
+        uncached=history.uncached,
+    )
     plain: Result = without_nan(
         {
             "recipe": recipe.name,
@@ -237,21 +252,14 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "error": error,
             "ended_by": ended_by(run) if status == "completed" else None,
             "exit_code": 0 if status == "completed" else exit_code,
-            "data": {
-                "name": data.name,
-                "synthetic": data.synthetic,
-                "train_samples": len(data.train),
-                "val_samples": int(history.validation.get("val_samples", len(data.val))),
-                "skipped": history.skipped,
-                "uncached": history.uncached,
-            },
+            "data": asdict(images),
             "train_loss": history.losses[-1] if history.losses else None,
             "task": recipe.task.name,
             **{f"val_{name}": None for name in run.task.metric_names()},
             **{key: value for key, value in history.validation.items() if key != "val_samples"},
             f"best_{run.task.metric}": history.best,
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
-            **{key: speed[key] for key in SPEED_KEYS},
+            **figures,
             "peak_memory_bytes": run.memory,
             "mfu": mfu,
             "pipeline": None,

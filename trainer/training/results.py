@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 
-class DataResult(TypedDict):
+@dataclass(frozen=True)
+class SetFigures:
     """`result.json`'s `data`."""
 
     name: str
@@ -14,23 +16,6 @@ class DataResult(TypedDict):
     val_samples: int
     skipped: int
     uncached: int
-
-
-class Throughput(TypedDict):
-    """`result.json`'s `throughput`: images a second over all devices, and what one of them has of it."""
-
-    samples_per_sec: float
-    std: float | None
-    per_device: float
-    threads: int
-
-
-class StepTime(TypedDict):
-    """`result.json`'s `step_time_s`."""
-
-    mean: float
-    std: float | None
-    p95: float
 
 
 class Metrics(TypedDict, total=False):
@@ -72,17 +57,17 @@ class Result(Metrics):
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "by its name"]
     data: Annotated[
-        DataResult,
+        dict[str, Any],
         "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how many were `skipped`, and how "
         "often the cache lacked one (`uncached`)",
     ]
     train_loss: Annotated[float | None, "mean of the last epoch"]
     best_epoch: Annotated[int | None, "from 1, as on the screen; its weights are `best.safetensors`"]
     throughput: Annotated[
-        Throughput | None,
+        dict[str, Any] | None,
         "images a second over all devices, `per_device`, their deviation `std` (null for one window), `threads`",
     ]
-    step_time_s: Annotated[StepTime | None, "seconds of a step: `mean`, `std`, `p95`"]
+    step_time_s: Annotated[dict[str, float | None] | None, "seconds of a step: `mean`, `std`, `p95`"]
     data_wait_fraction: Annotated[float | None, "of a step's time"]
     short: Annotated[
         bool, "whether the run was too short for logging.warmup_steps, and all steps but the first are measured"

@@ -14,7 +14,7 @@ from tests.command_line import QUIET, environment, ok, result
 from tests.modes.ways import EXACT
 from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
 from trainer.errors import RecipeError
-from trainer.modes.fsdp import unit_sizes, units_of
+from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.recipe import load
 from trainer.recipe.checks import check_processes
 
@@ -96,6 +96,42 @@ class Outside(nn.Module):
         return self.second(self.first(x.flatten(1))) + self.first.weight.sum()
 
 
+class Kept(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.kept = [keep(self.layer.weight)]
+
+    def forward(self, x):
+        return nn.functional.linear(x.flatten(1), self.kept[0])
+
+
+class Shrinking(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.9)
+        return super().forward(x.flatten(1))
+
+
+class Loose(nn.Module):
+    def __init__(self, loose):
+        super().__init__()
+        self.weight, self.loose = nn.Parameter(torch.zeros(3, 8)), nn.Parameter(loose)
+
+    def forward(self, x):
+        return nn.functional.linear(x.flatten(1), self.weight) + self.loose.sum().float()
+
+
+refused = {
+    "outside": Outside,
+    "in a list": lambda: Kept(lambda weight: weight),
+    "a view": lambda: Kept(lambda weight: weight.detach()[:]),
+    "changed": lambda: Shrinking(8, 3),
+    "scalar": lambda: Loose(torch.tensor(1.0)),
+    "empty": lambda: Loose(torch.zeros(0, 3)),
+    "two types": lambda: Loose(torch.zeros(3, dtype=torch.float64)),
+}
+
+
 class Viewed(nn.Linear):
     def forward(self, x):
         return super().forward(x).view(-1, 2, 4)
@@ -154,10 +190,12 @@ for reshard, make in (("true", model), ("false", model), ("true", in_place)):
             for p in [*plain.parameters(), *sharded.named_parameters().values()]:
                 p -= p.grad
                 p.grad = None
-try:
-    strategy(Outside()).forward_backward(batch, 1 / 8)
-except RecipeError as error:
-    told["outside"] = str(error)
+told["refused"], told["tried"] = {}, [*refused]
+for name, make in refused.items():
+    try:
+        strategy(make()).forward_backward(batch, 1 / 8)
+    except RecipeError as error:
+        told["refused"][name] = str(error)
 (Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(told))
 world.close()
 """
@@ -179,4 +217,5 @@ def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_pa
         for reshard in ("true model", "false model", "true in_place"):
             assert told[f"averaged {reshard}"] == ("in_place" in reshard), "it did not compute with its averages"
             assert len(told[f"apart {reshard}"]) == 2 and max(map(max, told[f"apart {reshard}"])) < 1e-6
-        assert "mode=ddp" in told["outside"] and "model.name" in told["outside"]
+        assert [*told["refused"]] == [*told["tried"]], "it trains wrongly"
+        assert all("mode=ddp" in line and "model.name" in line for line in told["refused"].values())

@@ -139,6 +139,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.live)
         return out
 
+    def alive(self) -> list[torch.UntypedStorage]:
+        """Storages that came and are there still."""
+        kept = [seen() for seen in self._seen.values() if isinstance(seen, weakref.ref)]
+        return [storage for storage in kept if storage is not None]
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen:

@@ -15,6 +15,7 @@ from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import freeze, head
+from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
@@ -256,7 +257,7 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     place = "meta" if kind is None else "cpu"  # on meta a linear layer does not check types
     try:
-        probe = copy.deepcopy(model).to(place).eval()
+        probe = (without_values(model) if kind is None else copy.deepcopy(model).to(place)).eval()
         with torch.no_grad():
             if inputs is None:
                 inputs = torch.zeros(2, channels, image_size, image_size)
@@ -264,7 +265,7 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
     except NotImplementedError:
         return UNKNOWN  # an operator without meta kernel; training will show
     except (RuntimeError, ValueError, AssertionError) as error:
-        if "meta tensors" in str(error):  # it reads values
+        if "meta tensors" in str(error) or "device meta" in str(error):  # it reads values, or holds some of its own
             return UNKNOWN
         if kind is not None:
             raise RecipeError(

@@ -10,53 +10,34 @@ parameters that share their storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._pytree import tree_map_only
 
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.models.blocks import blocks
+from trainer.models.norms import training_norms
+from trainer.models.shapes import give_values
 from trainer.modes.base import Communication, Piece, Strategy, compile_in_place
 from trainer.modes.ddp import read_in_training
+from trainer.modes.fsdp_units import (
+    Storage,
+    copy_views,
+    kept_whole,
+    storages,
+    unit_sizes,
+    units_of,
+    unshardable,
+    watch,
+    whole_parameters,
+)
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards
-
-TINY = 0.005  # of the model's parameters: blocks below this are gathered with the root, all at once
-
-
-def units_of(model: nn.Module) -> list[str]:
-    """Names of the blocks that are gathered each by itself; what else there is belongs to the root.
-
-    A block with parameters that another part has as well (tied weights) is the root's, and so is one that is not
-    called by itself, and a tiny one.
-    """
-    total = sum(parameter.numel() for parameter in model.parameters())
-    holders: dict[nn.Parameter, set[str]] = {}
-    for path, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(path)
-    units = []
-    for block in blocks(model):
-        module = model.get_submodule(block.name)
-        parameters = list(module.parameters())
-        inside = {f"{block.name}.{path}".rstrip(".") for path, _ in module.named_modules()}
-        tied = any(holders[parameter] - inside for parameter in parameters)
-        called = type(module).forward is not nn.Module.forward
-        if block.name and called and not tied and sum(p.numel() for p in parameters) >= TINY * total:
-            units.append(block.name)
-    return units
-
-
-def unit_sizes(model: nn.Module, units: Sequence[str]) -> list[int]:
-    """Bytes of the parameters of the root, and of each unit."""
-    inside = [sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in units]
-    return [sum(p.numel() * p.element_size() for p in model.parameters()) - sum(inside), *inside]
 
 
 class FullyShardedDataParallel(Strategy):
@@ -69,10 +50,26 @@ class FullyShardedDataParallel(Strategy):
         if self.world.size == 1:
             super().place(model)
             return
+        for layer in training_norms(model).values():  # which are run to look at them
+            self._receive(layer.parameters())
+        self._receive(model.buffers())
         self._broadcasts = read_in_training(model)
         if self.recipe.sync_bn:
             synchronise_batch_norm(model)
         self.module = model
+
+    def _receive(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values of a model's tensors, on this rank's device, and everywhere in the same memory order."""
+        for tensor in tensors:
+            if self.world.is_main:
+                tensor.data = tensor.detach().to(self.device).contiguous()
+                values = tensor.detach()
+            else:
+                values = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            if values.numel():
+                self.world.broadcast_(values.view(-1).view(torch.uint8))
+            if not self.world.is_main:
+                give_values(tensor, values)
 
     def wrap(self) -> None:
         if self.world.size == 1:
@@ -84,17 +81,27 @@ class FullyShardedDataParallel(Strategy):
         self.units = units_of(self.module)
         sizes = unit_sizes(self.module, self.units)
         self.largest_unit = max(sizes) / max(1, sum(sizes))  # as a part of all parameters' bytes
-        mesh = self.world.mesh()
+        mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
         with lost_peers(), self._explained():
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
-                unit.register_forward_hook(_copy_views)
+                if (reason := unshardable(unit, name)) is not None:
+                    raise self._refusal(reason)
+                whole += storages(unit, name)
+                self._receive(whole_parameters(unit).values())
+                whole += storages(unit, name)
+                unit.register_forward_hook(copy_views)
                 if self.recipe.compile and name:
                     compile_in_place(unit)
+                elif not self.recipe.compile:
+                    watch(unit, self._refusal)
                 fully_shard(unit, mesh=mesh, reshard_after_forward=self.recipe.fsdp.reshard and bool(name))
         for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        reasons = self.world.gather(kept_whole(whole))
+        if (reason := self.world.broadcast_object(next(filter(None, reasons), None))) is not None:
+            raise self._refusal(reason)
 
     def finish(self) -> None:
         if self.world.size > 1:
@@ -131,7 +138,6 @@ class FullyShardedDataParallel(Strategy):
         reasons = {
             "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
             "out of bounds for storage": "changes a block's outputs in place",
-            "doesn't support scalar parameters": "has a parameter without dimensions",
         }
         try:
             yield
@@ -139,8 +145,10 @@ class FullyShardedDataParallel(Strategy):
             reason = next((reason for words, reason in reasons.items() if words in str(error)), None)
             if reason is None:
                 raise
-            name = self.recipe.model.name
-            raise RecipeError(f"model.name={name} {reason}, which mode=fsdp cannot shard: use mode=ddp") from error
+            raise self._refusal(reason) from error
+
+    def _refusal(self, reason: str) -> RecipeError:
+        return RecipeError(f"model.name={self.recipe.model.name} {reason}, which mode=fsdp cannot shard: use mode=ddp")
 
     def reduce_gradients(self) -> None:
         """This rank's rows of the gradients, which are summed over all ranks already, for the optimizer."""
@@ -238,11 +246,6 @@ class FullyShardedDataParallel(Strategy):
                 "largest_unit": self.largest_unit,
             }
         }
-
-
-def _copy_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """What changes a view in place drops torch's hook on it, and the backward pass would use weights that are freed."""
-    return tree_map_only(Tensor, lambda output: output.clone() if output._is_view() else output, outputs)
 
 
 def _local(tensor: Any) -> Tensor:

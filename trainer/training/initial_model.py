@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,25 +12,70 @@ from trainer.data import Datasets, Example, TensorSpec
 from trainer.data.photos.decoding import reason
 from trainer.errors import RecipeError
 from trainer.models.given import Given
+from trainer.models.shapes import built_on_meta, description
 from trainer.models.zoo import build, fitted, known_classes, registered_model
-from trainer.processes.world import World
+from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import State
 from trainer.tasks import Task
+from trainer.training.randomness import random_states, restore_random_states
 
 
-def initial_model(recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World) -> nn.Module:
+def initial_model(
+    recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World, say: Callable[[str], None]
+) -> nn.Module:
     """The model as training begins with it, or for the weights of a checkpoint, which its mode scatters. Collective.
+
+    Where weights are sharded it is rank 0's, and has no values on the others: the mode gives them.
 
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-    model = model_of(recipe, task, data, starting=state is None)
-    if state is not None:
-        fitted(model, state.tensors["model"], "the checkpoint", whole=True)
-    elif isinstance(registered_model(recipe.model.name), Given):
+
+    def make(starting: bool = state is None) -> nn.Module:
+        model = model_of(recipe, task, data, starting)
+        if state is not None:
+            fitted(model, state.tensors["model"], "the checkpoint", whole=True)
+        return model
+
+    def checked() -> nn.Module:
+        model = make()
+        check_task(task, model, data)
+        return model
+
+    if recipe.traits.exchanges == "shards" and world.size > 1:
+        return _whole_on_rank_0(checked, lambda: make(starting=False), recipe.model.name, world, say)
+    model = make()
+    if state is None and isinstance(registered_model(recipe.model.name), Given):
         broadcast_weights(model, world)
     check_task(task, model, data)
+    return model
+
+
+def _whole_on_rank_0(
+    make: Callable[[], nn.Module],
+    make_alike: Callable[[], nn.Module],
+    name: str,
+    world: World,
+    say: Callable[[str], None],
+) -> nn.Module:
+    """What `make` gives on rank 0; elsewhere the same from `make_alike`, on the meta device. Collective.
+
+    A model that cannot be built there is built whole on every rank.
+    """
+    before = random_states([])
+    model, reason = world.all_or_none(lambda: (make(), "") if world.is_main else built_on_meta(make_alike), PATIENCE)
+    found = description(model) if model is not None else ""
+    if found != world.broadcast_object(found) and model is not None:
+        model, reason = None, "without values it is another model"
+    elif model is not None and not world.is_main and not any(tensor.is_meta for tensor in model.parameters()):
+        reason = "it was given as a module: give the function or class that makes it"
+    reason = next(filter(None, world.wait_for(reason, PATIENCE)), "")
+    if reason:
+        say(f"model.name={name} is built whole by each rank of a machine, which takes memory for each: {reason}")
+    if model is None:
+        restore_random_states(before, [])
+        model = make_alike()
     return model
 
 

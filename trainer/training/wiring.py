@@ -17,6 +17,7 @@ from trainer.data.folders.splits import SPLIT_FILE
 from trainer.data.photos import contact_sheet
 from trainer.devices.precision import has_bf16
 from trainer.models.norms import check_alone
+from trainer.models.shapes import without_values
 from trainer.modes import Context, Strategy
 from trainer.optim.optimization import MovingAverage, Updater, loss_scaler
 from trainer.optim.optimizers import build_optimizer
@@ -47,12 +48,12 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
 def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, begun: float) -> Run:
     """Model, mode, optimizer and batches; nothing of the run folder is written yet."""
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
-    model = initial_model(recipe, task, data, resolved.state, world)
+    say = resolved.tracker.say
+    model = initial_model(recipe, task, data, resolved.state, world, say)
     known = world.broadcast_object(resolved.tracker.known())
     facts = facts_of(model, resolved)
     rows = recipe.batch_size // (resolved.shard.count * recipe.accumulate)
-    say, samples = resolved.tracker.say, len(data.train)
-    context = Context(recipe, world, task, data.example(rows), samples, known=known, say=say)
+    context = Context(recipe, world, task, data.example(rows), len(data.train), known=known, say=say)
     strategy, optimizer, updater = wire(context, model)
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)
@@ -136,6 +137,6 @@ def utilisation_base(model: nn.Module, data: Datasets, cards: Mapping[str, Card]
     if not peaks or len(peaks) < len(cards):
         return None, 0
     try:
-        return sum(peaks), forward_flops(model, data.example(1).shape)
+        return sum(peaks), forward_flops(without_values(model), data.example(1).shape)
     except (NotImplementedError, RuntimeError):  # an operator, or a look at values, that shapes alone do not have
         return None, 0

@@ -20,7 +20,7 @@ from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models.memory import USABLE, Resident, held, saved_buffers
 from trainer.modes.dp import rows_of_devices
-from trainer.modes.fsdp import unit_sizes, units_of
+from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
 from trainer.recipe.checks import weight_shards

@@ -1,0 +1,161 @@
+"""The model that a run begins with, where ranks share one: rank 0's, and shapes alone on the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from tests import warm
+from tests.command_line import environment
+from trainer.models.shapes import built_on_meta, description, without_values
+
+
+class Small(nn.Module):
+    def __init__(self, wide=8):
+        super().__init__()
+        self.layer, self.width = nn.Linear(4, wide), wide
+
+
+def holding(make):
+    def built():
+        model = Small()
+        model.more = make()
+        return model
+
+    return built
+
+
+WITHOUT_VALUES = {
+    "tensor": (holding(lambda: torch.ones(3)), "no parameter and no buffer"),
+    "hidden tensor": (holding(lambda: {"deep": [(lambda x: lambda: x)(torch.ones(3))]}), "no parameter and no buffer"),
+    "loose parameter": (holding(lambda: [nn.Parameter(torch.ones(3))]), "no parameter and no buffer"),
+    "number": (holding(lambda: torch.ones(1).item()), "needs values"),
+    "drawn": (holding(lambda: nn.Parameter(torch.randn(3, device="cpu"))), "draws random numbers"),
+    "lazy": (holding(lambda: nn.LazyLinear(3)), "needs values"),
+    "circle": (holding(lambda: [(circle := []), circle.append(circle)]), ""),
+    "plain": (Small, ""),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_VALUES)
+def test_a_model_is_built_without_values_or_tells_why_it_cannot_be(name):
+    make, expected = WITHOUT_VALUES[name]
+    model, reason = built_on_meta(make)
+    assert (expected in reason) if expected else (reason == "" and model.layer.weight.is_meta)
+
+
+def test_a_description_tells_models_apart_by_more_than_their_tensors():
+    alike, other = Small(), Small()
+    other.width = 9
+    assert description(Small()) == description(alike) == description(without_values(alike)) != description(other)
+    tied = [nn.Sequential(*(layer for _ in range(2))) for layer in (nn.Linear(3, 3),)]
+    assert description(tied[0]) != description(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
+def test_a_copy_without_values_keeps_what_is_shared():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    copied = without_values(model)
+    assert copied[1].weight is copied[0].weight and all(p.is_meta for p in copied.parameters())
+    assert not copied[0].bias.requires_grad and not model[0].weight.is_meta
+
+
+class Looking(nn.Module):
+    """What values cannot be taken from shapes: buffers that are computed, and one in another memory order."""
+
+    def __init__(self, num_classes, channels, image_size, plain=False, looks=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(image_size * image_size * channels, 32), nn.Linear(32, num_classes)
+        self.middle = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.middle[1].weight = self.middle[0].weight
+        self.register_buffer("places", torch.randn(32), persistent=False)
+        self.register_buffer("spread", torch.arange(32.0).expand(2, -1))
+        self.register_buffer("turned", torch.randn(32, 16).t())
+        self.plain = torch.randn(32) if plain else 1.0
+        self.looks = torch.randn(1).item() if looks else 1.0
+
+    def forward(self, x):
+        x = self.first(x.flatten(1)) * self.plain + self.places + self.spread[0] + self.turned[3]
+        return self.last(self.middle[1](torch.relu(self.middle[0](x)))) * self.looks
+
+
+class Orthogonal(Looking):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.middle = nn.ModuleList(parametrizations.orthogonal(nn.Linear(32, 32)) for _ in range(2))
+
+
+MODELS = {
+    "looking": (Looking, ""),
+    "plain": (lambda *sizes: Looking(*sizes, plain=True), "no parameter and no buffer"),
+    "looks": (lambda *sizes: Looking(*sizes, looks=True), "needs values"),
+    "orthogonal": (Orthogonal, "needs values"),
+    "vit_tiny": (None, ""),
+    "resnet18": (None, ""),
+}
+
+
+def ranks(path):
+    """On each of two ranks: every model as a run begins with it, beside that of one process."""
+    from trainer import load_recipe, register_model, tasks
+    from trainer.data import open_datasets
+    from trainer.modes import Context, create
+    from trainer.processes.resources import locate
+    from trainer.training.initial_model import initial_model, model_of
+    from trainer.training.randomness import seed_everything
+
+    words = ["mode=fsdp", "devices=[cpu]", "data.name=synthetic", "data.samples=16", "data.val_samples=8"]
+    words += ["batch_size=8", "sync_bn=true", "model.freeze=1"]
+    world = locate(load_recipe("digits", *words))
+    world.connect(60.0)
+    told = {}
+    for name, (make, _) in MODELS.items():
+        if make:
+            register_model(name)(make)
+        recipe, said = load_recipe("digits", *words, f"model.name={name}"), []
+        data = open_datasets(recipe)
+        task = tasks.create(recipe, data.classes)
+        seed_everything(3, False)
+        model = initial_model(recipe, task, data, None, world, said.append)
+        seed_everything(3, False)
+        single = model_of(recipe, task, data)
+        shapes = any(p.is_meta for p in model.parameters())
+        strategy = create(Context(recipe, world, task, data.example(4)))
+        strategy.setup(model)
+        inputs = torch.linspace(-1, 1, data.example(4).inputs.bytes).view(4, *data.example(4).shape[1:])
+        strategy.train(False)
+        out = strategy.forward(inputs)
+        whole = strategy.gather(strategy.named_parameters()) or dict(single.named_parameters())
+        every = {**whole, **dict(strategy.module.named_buffers())}
+        wanted = {**dict(single.named_parameters()), **dict(single.named_buffers())}
+        told[name] = {
+            "shapes": shapes,
+            "said": said,
+            "apart": [key for key in wanted if not torch.equal(every[key], wanted[key])],
+            "trains": [p.requires_grad for p in strategy.named_parameters().values()]
+            == [p.requires_grad for p in single.parameters()],
+            "outputs": (out - single.eval()(inputs)).abs().max().item(),
+        }
+    (path / f"{world.rank}.json").write_text(json.dumps(told))
+    world.close()
+
+
+def test_every_rank_begins_with_the_weights_of_single_and_only_rank_0_builds_them(tmp_path):
+    script = "import sys; from pathlib import Path; from tests.training.test_initial_model import ranks\n"
+    (tmp_path / "ranks.py").write_text(f"{script}ranks(Path(sys.argv[1]))\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(tmp_path / "ranks.py"), str(tmp_path)]
+    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    for name, (_, reason) in MODELS.items():
+        for told in (first[name], second[name]):
+            assert told["apart"] == [] and told["trains"] and told["outputs"] < 1e-5, (name, told)
+        assert (first[name]["shapes"], second[name]["shapes"]) == (False, not reason), name
+        assert len(first[name]["said"]) == bool(reason) and all(reason in line for line in first[name]["said"]), name

@@ -1,0 +1,115 @@
+"""What `fsdp` gathers at a time: units of a model, and what a unit must be like."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from trainer.models.blocks import blocks
+
+Storage = weakref.ref[torch.UntypedStorage]
+TRIES = 20
+TINY = 0.005  # of the model's parameters: blocks below this are gathered with the root, all at once
+
+
+def units_of(model: nn.Module) -> list[str]:
+    """Names of the blocks that are gathered each by itself; what else there is belongs to the root.
+
+    A block with parameters that another part has as well (tied weights) is the root's, and so is one that is not
+    called by itself, and a tiny one.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    holders: dict[nn.Parameter, set[str]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(path)
+    units = []
+    for block in blocks(model):
+        module = model.get_submodule(block.name)
+        parameters = list(module.parameters())
+        inside = {f"{block.name}.{path}".rstrip(".") for path, _ in module.named_modules()}
+        tied = any(holders[parameter] - inside for parameter in parameters)
+        called = type(module).forward is not nn.Module.forward
+        if block.name and called and not tied and sum(p.numel() for p in parameters) >= TINY * total:
+            units.append(block.name)
+    return units
+
+
+def unit_sizes(model: nn.Module, units: Sequence[str]) -> list[int]:
+    """Bytes of the parameters of the root, and of each unit."""
+    inside = [sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in units]
+    return [sum(p.numel() * p.element_size() for p in model.parameters()) - sum(inside), *inside]
+
+
+def whole_parameters(unit: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
+    """Parameters that are whole at present, by name."""
+    return {name: p for name, p in unit.named_parameters(prefix=prefix) if not isinstance(p, DTensor)}
+
+
+def unshardable(unit: nn.Module, prefix: str) -> str | None:
+    """What of a unit that is whole `fully_shard` cannot divide."""
+    parameters = whole_parameters(unit, prefix)
+    for name, parameter in parameters.items():
+        if not parameter.dim():
+            return f"has a parameter without dimensions, {name}"
+        if not parameter.numel():
+            return f"has an empty parameter, {name}"
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.requires_grad})
+    return f"trains {' and '.join(kinds)} in one block" if len(kinds) > 1 else None
+
+
+def storages(unit: nn.Module, prefix: str) -> list[tuple[str, Storage]]:
+    """Of the parameters that are whole, with their names."""
+    return [(name, weakref.ref(p.untyped_storage())) for name, p in whole_parameters(unit, prefix).items()]
+
+
+def kept_whole(before: Sequence[tuple[str, Storage]]) -> str | None:
+    """What of the parameters that are sharded by now the model has in another place too, where it would not train."""
+    for _ in range(TRIES):
+        kept = next((name for name, storage in before if storage() is not None), None)
+        if kept is None:
+            return None
+        gc.collect()  # what only refers to itself
+        time.sleep(0.1)  # gloo's thread lets go of what it has sent a little later
+    return f"keeps {kept} in a second place, as in a list or a view"
+
+
+def watch(unit: nn.Module, refusal: Callable[[str], Exception]) -> None:
+    """In its first training pass, find out whether a unit changes its parameters: they are gathered again for the next,
+    and the change is lost.
+
+    The pass raises `refusal` of the reason then.
+    """
+    seen: list[tuple[dict[str, nn.Parameter], Tensor]] = []
+
+    def before(*_: Any) -> None:
+        if unit.training and not seen:
+            parameters = {name: p for name, p in whole_parameters(unit).items() if p.is_floating_point()}
+            seen.append((parameters, _sums(parameters)))
+
+    def after(*_: Any) -> None:
+        for parameters, sums in seen:
+            begin.remove()
+            end.remove()
+            if not torch.equal(sums, _sums(parameters)):
+                raise refusal("changes its parameters in its forward pass")
+
+    begin, end = unit.register_forward_pre_hook(before), unit.register_forward_hook(after)
+
+
+def _sums(parameters: Mapping[str, Tensor]) -> Tensor:
+    sums = [p.detach().sum(dtype=torch.float64).nan_to_num() for p in parameters.values()]
+    return torch.stack(sums) if sums else torch.zeros(0)
+
+
+def copy_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """What changes a view in place drops torch's hook on it, and the backward pass would use weights that are freed."""
+    return tree_map_only(Tensor, lambda output: output.clone() if output._is_view() else output, outputs)

@@ -168,6 +168,7 @@ case $1 in
     test)
         shift
         cd "$here"
+        unset PYTHONDONTWRITEBYTECODE # as images set it: each process would compile all tests anew
         exec "$venv/bin/python" -m pytest --numprocesses="$(workers)" --dist=worksteal "$@"
         ;;
     tensorboard)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-for name in [name for name in sys.modules if name.partition(".")[0] == "trainer"]:  # where this was forked warm
-    del sys.modules[name]  # simulated devices watch them from their first import on
 warm.what_is_asked_for()  # multiprocessing's servers need not import torch either
 
 

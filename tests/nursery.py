@@ -29,9 +29,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import PIL
+
 from tests import warm
 
 PRELOADED = ["torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets"]  # beside all of trainer
+PRELOADED += ["matplotlib.backends.backend_agg", "torch.distributed.pipelining"]
+PRELOADED += ["pillow_heif", *(f"PIL.{name}" for name in PIL._plugins)]
 ABOVE = 900  # no process here has as many files
 COLLAPSE = 25  # MADV_COLLAPSE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,7 +47,8 @@ def serve(number: int) -> None:
 
     for name in [*PRELOADED, *(module.name for module in pkgutil.walk_packages(trainer.__path__, "trainer."))]:
         if not name.endswith("__main__"):
-            importlib.import_module(name)
+            with suppress(ModuleNotFoundError):  # pillow_heif need not be here
+                importlib.import_module(name)
     _think_less()
     gc.collect()
     gc.freeze()  # else each process would soon look at all of that, and so make it its own

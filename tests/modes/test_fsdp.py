@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from subprocess import run as run_command
 
 import pytest
 from torch import nn
 
+from tests import warm
 from tests.command_line import QUIET, environment, ok, result
 from tests.modes.ways import EXACT
 from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
@@ -205,7 +205,7 @@ def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_pa
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = run_command(
+    done = warm.run(
         [*command, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=120, cwd=os.getcwd()
     )
     assert done.returncode == 0, done.stderr

@@ -240,7 +240,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _functions(modules: frozenset[str]) -> dict[str, list[FunctionType]]:
     """All functions of the loaded modules, by file; looked for once, among millions of objects."""
     found: dict[str, list[FunctionType]] = {}
+    gc.unfreeze()  # those of a process that this one was forked from
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename.startswith(HOME):
             found.setdefault(thing.__code__.co_filename.removeprefix(HOME), []).append(thing)
+    gc.freeze()
     return found

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from trainer.recipe.editor import schema_file, schema_text
-from trainer.recipe.key_reference import reference_page
+from trainer.recipe.key_reference import reference_page, schema_file, schema_text
 from trainer.recipe.traits import readme_table
 
 GUIDE = Path(trainer.__file__).parent / "guide"

@@ -27,7 +27,7 @@ OWNERS = {  # what is delicate is done in one place
     "flock(": "saving/locks.py",
     "memfd_create(": "processes/memory_file.py",
     "prctl(": "processes/family.py",
-    "subprocess.Popen(": "processes/children.py",
+    "subprocess.Popen(": "processes/family.py",
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FOLDERS = sorted({path.parent for path in FILES} - {HOME})

@@ -18,28 +18,31 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from importlib import import_module
 
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
 from trainer.processes.terminal import as_typed, outlive_terminal, plain
 
 try:
     from trainer import recipe
-    from trainer.cli import completion, guide, help
+    from trainer.cli import completion, guide
     from trainer.cli.grammar import program, read
-    from trainer.cli.help import version_line
+    from trainer.cli.guide import version_line
     from trainer.launch import endings, launching, topology
     from trainer.processes import family, interrupts
     from trainer.processes.interrupts import exit_now, exit_python
     from trainer.processes.rank import place
     from trainer.recipe import recipes_command
     from trainer.recipe.known_names import check_names
-    from trainer.recipe.recipe_words import split_words
+    from trainer.recipe.recipe_files import split_words
     from trainer.saving.files import open_streams
 except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
     sys.exit(explain(fault)[1])
 
 ALONE = ("evaluate", "predict", "compare", "plan", "export", "cache", "prove")  # not under mpirun
+ROOMS = ("compare", "plan", "predict", "export", "runs", "doctor", "prove")
+HOMES = {"cache": "trainer.data.cache.cache_command", **{name: f"trainer.commands.{name}" for name in ROOMS}}
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 
 
@@ -97,65 +100,31 @@ def run(words: Sequence[str]) -> int:
         return train(rest)
     if command == "evaluate":
         return evaluate(rest)
-    if command == "compare":
-        from trainer.commands import compare
-
-        interrupts.raise_at_ctrl_c()
-        return compare.command(rest)
-    if command == "plan":
-        from trainer.commands import plan
-
-        interrupts.raise_at_ctrl_c()
-        return plan.command(rest)
-    if command == "predict":
-        from trainer.commands import predict
-
-        interrupts.raise_at_ctrl_c()
-        return predict.command(rest)
-    if command == "export":
-        from trainer.commands import export
-
-        interrupts.raise_at_ctrl_c()
-        _show(as_typed(export.command(rest)))
-        return 0
-    if command == "runs":
-        from trainer.commands import runs
-
-        interrupts.raise_at_ctrl_c()
-        _show(as_typed(runs.command(rest)))
-        return 0
-    if command == "cache":
-        from trainer.data.cache import cache_command as caches
-
-        interrupts.raise_at_ctrl_c()
-        return caches.command(rest)
-    if command == "doctor":
-        from trainer.commands import doctor
-
-        return doctor.command(rest)
-    if command == "prove":
-        from trainer.commands import prove
-
-        interrupts.raise_at_ctrl_c()
-        return prove.command(rest)
-    if command == "recipes":
-        _show(recipes_command.answer(rest, program()))
-        return 0
-    if command == "guide":
-        _show(guide.command(rest))
-        return 0
-    if command == "completion":
-        return completion.command(rest)
-    if command == "version":
-        _show(f"{version_line()}\n")
-        return 0
-    return show_help(rest)
+    if command in HOMES:
+        home = import_module(HOMES[command])
+        if command != "doctor":
+            interrupts.raise_at_ctrl_c()
+        answer: int | str = home.command(rest)
+    elif command == "recipes":
+        answer = recipes_command.answer(rest, program())
+    elif command == "guide":
+        answer = guide.command(rest)
+    elif command == "completion":
+        answer = completion.command(rest)
+    elif command == "version":
+        answer = f"{version_line()}\n"
+    else:
+        return show_help(rest)
+    if isinstance(answer, int):
+        return answer
+    _show(as_typed(answer) if command in HOMES else answer)
+    return 0
 
 
 def show_help(words: Sequence[str]) -> int:
     """Print the page of the command that is among the words, or the first page."""
-    named = [word.lstrip("-") for word in words if word.lstrip("-") in help.pages()]
-    _show(help.page(named[0]) if named else help.first(recipes_command.listed("  ")))
+    named = [word.lstrip("-") for word in words if word.lstrip("-") in guide.pages()]
+    _show(guide.command_page(named[0]) if named else guide.first(recipes_command.listed("  ")))
     return 0
 
 

@@ -38,10 +38,9 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer.data import Loader, Shard, open_datasets
 from trainer.data.cache import cached
-from trainer.processes.allocation import keep_freed_memory
-from trainer.processes.resources import locate
+from trainer.processes.resources import keep_freed_memory, locate
 from trainer.recipe import load
-from trainer.training.resolving import task_of
+from trainer.training.wiring import task_of
 
 SIZE, WORKERS, AHEAD = 224, 2, 6
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

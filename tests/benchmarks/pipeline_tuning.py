@@ -32,8 +32,7 @@ from trainer.models.zoo import build
 from trainer.modes.base import Strategy
 from trainer.modes.pipeline import stages as staging
 from trainer.modes.pipeline.tuning import Plan
-from trainer.processes.allocation import keep_freed_memory
-from trainer.processes.resources import locate
+from trainer.processes.resources import keep_freed_memory, locate
 from trainer.recipe import load
 from trainer.training.randomness import seed_everything
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import PROJECT, ok
-from trainer.cli.command_names import COMMANDS
 from trainer.cli.completion import SHELLS, script
+from trainer.cli.known_keys import COMMANDS
 from trainer.commands.export import SUFFIXES
 from trainer.recipe import checks, shipped_recipes
 

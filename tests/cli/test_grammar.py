@@ -20,7 +20,7 @@ from trainer.processes import family
 from trainer.recipe import flatten, load, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names, torchvision_classifiers
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 from trainer.recipe.text import typed as as_typed
 
 TRAIN = "python -m trainer"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import trainer
 from trainer.cli import guide
-from trainer.cli.terminal import for_terminal
+from trainer.cli.guide import for_terminal
 from trainer.errors import RecipeError
 
 

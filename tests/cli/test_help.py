@@ -8,10 +8,10 @@ import shlex
 import pytest
 
 from tests.command_line import ok
-from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import read
-from trainer.cli.help import first, page, pages
-from trainer.cli.known_keys import COMMAND_WORDS
+from trainer.cli.guide import command_page as page
+from trainer.cli.guide import first, pages
+from trainer.cli.known_keys import COMMAND_WORDS, COMMANDS
 from trainer.commands.compare import entries
 from trainer.commands.plan import OWN as PLAN_WORDS
 from trainer.recipe import load

@@ -11,10 +11,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from tests.data.photo_folders import opened, photo_set
 from trainer.data import ImageSet, open_datasets
-from trainer.data.contents import contents_of, difference
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.registered import registered
 from trainer.recipe import load
+from trainer.training.same_images import contents_of, difference
 
 
 def keys(root, *words):

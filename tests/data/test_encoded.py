@@ -11,8 +11,8 @@ from tests.data.shards.making import in_folders, jpeg, tarred
 from trainer.data.encoded import encoded, header_file, identity, in_shard, open_address
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.shards import tars
+from trainer.data.shards.indexes import ShardFile
 from trainer.data.shards.opening import ShardPhotos
-from trainer.data.shards.shard_files import ShardFile
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
-from trainer.commands.doctor import machine
+from trainer.commands.doctor import software
 from trainer.commands.doctor.findings import Findings
 from trainer.data.cache.building import Estimate, require_room
-from trainer.data.cache.packing import Format
+from trainer.data.cache.stored import Format
 from trainer.data.workers import worker_counts
 from trainer.devices import host
 from trainer.errors import DiskFullError
@@ -84,8 +84,8 @@ def test_what_a_container_has_no_memory_for_is_not_begun(computer, monkeypatch, 
 def test_doctor_shows_it(computer):
     computer("0::/\n", {"": {**V2, "cpu.max": "150000 100000", "pids.max": "77"}})
     found = Findings()
-    machine.resources(found)
-    machine.limits(found)
+    software.resources(found)
+    software.limits(found)
     text = found.text()
     assert re.search(r"^  memory +2\.0 of [\d.]+ GiB free$", text, re.M)
     assert re.search(r"^  memory's limit \(cgroup\) +4\.0 GiB$", text, re.M)

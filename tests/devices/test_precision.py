@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.command_line import QUIET, losses, ok, result
-from trainer.commands.doctor import machine
+from trainer.commands.doctor import software
 from trainer.commands.doctor.findings import Findings
 from trainer.devices import precision as precisions
 from trainer.devices.precision import computed_in, cpu_speed, described, set_precision
@@ -117,7 +117,7 @@ def test_times_that_scatter_too_much_are_no_advice(clock, monkeypatch, bf16, fp3
         assert described("bf16", CPU) == "bf16" and not _bf16_is_faster()
         page = Findings()
         monkeypatch.setattr(precisions, "AUTOCAST", {"bf16": torch.bfloat16})
-        machine.precisions(page)
+        software.precisions(page)
         assert "not known: the times of convolutions vary too much" in str(page.sections)
 
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.command_line import PROJECT
-from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import read
+from trainer.cli.known_keys import COMMANDS
 from trainer.commands.compare import entries
 from trainer.commands.export import SUFFIXES
 from trainer.commands.plan import OWN as PLAN
-from trainer.commands.plan import amounts
 from trainer.commands.prove import WORDS as PROVE
 from trainer.commands.prove import find_devices
 from trainer.commands.runs import SYNONYMS
@@ -21,7 +20,8 @@ from trainer.errors import RecipeError
 from trainer.launch.topology import Launch, choose_launch
 from trainer.recipe import Recipe, checks, load
 from trainer.recipe.known_names import check_names
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
+from trainer.telemetry import readable
 
 OTHERS = {  # what other programs' lines may look like
     "git": r"clone URL trainer",
@@ -160,7 +160,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         own, rest = split_words([word for word in rest if word != "--json"], ("recipe", "plugin", *PLAN))
         recipe = load(own.get("recipe"), *rest)
         _check_names(recipe, own)
-        assert amounts.parse_memory(own.get("memory", "1GiB")) and amounts.parse_bandwidth(
+        assert readable.parse_memory(own.get("memory", "1GiB")) and readable.parse_bandwidth(
             own.get("bandwidth", "1GB/s")
         )
         checks.check_processes(recipe, choose_launch({}, own.get("nproc"), recipe, lambda: 0, 2).size)

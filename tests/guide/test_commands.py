@@ -24,8 +24,7 @@ from tests.data.photo_folders import coloured
 from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
 from trainer import __main__ as cli
-from trainer.cli.command_names import COMMANDS
-from trainer.cli.known_keys import COMMAND_WORDS
+from trainer.cli.known_keys import COMMAND_WORDS, COMMANDS
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load

@@ -12,8 +12,7 @@ import pytest
 from tests.command_line import PROJECT
 from tests.guide.documents import CONTRIBUTING, LANGUAGES, PAGES, anchors, blocks, commands, links, name, prose, spans
 from tests.pages import GUIDE, PART, PARTS, README, filled
-from trainer.cli.guide import INDEX, topics
-from trainer.cli.terminal import cells
+from trainer.cli.guide import INDEX, cells, topics
 
 UNCLEAR = (  # sentences that only their writer understood
     "tie-breaker",

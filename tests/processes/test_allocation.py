@@ -9,7 +9,7 @@ from tests.command_line import environment
 
 PROGRAM = """
 import sys, torch
-from trainer.processes.allocation import keep_freed_memory
+from trainer.processes.resources import keep_freed_memory
 keep_freed_memory(*map(int, sys.argv[2:]))
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

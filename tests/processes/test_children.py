@@ -10,7 +10,7 @@ import pytest
 
 from tests.command_line import PROJECT, environment
 from trainer.errors import SetupError
-from trainer.processes import children
+from trainer.processes import family
 from trainer.processes.family import PARENT
 
 ENDLESS = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(1000)"]
@@ -18,7 +18,7 @@ ENDLESS = [sys.executable, "-c", "import time; print('ready', flush=True); time.
 
 def interrupted(leaves=None, before=0):
     """How an endless command ends when Ctrl-C comes, and another signal `before` it."""
-    with pytest.raises(KeyboardInterrupt), children.started(ENDLESS, leaves, stdout=subprocess.PIPE) as child:
+    with pytest.raises(KeyboardInterrupt), family.started(ENDLESS, leaves, stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == "ready\n"
         child.send_signal(before)
         raise KeyboardInterrupt
@@ -35,7 +35,7 @@ def test_ctrl_c_kills_what_is_not_to_leave_by_itself():
 
 
 def test_a_block_that_fails_ends_what_it_started():
-    with pytest.raises(ZeroDivisionError), children.started(ENDLESS, stdout=subprocess.DEVNULL) as child:
+    with pytest.raises(ZeroDivisionError), family.started(ENDLESS, stdout=subprocess.DEVNULL) as child:
         raise ZeroDivisionError
     assert child.returncode == -signal.SIGKILL
 
@@ -44,7 +44,7 @@ def test_it_has_a_session_and_is_told_whose_it_is():
     script = f"import os; print(os.getsid(0) == os.getpid(), os.environ['{PARENT}'], os.environ.get('MINE'))"
     for given, mine in ((None, None), ({"MINE": "x"}, "x")):
         command = [sys.executable, "-c", script]
-        with children.started(command, environment=given, stdout=subprocess.PIPE) as child:
+        with family.started(command, environment=given, stdout=subprocess.PIPE) as child:
             assert child.communicate()[0] == f"True {os.getpid()} {mine}\n"
         assert child.returncode == 0
 
@@ -52,7 +52,7 @@ def test_it_has_a_session_and_is_told_whose_it_is():
 def test_what_is_not_there_is_one_line():
     with (
         pytest.raises(SetupError, match=r"^/not/here cannot be started \(No such file"),
-        children.started(["/not/here"]),
+        family.started(["/not/here"]),
     ):
         pass
 
@@ -61,8 +61,8 @@ def test_it_dies_with_the_process_that_started_it():
     command = "from trainer.processes import family; family.die_with_parent(); print('ready', flush=True); input()"
     script = f"""
 import os, subprocess, sys
-from trainer.processes import children
-with children.started([sys.executable, "-c", {command!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+from trainer.processes import family
+with family.started([sys.executable, "-c", {command!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
     print(child.stdout.readline().strip(), child.pid, flush=True)
     os.kill(os.getpid(), {signal.SIGKILL})
 """

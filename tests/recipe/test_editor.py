@@ -12,7 +12,7 @@ import yaml
 from tests.command_line import ok
 from trainer.errors import RecipeError
 from trainer.recipe import load, shipped_recipes
-from trainer.recipe.editor import FILE, MODELINE, schema_file
+from trainer.recipe.key_reference import FILE, MODELINE, schema_file
 
 jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema (of the extra `test`)")
 

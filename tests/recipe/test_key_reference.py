@@ -9,7 +9,7 @@ import pytest
 
 from tests.command_line import PROJECT, ok, trainer
 from tests.pages import REFERENCE, made
-from trainer.cli.command_names import COMMANDS
+from trainer.cli.known_keys import COMMANDS
 from trainer.recipe import Recipe, flatten, load
 from trainer.recipe.key_reference import keys, sections
 

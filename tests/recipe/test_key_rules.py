@@ -4,8 +4,8 @@ import pytest
 
 from trainer.errors import RecipeError
 from trainer.recipe import OptimizerRecipe, load
-from trainer.recipe.key_rules import READERS
 from trainer.recipe.loading import words_of
+from trainer.recipe.reflection import READERS
 from trainer.recipe.schema import ScheduleRecipe
 
 

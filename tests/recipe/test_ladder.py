@@ -10,7 +10,7 @@ import yaml
 
 from trainer.recipe import MODES, checks, flatten, load, shipped_recipes
 from trainer.recipe.known_names import check_names
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 
 IMAGENET = ["resnet18", "resnet50", "resnet50_8gpu", "resnet50_v2", "mobilenet_v3_large", "efficientnet_b0"]
 IMAGENET += ["convnext_tiny", "swin_t", "vit_b_16"]

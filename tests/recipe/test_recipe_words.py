@@ -2,10 +2,10 @@
 
 import pytest
 
-from trainer.cli.command_names import COMMANDS
+from trainer.cli.known_keys import COMMANDS
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, shipped_recipes
-from trainer.recipe.recipe_words import misspelt, split_words
+from trainer.recipe.recipe_files import misspelt, split_words
 
 WORDS = [*COMMANDS, *shipped_recipes(), *flatten(Recipe().to_dict())]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import QUIET, ok, trainer
 from trainer.recipe import load
-from trainer.recipe.editor import MODELINE, schema_file
+from trainer.recipe.key_reference import MODELINE, schema_file
 
 
 def test_diff_shows_the_keys_that_differ(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
+from trainer.commands.compare.comparing import _stands_in
 from trainer.commands.compare.entries import Entry
-from trainer.commands.compare.predictions import _stands_in
 from trainer.commands.doctor import software
 from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings

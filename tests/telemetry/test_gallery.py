@@ -56,14 +56,14 @@ def test_a_class_without_samples_is_no_division_by_zero():
 
 
 def test_words_are_cut_to_their_room():
-    assert gallery._fit("short", 100) == "short"
-    cut = gallery._fit("a very long name of a class", 60)
-    assert cut.endswith("…") and gallery._width(cut) <= 60
+    assert gallery.fit("short", 100) == "short"
+    cut = gallery.fit("a very long name of a class", 60)
+    assert cut.endswith("…") and gallery.text_width(cut) <= 60
 
 
 def test_what_must_be_read_is_never_cut():
-    cut = gallery._fit("said a class with a very long name", 120, " 57%")
-    assert cut.endswith("… 57%") and gallery._width(cut) <= 120
+    cut = gallery.fit("said a class with a very long name", 120, " 57%")
+    assert cut.endswith("… 57%") and gallery.text_width(cut) <= 120
 
 
 def test_names_of_a_matrix_are_whole_below_it():
@@ -71,4 +71,4 @@ def test_names_of_a_matrix_are_whole_below_it():
     image = opened(gallery.confusion(np.array([[9, 1], [0, 10]]), names)).convert("L")
     top = 2 * (gallery.FONT + gallery.GAP) + 2 * 34 + gallery.GAP
     dark = np.argwhere(np.asarray(image)[top:] < 128)
-    assert max(map(gallery._width, names)) - 6 < np.ptp(dark[:, 0]) < image.height - top
+    assert max(map(gallery.text_width, names)) - 6 < np.ptp(dark[:, 0]) < image.height - top

@@ -5,7 +5,7 @@ import torch
 
 from trainer.recipe import load
 from trainer.tasks import Classification, Multilabel, Regression, Task
-from trainer.training.mistakes import ONE_BY_ONE, WORST, Mistakes
+from trainer.training.evaluation import ONE_BY_ONE, WORST, Mistakes
 
 
 class Ranks:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.cli.command_names import COMMANDS
 from trainer.cli.grammar import program
 from trainer.cli.guide import topics
-from trainer.cli.known_keys import COMMAND_WORDS, EXPORTS, FOLDERS
+from trainer.cli.known_keys import COMMAND_WORDS, COMMANDS, EXPORTS, FOLDERS
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
 from trainer.recipe.checks import refused_schedules

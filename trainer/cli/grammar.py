@@ -8,27 +8,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.cli.command_names import (
+from trainer.cli.dialects.interpreter import bare_meaning, meaning, unknown
+from trainer.cli.dialects.meaning import CommandLine, Meaning
+from trainer.cli.known_keys import (
     AFTERWARDS,
+    COMMAND_WORDS,
     COMMANDS,
     FLAG_COMMANDS,
     LAUNCHING,
     OTHER_COMMANDS,
     PROGRAMS,
     SENTENCES,
+    WANTS,
+    is_name,
+    our_name,
 )
-from trainer.cli.dialects.bare_words import bare_meaning
-from trainer.cli.dialects.interpreter import meaning, unknown
-from trainer.cli.dialects.meaning import CommandLine, Meaning
-from trainer.cli.known_keys import COMMAND_WORDS, WANTS, is_name, our_name
 from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
 from trainer.recipe import flatten, shipped_recipes
-from trainer.recipe.key_rules import READERS, unread
-from trainer.recipe.recipe_words import misspelt
-from trainer.recipe.reflection import choices, defaults
+from trainer.recipe.recipe_files import misspelt
+from trainer.recipe.reflection import READERS, choices, defaults, unread
 
 
 def program(environment: Mapping[str, str] = os.environ) -> str:

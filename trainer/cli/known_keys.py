@@ -1,4 +1,4 @@
-"""The words that commands take besides the keys of a recipe, and what other programs call them."""
+"""The commands, the words that they take besides the keys of a recipe, and what other programs call both."""
 
 from __future__ import annotations
 
@@ -6,6 +6,62 @@ from collections.abc import Collection
 
 from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.reflection import defaults, is_text, kinds, sections
+
+COMMANDS = (
+    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "prove", "recipes",
+    "guide", "completion", "version", "help",
+)  # fmt: skip
+
+# What people type first, and what to type: words of ours, or a sentence that stands for itself.
+_TYPED = {
+    "recipes": "list ls show configs models zoo available recipe-list list-recipes",
+    "train recipe=digits": "fit start run learn training main",
+    "evaluate checkpoint=RUN": "val test eval validate validation score valid test_only evaluation evaluate_only",
+    "predict checkpoint=RUN data.root=FOLDER": "infer inference detect classify label prediction classification",
+    "compare recipe=digits": "benchmark bench speed profile race comparison sweep tune search multirun",
+    "plan recipe=digits": "estimate dry-run dryrun dry_run memory simulate planning",
+    "export RUN format=onnx": "convert onnx deploy",
+    "export RUN format=torchscript": "torchscript jit trace",
+    "export RUN format=safetensors": "safetensors",
+    "runs": "logs history results experiments",
+    "doctor": "info env collect_env check diagnose checks system status nvidia-smi gpus devices",
+    "prove": "proof verify selftest self-test burnin burn-in health acceptance certify",
+    "guide": "docs doc documentation manual tutorial faq howto readme topics",
+    "recipe=RUN output=RUN resume=auto": "resume continue restart",
+    "help": "usage man commands ?",
+    "completion bash": "bash zsh autocomplete complete shell",
+    "version": "ver --ver about",
+}
+OTHER_COMMANDS = {name: words for words, names in _TYPED.items() for name in names.split()}
+SENTENCES = {
+    **dict.fromkeys(("tensorboard", "dashboard", "ui"), "python -m tensorboard.main --logdir runs shows all runs"),
+    **dict.fromkeys(("segment", "pose", "track", "obb"), "task.name= is classification, multilabel or regression"),
+    **dict.fromkeys(
+        ("new", "init", "create", "config", "cfg", "make"),
+        "python -m trainer recipes new my.yaml extends=digits writes a recipe to edit, and recipe=my.yaml trains it",
+    ),
+    **dict.fromkeys(("install", "setup", "update", "upgrade"), "./launch.sh installs what is missing as it starts"),
+    **dict.fromkeys(("download", "data", "datasets"), "data is downloaded when a recipe first trains, as recipe=mnist"),
+}
+# Programs that somebody types before our words, or again.
+PROGRAMS = ("python", "python3", "torchrun", "accelerate", "trainer", "./launch.sh", "launch.sh", "sudo", "yolo")
+LAUNCHING = ("-m", "launch", "torch.distributed.run", "torch.distributed.launch")  # and what stands between
+# Options that are commands elsewhere: torchvision's --test-only, timm's --list-models.
+_FLAGS = {
+    "evaluate": "test_only eval_only evaluate eval validate test val do_eval",
+    "predict": "predict infer do_predict",
+    "recipes": "list list_models list_recipes ls",
+    "plan": "dry_run dryrun plan",
+    "compare": "benchmark bench multirun m compare",
+    "doctor": "doctor info",
+    "train": "do_train train",
+}
+AFTERWARDS = {  # of those, what there is to say where training is asked for as well
+    "evaluate": "every epoch ends with an evaluation",
+    "predict": "a command of its own, for a trained run",
+}
+FLAG_COMMANDS = {name: command for command, names in _FLAGS.items() for name in names.split()}
+
 
 # Words of commands that no recipe holds.
 COMMAND_WORDS = {

@@ -28,8 +28,8 @@ from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.initial_model import model_of
-from trainer.training.resolving import start_process, task_of
 from trainer.training.same_images import check_same_images
+from trainer.training.wiring import start_process, task_of
 
 
 def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:

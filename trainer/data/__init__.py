@@ -6,7 +6,7 @@ Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry.
 
 from trainer.data.datasets import open_datasets
 from trainer.data.loaders import Loader, steps_per_epoch
-from trainer.data.photos.viewing import as_pictures, held_out_pictures
+from trainer.data.photos.photo_reader import as_pictures, held_out_pictures
 from trainer.data.registered import register_dataset
 from trainer.data.sets import (
     Batch,

@@ -24,7 +24,7 @@ from trainer.data.photos.decoding import Bytes, open_encoded, read_file
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.pixel_range import Range
 from trainer.data.shards import parquet, tars
-from trainer.data.shards.shard_files import ShardFile
+from trainer.data.shards.indexes import ShardFile
 from trainer.saving import files
 
 READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from trainer.errors import KINDS, Interrupted, TrainerError
 from trainer.launch import endings
-from trainer.processes import children
+from trainer.processes import family
 from trainer.recipe import Recipe
 from trainer.saving.run_folder import fresh_folder
 
@@ -59,7 +59,7 @@ def train_in_children(
         redirected = sys.stdout is not sys.__stdout__  # a notebook's, say, which a child does not know
         stopped, printed, errors, code = False, None, None, Interrupted.code
         try:
-            with children.started(
+            with family.started(
                 command,
                 leaves=lambda child: child.wait(),
                 environment=variables,

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainer.processes import children, early, family, stacks
+from trainer.processes import early, family, stacks
 from trainer.processes.rank import place
 from trainer.processes.terminal import plain
 from trainer.processes.watchdog_process import GIVEN_UP
@@ -51,7 +51,7 @@ class Watchdog:
         words = [wakeup.fileno(), os.getpid(), grace, *map(int, signals)]
         command = [sys.executable, "-P", "-S", str(PROGRAM), *map(str, words)]  # -S: in 20 ms, without site-packages
         with suppress(OSError):  # the system has no process left: the rank trains without
-            self._process = children.start_beside(command, wakeup.fileno(), signals)
+            self._process = family.start_beside(command, wakeup.fileno(), signals)
 
     def send(self, line: str) -> None:
         """`alive` after a signal, `saving` and `saved`, or the process ids of all ranks here once training begins."""

@@ -1,7 +1,8 @@
-"""What a process may use of this machine: cores, threads, devices. Imports no torch at its top."""
+"""What a process may use of this machine: cores, threads, devices, freed memory. Imports no torch at its top."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -89,3 +90,24 @@ def locate(recipe: Recipe) -> World:
     world = World(me, device, threads, (), drives, shared)
     world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))
     return world
+
+
+PHOTOS = 2**25  # bytes: the largest that glibc can be told; a photo of 11 megapixels
+
+
+def keep_freed_memory(largest: int | None = None) -> None:
+    """Let glibc's malloc keep big blocks for the next ones; by default it gives them back to the kernel.
+
+    Which then clears every page of the next one: on a CPU 6 to 14 % of a training step, and up to half of the time in
+    which a photo is decoded. Blocks of more than `largest` bytes go back all the same; None: none do.
+    """
+    m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        if largest is None:
+            libc.mallopt(m_mmap_max, 0)  # no block a mapping of its own, which would go back when freed
+        else:
+            libc.mallopt(m_mmap_threshold, largest)
+    except (OSError, AttributeError):
+        return  # another C library: nothing to tune

@@ -4,10 +4,10 @@ No torch in this room, so that a typo is answered at once.
 Imports: errors.
 """
 
-from trainer.recipe.key_rules import changed_keys
 from trainer.recipe.kinds import DEVICE
 from trainer.recipe.loading import load, origins, words_of
 from trainer.recipe.recipe_files import describe, find, shipped_recipes
+from trainer.recipe.reflection import changed_keys
 from trainer.recipe.schema import (
     IN_TURN,
     STREAMS,

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, STREAMS, Recipe, flatten, neighbours
-from trainer.recipe.recipe_words import word_of
+from trainer.recipe.recipe_files import word_of
 from trainer.recipe.versions import SINCE, installed, torch_has
 
 VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank

@@ -15,11 +15,20 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.key_rules import check_read, unread
 from trainer.recipe.keywords import as_keyword, nested
-from trainer.recipe.recipe_files import ENDINGS, find, key_lines, label_of, parent_of, read, shipped_recipes, text_of
-from trainer.recipe.recipe_words import word_of, word_value
-from trainer.recipe.reflection import defaults
+from trainer.recipe.recipe_files import (
+    ENDINGS,
+    find,
+    key_lines,
+    label_of,
+    parent_of,
+    read,
+    shipped_recipes,
+    text_of,
+    word_of,
+    word_value,
+)
+from trainer.recipe.reflection import check_read, defaults, unread
 from trainer.recipe.schema import EXTENDS, Recipe, validated
 from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown

@@ -9,11 +9,9 @@ from pathlib import Path
 from textwrap import shorten
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe.editor import MODELINE, schema_file, schema_text
-from trainer.recipe.key_reference import keys, sections, shown_keys
+from trainer.recipe.key_reference import MODELINE, keys, schema_file, schema_text, sections, shown_keys
 from trainer.recipe.loading import YOURS, load, origins
-from trainer.recipe.recipe_files import describe, find, shipped_recipes
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import describe, find, shipped_recipes, split_words
 from trainer.recipe.schema import EXTENDS
 from trainer.recipe.text import flatten, nearest, typed
 

@@ -4,8 +4,7 @@ No model, no devices, no mode: a task sees outputs and targets, wherever they ar
 Imports: errors, recipe.
 """
 
-from trainer.tasks.classification import Classification
-from trainer.tasks.multilabel import Multilabel
+from trainer.tasks.classification import Classification, Multilabel
 from trainer.tasks.regression import Regression
 from trainer.tasks.task import Task, create, kind, known, register_task
 

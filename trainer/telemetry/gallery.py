@@ -1,23 +1,103 @@
-"""Pictures made of images, and tables of classes: small, and drawn in milliseconds, so that each run can have them."""
+"""Pictures made of images, and tables of classes: small, and drawn in milliseconds, so that each run can have them.
+
+Words on them are in a font that has their letters, and cut to the room that there is.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import os
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw
-
-from trainer.telemetry import fonts
+from PIL import Image, ImageDraw, ImageFont
 
 TILE, LARGEST = 72, 128  # pixels of an image's side: tiny ones are enlarged to the first, large ones made smaller
 ROOM, SHEET = 180, 1200  # pixels that a name may take beside a table, and a row of images at most
 GAP, FONT = 8, 12
 INK, GROUND, RIGHT, WRONG = "#222222", "#ffffff", (0, 114, 178), (213, 94, 0)  # Okabe and Ito's blue and vermilion
 WRITTEN = 24  # classes up to which the cells of a matrix hold numbers and its sides names
+FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts")
+WIDE = re.compile(r"(cjk|fallback|wqy|unifont|noto\w*(jp|kr|sc|tc)\b).*\.(ttf|ttc|otf)$", re.IGNORECASE)
+MOST = 3  # of those
+UNDRAWN = ("Cc", "Cs", "Zl", "Zp")  # control characters, bytes of no character, and what breaks a line
+NOWHERE = "\U0010ffff"  # no letter, so every font has its sign for that instead
+
+
+def font_for(words: str, size: int) -> tuple[str, Any]:
+    """Words as they can be written, and the font for them; a letter that no font has becomes its number (\\u732b)."""
+    letters, first = set(words), _first(size)
+    if all(_has(first, letter) for letter in letters):
+        return words, first
+    for face in _others(size):
+        if all(_has(face, letter) for letter in letters):
+            return words, face
+    numbers = {letter: letter.encode("unicode_escape").decode() for letter in letters if not _has(first, letter)}
+    return "".join(numbers.get(letter, letter) for letter in words), first
+
+
+def text_width(words: str, size: int = FONT) -> int:
+    """Of words in pixels, as they are written."""
+    written, face = font_for(words, size)
+    return round(float(face.getlength(written)))
+
+
+def fit(words: str, room: float, end: str = "", size: int = FONT) -> str:
+    """Cut words so that they, with an `end` that is never cut, take so many pixels."""
+    if text_width(words + end, size) <= room:
+        return words + end
+    while words and text_width(words + "…" + end, size) > room:
+        words = words[:-1]
+    return words + "…" + end
+
+
+@cache
+def _first(size: int) -> Any:
+    """Matplotlib's font, which has the letters of most languages; importing matplotlib for it would take long."""
+    package = find_spec("matplotlib")
+    for place in (package.submodule_search_locations if package else None) or ():
+        with suppress(OSError):
+            return ImageFont.truetype(str(Path(place, "mpl-data/fonts/ttf/DejaVuSans.ttf")), size)
+    return ImageFont.load_default(size)
+
+
+@cache
+def _others(size: int) -> tuple[Any, ...]:
+    """The system's fonts for Chinese, Japanese and Korean."""
+    fonts = []
+    for path in sorted(_matching())[:MOST]:
+        with suppress(OSError):
+            fonts.append(ImageFont.truetype(path, size))
+    return tuple(fonts)
+
+
+def _matching() -> Iterator[str]:
+    for folder in FOLDERS:
+        for place, _, names in os.walk(os.path.expanduser(folder)):
+            yield from (os.path.join(place, name) for name in names if WIDE.search(name))
+
+
+@cache
+def _has(face: Any, letter: str) -> bool:
+    if unicodedata.category(letter) in UNDRAWN:
+        return False
+    return letter.isspace() or _drawn(face, letter) != _drawn(face, NOWHERE)
+
+
+def _drawn(face: Any, letter: str) -> tuple[tuple[int, int], bytes]:
+    mask = face.getmask(letter)
+    return mask.size, bytes(mask)
+
+
 Numbers = npt.NDArray[Any]
 Line = tuple[str, str]  # words that may be cut, and an end that is not
 
@@ -37,7 +117,7 @@ def grid(images: Numbers, captions: Sequence[Sequence[Line]], columns: int = 8, 
     tile = (max(1, round(width * scale)), max(1, round(height * scale)))
     columns = min(columns, len(images))
     lines = max((len(caption) for caption in captions), default=0)
-    widths = [min(SHEET // columns - GAP, _width(words + end)) for caption in captions for words, end in caption]
+    widths = [min(SHEET // columns - GAP, text_width(words + end)) for caption in captions for words, end in caption]
     room = max([TILE, tile[0], *widths]) + GAP
     below = tile[1] + GAP + lines * (FONT + 3)
     sheet = Image.new("RGB", (columns * room + GAP, -(-len(images) // columns) * below + GAP), GROUND)
@@ -47,7 +127,7 @@ def grid(images: Numbers, captions: Sequence[Sequence[Line]], columns: int = 8, 
         picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
         sheet.paste(picture.resize(tile, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR), (x, y))
         for row, (words, end) in enumerate(captions[n] if captions else ()):
-            _write(draw, (x, y + tile[1] + 2 + row * (FONT + 3)), _fit(words, room - GAP, end))
+            _write(draw, (x, y + tile[1] + 2 + row * (FONT + 3)), fit(words, room - GAP, end))
     return _encoded(sheet, photos=scale < 1)
 
 
@@ -56,7 +136,7 @@ def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
     count = len(matrix)
     written = count <= WRITTEN
     cell = 34 if written else max(2, 640 // count)
-    longest = min(ROOM, max(map(_width, names), default=0)) if written else 0
+    longest = min(ROOM, max(map(text_width, names), default=0)) if written else 0
     left = longest + 2 * GAP + FONT * (not written)
     top = 2 * (FONT + GAP)
     below = longest + GAP if written else 0
@@ -74,7 +154,7 @@ def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
                 ink = GROUND if share > 0.5 or (row != column and share > 0.25) else INK
                 _write(draw, (x + cell / 2, y + cell / 2), words, "mm", ink)
         if written:
-            name = _fit(names[row], longest)
+            name = fit(names[row], longest)
             _write(draw, (left - GAP, top + row * cell + cell / 2), name, "rm")
             _upright(sheet, (left + row * cell + cell // 2, top + count * cell + GAP), name)
     return _encoded(sheet)
@@ -83,7 +163,7 @@ def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
 def class_bars(shares: Sequence[float], counts: Sequence[int], names: Sequence[str], title: str) -> EncodedImage:
     """A bar a class, the worst first, with its percentage and number of samples; at most WRITTEN of them."""
     order = sorted(range(len(shares)), key=lambda n: shares[n])[:WRITTEN]
-    left = min(ROOM, max(map(_width, (names[n] for n in order)), default=0) + 2 * GAP)
+    left = min(ROOM, max(map(text_width, (names[n] for n in order)), default=0) + 2 * GAP)
     length, step, top = 360, FONT + 9, 2 * (FONT + GAP)
     sheet = Image.new("RGB", (left + length + 170, top + len(order) * step + GAP), GROUND)
     draw = ImageDraw.Draw(sheet)
@@ -91,7 +171,7 @@ def class_bars(shares: Sequence[float], counts: Sequence[int], names: Sequence[s
     _write(draw, (GAP, GAP), f"{title}{more}")
     for row, n in enumerate(order):
         y = top + row * step
-        _write(draw, (left - GAP, y + step / 2), _fit(names[n], left - 2 * GAP), "rm")
+        _write(draw, (left - GAP, y + step / 2), fit(names[n], left - 2 * GAP), "rm")
         draw.rectangle((left, y + 2, left + length, y + step - 4), fill="#eeeeee")
         draw.rectangle((left, y + 2, left + length * shares[n], y + step - 4), fill=RIGHT)
         words = f"{shares[n]:.1%} of {counts[n]:,}"
@@ -105,25 +185,17 @@ def _mixed(colour: tuple[int, int, int], share: float) -> tuple[int, int, int]:
 
 
 def _write(draw: ImageDraw.ImageDraw, at: tuple[float, float], words: str, anchor: str = "la", ink: str = INK) -> None:
-    written, font = fonts.font_for(words, FONT)
+    written, font = font_for(words, FONT)
     draw.text(at, written, fill=ink, font=font, anchor=anchor)
 
 
 def _upright(sheet: Image.Image, at: tuple[int, int], words: str) -> None:
     """Words that are read from below, their end at the top: the middle of that is `at`."""
-    written, font = fonts.font_for(words, FONT)
+    written, font = font_for(words, FONT)
     strip = Image.new("RGB", (round(font.getlength(written)) + 2, FONT + 4), GROUND)
     ImageDraw.Draw(strip).text((0, (FONT + 4) / 2), written, fill=INK, font=font, anchor="lm")
     turned = strip.transpose(Image.Transpose.ROTATE_90)
     sheet.paste(turned, (at[0] - turned.width // 2, at[1]))
-
-
-def _width(words: str) -> int:
-    return fonts.width(words, FONT)
-
-
-def _fit(words: str, room: float, end: str = "") -> str:
-    return fonts.fit(words, FONT, room, end)
 
 
 def _encoded(sheet: Image.Image, photos: bool = False) -> EncodedImage:

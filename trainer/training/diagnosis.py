@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from trainer.data.cache.cache_speed import SECONDS, measure_reading
+from trainer.data.cache.stored import SECONDS, measure_reading
 from trainer.data.encoded import EncodedPhotos
 from trainer.processes.resources import cores
 from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares

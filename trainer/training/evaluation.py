@@ -1,14 +1,18 @@
-"""One evaluation, for runs that train and runs that are trained: every sample counts exactly once."""
+"""One evaluation, for runs that train and runs that are trained: every sample counts exactly once. And what it shows
+beside its figures: the worst predictions, and which class is taken for which."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.data import Batch
+from trainer.errors import Interrupted, Preempted, TrainerError
 from trainer.modes import Strategy
 from trainer.processes.world import World
 from trainer.tasks import Task
@@ -84,3 +88,115 @@ def evaluate(
 def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
     """The task's metrics under its own names, from what `evaluate` returns."""
     return {key.removeprefix("val_"): value for key, value in values.items() if key != "val_samples"}
+
+
+WORST, BEST = 16, 3  # samples; predictions of each that are kept
+CLASSES = 256  # up to which every pair is counted
+ONE_BY_ONE = 512  # samples of which a task computes the losses one by one
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A held-out sample: its place, its loss, its targets, and its predictions, best first, as (place, number)."""
+
+    place: int
+    loss: float
+    target: Tensor
+    predicted: tuple[tuple[int, float], ...]
+
+
+class Mistakes:
+    """Collected by a rank that has outputs, on its device: nothing waits for it.
+
+    Attributes:
+        pairs: (actual, predicted) counts of a classification with at most CLASSES classes.
+        hits, counts: of each class, how many of its samples are right, and how many there are.
+    """
+
+    def __init__(self, task: Task, spans: Sequence[tuple[int, int]]) -> None:
+        """`spans` are the held-out samples of this rank's batches, (start, stop)."""
+        self.task, self.spans = task, spans
+        self.pairs: Tensor | None = None
+        self.hits: Tensor | None = None
+        self.counts: Tensor | None = None
+        self._worst: tuple[Tensor, ...] = ()  # losses, places, targets, and predictions with their numbers
+        self._done = self._rows = 0
+        self._losses = self._counting = True
+        self._each = type(task).losses is not Task.losses
+
+    def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
+        """The next batch; its first `count` rows are real. A user's task that fails is left out."""
+        start, stop = self.spans[self._done]
+        self._done += 1
+        if not count:
+            return
+        outputs, targets = outputs[:count].float(), targets[:count]
+        if self._counting:
+            self._counting = _possible(lambda: self._count(outputs, targets)) is not None
+        named = count == stop - start  # no sample was left out
+        if self._losses and named and (self._each or self._rows < ONE_BY_ONE):
+            rows = count if self._each else min(count, ONE_BY_ONE - self._rows)
+            self._losses = _possible(lambda: self._rank(outputs[:rows], targets[:rows], start)) is not None
+
+    def _count(self, outputs: Tensor, targets: Tensor) -> bool:
+        if self.task.reads != "class" or outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
+            raise ValueError("no classes")
+        classes, best = outputs.shape[1], outputs.argmax(1)
+        if self.counts is None:
+            self.counts, self.hits = (torch.zeros(classes, dtype=torch.int64, device=targets.device) for _ in range(2))
+            if classes <= CLASSES:
+                self.pairs = torch.zeros(classes * classes, dtype=torch.int64, device=targets.device)
+        assert self.hits is not None
+        self.counts.index_add_(0, targets, torch.ones_like(targets))
+        self.hits.index_add_(0, targets, (best == targets).long())
+        if self.pairs is not None:
+            self.pairs.index_add_(0, targets * classes + best, torch.ones_like(targets))
+        return True
+
+    def _rank(self, outputs: Tensor, targets: Tensor, start: int) -> bool:
+        self._rows += len(outputs)
+        losses = self.task.losses(outputs, targets).detach()
+        places = torch.arange(start, start + len(outputs), device=losses.device)
+        predicted, numbers = self._predicted(outputs)
+        fresh = (losses, places, targets, predicted, numbers)
+        whole = tuple(torch.cat(both) for both in zip(self._worst, fresh, strict=True)) if self._worst else fresh
+        keep = whole[0].topk(min(WORST, len(whole[0]))).indices
+        self._worst = tuple(part[keep] for part in whole)
+        return True
+
+    def _predicted(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        ranked = _possible(lambda: self.task.ranked(outputs))
+        if ranked is None:
+            nothing = outputs.new_zeros(len(outputs), 0)
+            return nothing.long(), nothing
+        return ranked[0][:, :BEST], ranked[1][:, :BEST]
+
+    def gathered(self, world: World) -> list[Mistake]:
+        """All ranks' worst, the worst first, on rank 0; the counts are then those of all ranks. Collective."""
+        mine = None
+        if self._done and (self._worst or self.counts is not None):
+            counted = [None if part is None else part.cpu() for part in (self.pairs, self.hits, self.counts)]
+            mine = (counted, [part.cpu() for part in self._worst])
+        parts = [part for part in world.gather(mine) if part is not None]
+        pairs, hits, counts = ([counted[n] for counted, _ in parts if counted[n] is not None] for n in range(3))
+        self.pairs, self.hits, self.counts = (sum(mistakes) if mistakes else None for mistakes in (pairs, hits, counts))
+        if self.pairs is not None:
+            self.pairs = self.pairs.view(math.isqrt(len(self.pairs)), -1)
+        mistakes = [
+            Mistake(int(place), float(loss), target, tuple(zip(predicted.tolist(), numbers.tolist(), strict=True)))
+            for _, worst in parts
+            if worst
+            for loss, place, target, predicted, numbers in zip(*worst, strict=True)
+        ]
+        return sorted(mistakes, key=lambda mistake: -mistake.loss if math.isfinite(mistake.loss) else math.inf)[:WORST]
+
+
+def _possible(ask: Callable[[], Answer]) -> Answer | None:
+    """What a task answers; None where it cannot: pictures are no reason to end a run."""
+    try:
+        return ask()
+    except (Interrupted, Preempted):
+        raise
+    except (TrainerError, Exception):
+        return None

@@ -18,9 +18,8 @@ from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
 from trainer.training import diagnosis, presenting, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks, from_environment
-from trainer.training.evaluation import evaluate, metrics_of
+from trainer.training.evaluation import Mistakes, evaluate, metrics_of
 from trainer.training.memory_needs import shortage_explained
-from trainer.training.mistakes import Mistakes
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
 from trainer.training.run import WORKERS, Run

@@ -23,12 +23,12 @@ from trainer.processes.resources import cores
 from trainer.processes.terminal import as_typed
 from trainer.recipe import flatten
 from trainer.recipe.loading import words_of
-from trainer.recipe.recipe_words import word_value
+from trainer.recipe.recipe_files import word_value
 from trainer.telemetry import dashboards, gallery
 from trainer.telemetry.tracking import NullTracker
 from trainer.telemetry.verdict import Verdict
 from trainer.training import banner, reporting
-from trainer.training.mistakes import Mistake, Mistakes
+from trainer.training.evaluation import Mistake, Mistakes
 from trainer.training.results import Result
 from trainer.training.run import Run
 

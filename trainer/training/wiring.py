@@ -1,37 +1,48 @@
-"""Putting a run together: data -> model -> mode -> optimizer, for training, evaluating and measuring alike."""
+"""Putting a run together, in four steps: `claim` its folder, `resolve` all that the recipe leaves open, before anything
+is built; `build` data, model, mode and optimizer; `begin`. For training, evaluating and measuring alike."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainer import modes
-from trainer.data import Datasets, Loader
-from trainer.data.folders.splits import SPLIT_FILE
+from trainer import modes, tasks
+from trainer.data import Datasets, Loader, open_datasets, steps_per_epoch
+from trainer.data.cache import cached
+from trainer.data.feeds import known_labels
+from trainer.data.folders.splits import NOTHING_BEFORE, SPLIT_FILE, Before, continued
 from trainer.data.photos import contact_sheet
-from trainer.devices.precision import has_bf16
+from trainer.devices.precision import has_bf16, set_precision
+from trainer.errors import TrainerError
+from trainer.models.inputs import with_pretrained_input
 from trainer.models.norms import check_alone
 from trainer.models.shapes import without_values
 from trainer.modes import Context, Strategy
 from trainer.optim.optimization import MovingAverage, Updater, loss_scaler
 from trainer.optim.optimizers import build_optimizer
 from trainer.optim.trainable import normalises_batches, notes, roles_of
+from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
-from trainer.processes.world import World
-from trainer.recipe import Recipe
+from trainer.processes.resources import keep_freed_memory, locate
+from trainer.processes.world import PATIENCE, World
+from trainer.recipe import Recipe, flatten
+from trainer.saving.run_folder import RunFolder
+from trainer.tasks import Task
 from trainer.telemetry.flops import forward_flops, peak_flops
+from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import banner, presenting, resuming
 from trainer.training.callbacks import Callbacks
-from trainer.training.initial_model import initial_model, starting_notes
-from trainer.training.randomness import seed_ranks
-from trainer.training.resolving import claim, resolve, start_process
+from trainer.training.initial_model import initial_model, model_of, starting_notes
+from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import WORKERS, ModelFacts, Resolved, Run
+from trainer.training.same_images import check_same_images, identified
+from trainer.training.speed_test import speed_recipe
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
@@ -43,6 +54,93 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     run = build(resolved, interrupts, callbacks, begun)
     begin(run, resolved)
     return run
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run folder, held by rank 0 for all ranks, which have met.
+
+    Attributes:
+        settled: keys of the recipe that the run to be continued chose, where this recipe leaves them open.
+        before: the images that it holds out.
+    """
+
+    world: World
+    tracker: NullTracker
+    settled: dict[str, Any]
+    before: Before
+
+
+def claim(recipe: Recipe, callbacks: Callbacks, closing: ExitStack) -> Claim:
+    """Meet the other ranks and hold the run folder until `closing` is closed. Collective.
+
+    The folder is held when all have met: a run that waits for its ranks keeps no other out. Where rank 0 cannot have
+    it, every rank raises the same.
+    """
+    world = locate(recipe)
+    world.connect(recipe.timeout)
+    tracker, before, refused = NullTracker(), NOTHING_BEFORE, None
+    if world.is_main:
+        try:
+            folder = RunFolder(recipe)
+            tracker = Tracker(recipe, folder)
+            closing.callback(tracker.close)
+            before = continued(folder)
+        except TrainerError as error:
+            refused = error
+    refused, path, settled, before = world.broadcast_object((refused, tracker.path, tracker.folder.settled, before))
+    if refused is not None:
+        raise refused
+    stacks.write_to(path)
+    closing.callback(callbacks.close)
+    callbacks.connect(world)
+    return Claim(world, tracker, settled, before)
+
+
+def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
+    """Look once at the folder, the data and the machine, and settle what the recipe leaves open. Collective."""
+    world, tracker = claim.world, claim.tracker
+    recipe = typed.replace(**claim.settled)
+    reasons = _changes(typed, recipe, "as the run that is continued")
+    before, recipe = recipe, with_pretrained_input(recipe)
+    reasons |= _changes(before, recipe, "as the weights that it starts from were trained")
+    data = world.all_or_none(lambda: open_datasets(recipe, claim.before), PATIENCE)
+    if "images" in data.notes:
+        before, recipe = recipe, recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
+        reasons |= _changes(before, recipe, "by a look at the images")
+    task = task_of(recipe, data)
+    shard = modes.data_shard(recipe, world)
+    steps = steps_per_epoch(len(data.train), recipe, shard)
+    check_same_images(world, data)
+    state = resuming.newest(tracker, world, recipe)
+    samples, resized = identified(world, data, state)
+    before, (data, recipe) = recipe, cached(replace(data, sources=()), recipe, world, tracker.say, closing)
+    reasons |= _changes(before, recipe, "by the room on the disk")
+    speed_only = data.synthetic and recipe.data.name != "synthetic"
+    if speed_only:
+        with torch.random.fork_rng(devices=[]):
+            model = model_of(recipe, task, data)
+        before, recipe = recipe, speed_recipe(recipe, model, data, world, tracker.say)
+        reasons |= _changes(before, recipe, "there is no data: this measures speed")
+    tracker.settle(recipe)
+    return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, resized, speed_only)
+
+
+def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:
+    was, now = flatten(before.to_dict()), flatten(after.to_dict())
+    return dict.fromkeys((key for key in now if was[key] != now[key]), reason)
+
+
+def start_process(recipe: Recipe) -> None:
+    """What a process does before anything that computes."""
+    keep_freed_memory()
+    seed_everything(recipe.seed, recipe.deterministic, recipe.compile)
+    set_precision(recipe.precision)
+
+
+def task_of(recipe: Recipe, data: Datasets) -> Task:
+    """The recipe's task for a data set."""
+    return tasks.create(recipe, data.classes, known_labels(data.train, skip=False))
 
 
 def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, begun: float) -> Run:

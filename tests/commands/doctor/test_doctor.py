@@ -12,7 +12,7 @@ import torch
 
 from tests.command_line import trainer
 from trainer.commands import doctor
-from trainer.commands.doctor import device_checks, machine, software
+from trainer.commands.doctor import device_checks, software
 from trainer.commands.doctor.findings import Findings
 from trainer.devices import cards, health
 from trainer.errors import RecipeError, SetupError
@@ -64,8 +64,8 @@ def test_words_are_refused():
 
 def test_what_is_wrong_comes_last_and_exits_3(quick, monkeypatch, capsys):
     monkeypatch.setattr(peers.os, "statvfs", lambda path: SimpleNamespace(f_frsize=2**20, f_blocks=64, f_bavail=60))
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
-    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(software.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
+    monkeypatch.setattr(software.os, "access", lambda path, mode: False)
     assert doctor.command([]) == 3
     output = capsys.readouterr().out
     assert re.search(r"^  /dev/shm +64 MiB, 60 free$", output, re.M)
@@ -181,8 +181,8 @@ def test_a_card_without_a_driver(quick, monkeypatch):
 
 def test_few_open_files(monkeypatch):
     found = Findings()
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda number: (256, 4096))
-    machine.limits(found)
+    monkeypatch.setattr(software.resource, "getrlimit", lambda number: (256, 4096))
+    software.limits(found)
     assert rows(found)["limits", "open files"] == "256 (at most 4096)"
     assert found.problems == ["only 256 files may be open at once, too few for several processes: ulimit -n 4096"]
 

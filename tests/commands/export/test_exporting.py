@@ -131,7 +131,7 @@ def test_what_the_file_tells_and_computes(here, kind):
         "the shorter side to 8 pixels, bilinear with antialiasing, then 8 x 8 cut out of the centre"
     )
     assert (facts["model"], facts["task"]) == ("cnn_gn", "classification")
-    from trainer.commands.export.export_source import load
+    from trainer.commands.export.formats import load
 
     source = load(here / "runs" / "images", [])
     inputs = source.sample(7)
@@ -185,7 +185,7 @@ def test_safetensors_hold_texts_and_what_the_bare_model_is(here):
     """Those of before do not tell how images are resized: photos were what had more than 64 pixels."""
     from safetensors.torch import load_file, save_file
 
-    from trainer.commands.export.export_source import load
+    from trainer.commands.export.formats import load
 
     words = ["recipe=digits", "mode=single", "model.name=squeezenet1_1", "max_steps=1", "data.channels=3"]
     ok(*words, "data.image_size=96", *QUIET, "output=runs/bare", cwd=here)
@@ -207,7 +207,7 @@ def test_runs_of_before_ask_their_data_set_what_inputs_are(here, monkeypatch):
 
     before = trained.facts_of
     monkeypatch.setattr(
-        "trainer.commands.export.export_source.facts_of",
+        "trainer.commands.export.formats.facts_of",
         lambda *words: {key: value for key, value in before(*words).items() if key != "inputs"},
     )
     for run, inputs in (("words", "int64 (batch, 6)"), ("images", "float32 (batch, 1, 8, 8)")):

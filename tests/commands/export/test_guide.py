@@ -103,7 +103,7 @@ def test_our_own_networks_are_loaded_as_the_page_says(here: Path) -> None:
     assert "runs/first/last.safetensors" in text
     (here / "our_own_digits.py").write_text(text.replace("runs/first", "digits"))
     model = runpy.run_path("our_own_digits.py")["model"]
-    from trainer.commands.export.export_source import load
+    from trainer.commands.export.formats import load
 
     source = load(here / "digits", [])
     inputs = source.sample(3)

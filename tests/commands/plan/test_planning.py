@@ -15,7 +15,7 @@ from trainer.commands.plan import summary
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.errors import RecipeError
 from trainer.recipe import MODES
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 
 
 def test_a_plan_for_more_devices_than_there_are():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.photo_folders import photo_set
 from tests.typed import odd
-from trainer.commands.plan import planned, reading_speed
+from trainer.commands.plan import measured, planned
 from trainer.commands.plan.plan_page import page_of
 from trainer.commands.plan.run_plan import RunPlan
 from trainer.processes.resources import cores
@@ -43,12 +43,12 @@ def test_of_photos_it_tells_speed_and_cache(photos):
     [((), 40, "model"), ((), 60, "loader"), (("data.cache=disk",), 60, "model"), (("data.cache=disk",), 300, "loader")],
 )
 def test_the_slower_of_loader_and_model_bounds_the_run(photos, monkeypatch, words, wanted, bound):
-    monkeypatch.setattr(reading_speed, "measure_reading", lambda *_: Reading(0.01, 0.01, 0.02, 0.01))
-    monkeypatch.setattr(reading_speed, "cores", lambda: 2)
+    monkeypatch.setattr(measured, "measure_reading", lambda *_: Reading(0.01, 0.01, 0.02, 0.01))
+    monkeypatch.setattr(measured, "cores", lambda: 2)
     recipe = load(None, "data.workers=2", *words)
     images = type("", (), {"photos": [0], "size": 72, "channels": 3, "val": 0})()
     images.photos = type("", (list,), {"address": lambda self, index: os.fsencode(photos / "cat" / "0.png")})([0])
-    assert reading_speed.reading(recipe, images, 1, wanted).bound == bound
+    assert measured.reading(recipe, images, 1, wanted).bound == bound
 
 
 def test_where_nothing_is_read_nothing_is_told(photos):

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from trainer.commands.predict.output import complete
-from trainer.commands.predict.rows import PartFile
+from trainer.commands.predict.rows import PartFile, complete
 
 
 @pytest.mark.parametrize("content", ["5", "[]", "{", '{"settings": 1}', '{"settings": {}}', "[" * 99_999])

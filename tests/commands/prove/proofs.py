@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.command_line import PROJECT, trainer
-from trainer.commands.compare.conditions import this_machine
-from trainer.commands.prove import fast, find_devices, kept, right
+from trainer.commands.compare.comparison_report import this_machine
+from trainer.commands.prove import fast, find_devices, proving, right
 from trainer.training.reporting import versions
 
 FAULTY = Path(__file__).parent / "faulty"
@@ -23,10 +23,10 @@ def row(status="right", **figures):
 def begin(folder, *names, **done):
     """A proof's folder in which all checks but `names` are done, those of `done` with figures."""
     folder.mkdir()
-    bound = kept.bound_to(asdict(this_machine()), versions(), DEVICES.names)
+    bound = proving.bound_to(asdict(this_machine()), versions(), DEVICES.names)
     rows = {name: row() for name in CHECKS if name not in names}
     assert len(rows) == len(CHECKS) - len(names), "no such check"
-    (folder / kept.KEPT).write_text(json.dumps({"bound": bound, "checks": {**rows, **done}}))
+    (folder / proving.KEPT).write_text(json.dumps({"bound": bound, "checks": {**rows, **done}}))
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 from trainer.commands.prove import fast
 from trainer.commands.prove.check_runner import CheckRunner, Devices, measured
 from trainer.commands.prove.fast import NETWORKS, checks, counts, slow_devices
-from trainer.commands.prove.published import published
+from trainer.telemetry.flops import published
 
 CARD = "NVIDIA A100-SXM4-80GB"
 CARDS = Devices(tuple(f"cuda:{n}" for n in range(4)), "cuda", (CARD,) * 4)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.commands.prove.check_runner import measured, right, wrong
-from trainer.commands.prove.kept import KEPT, Kept, bound_to, claim
+from trainer.commands.prove.proving import KEPT, Kept, bound_to, claim
 from trainer.errors import FolderInUseError
 
 BOUND = {"machine": "a", "versions": "b", "devices": "cpu,cpu"}

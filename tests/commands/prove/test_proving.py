@@ -18,7 +18,7 @@ import pytest
 from tests import warm
 from tests.command_line import PROJECT, environment
 from tests.commands.prove.proofs import CHECKS, DEVICES, FAULTY, begin, faulty, found, proof, prove, row
-from trainer.commands.prove import kept, proving
+from trainer.commands.prove import proving
 from trainer.commands.prove.check_runner import Check, Outcome, measured, right
 from trainer.errors import RecipeError
 
@@ -120,7 +120,7 @@ def test_stopped_it_keeps_what_is_done_and_goes_on(number, code, tmp_path, full)
         assert proof(folder)["status"] == "incomplete"
     time.sleep(0.5)
     assert living(folder) == []
-    rows = json.loads((folder / kept.KEPT).read_text())["checks"]
+    rows = json.loads((folder / proving.KEPT).read_text())["checks"]
     assert rows["copies"]["status"] == "right" and "mode ddp" not in rows
     before = (folder / "measured" / "copies" / "0.json").stat().st_mtime_ns
     done = prove(folder)
@@ -142,7 +142,9 @@ def test_a_machine_that_was_found_wrong_stays_wrong_after_a_stop(again, tmp_path
     started.send_signal(signal.SIGTERM)
     out, err = started.communicate(timeout=60)
     assert started.returncode == 143, out + err
-    assert proof(folder)["status"] == "wrong" and "links" not in json.loads((folder / kept.KEPT).read_text())["checks"]
+    assert (
+        proof(folder)["status"] == "wrong" and "links" not in json.loads((folder / proving.KEPT).read_text())["checks"]
+    )
     done = prove(folder, *again, fault="wrong_copy")
     assert done.returncode == 3, done.stdout + done.stderr
     assert found(folder, "copies")["status"] == "wrong" and "WRONG" in done.stdout.splitlines()[-1]
@@ -155,8 +157,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     done = prove(tmp_path / "mine")
     assert done.returncode == 8 and "holds something else than a proof: choose another output=" in done.stderr
     folder = begin(tmp_path / "proof")
-    found = json.loads((folder / kept.KEPT).read_text())
-    (folder / kept.KEPT).write_text(json.dumps({**found, "bound": {**found["bound"], "machine": "another"}}))
+    found = json.loads((folder / proving.KEPT).read_text())
+    (folder / proving.KEPT).write_text(json.dumps({**found, "bound": {**found["bound"], "machine": "another"}}))
     done = prove(folder)
     assert done.returncode == 8 and "holds the proof of other machine: choose another output=" in done.stderr
 
@@ -173,7 +175,7 @@ def proving_of(tmp_path, checks, minutes, monkeypatch):
     monkeypatch.setattr(proving.right, "checks", lambda devices: checks)
     monkeypatch.setattr(proving.fast, "checks", lambda devices: [])
     monkeypatch.setattr(proving.subprocess, "run", lambda *given, **named: None)
-    return proving.Proving(kept.Kept(tmp_path, {}), DEVICES, minutes)
+    return proving.Proving(proving.Kept(tmp_path, {}), DEVICES, minutes)
 
 
 def test_what_counts_most_is_chosen_first_and_done_in_order(tmp_path, monkeypatch, capsys):

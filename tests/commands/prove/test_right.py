@@ -11,7 +11,7 @@ from trainer.commands.prove.right import digits, held_out_ways, modes_here, pipe
 from trainer.devices.assignment import assign_devices
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import VIRTUAL, check_processes, refused_schedules
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 
 BLOCKS = 7  # of cnn_gn, between which it can be cut
 

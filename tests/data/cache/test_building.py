@@ -15,11 +15,10 @@ from PIL import Image
 
 from tests import warm
 from tests.command_line import PROJECT, environment
-from trainer.data.cache import building, packing
+from trainer.data.cache import building, stored
 from trainer.data.cache.building import Estimate, build, estimate, missing, require_room
 from trainer.data.cache.cache_blocks import read
-from trainer.data.cache.packing import Format, pack
-from trainer.data.cache.stored import block_path, prepared
+from trainer.data.cache.stored import Format, block_path, pack, prepared
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.errors import DiskFullError, PeerError
 from trainer.saving import locks
@@ -44,7 +43,7 @@ def folder_of(root):
 
 
 def packed(root):
-    packing.TOGETHER = 4  # many small blocks
+    stored.TOGETHER = 4  # many small blocks
     return pack([folder_of(root)], HOW)
 
 
@@ -59,7 +58,7 @@ def photos(tmp_path_factory):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "TOGETHER", 4)
+    monkeypatch.setattr(stored, "TOGETHER", 4)
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
 

@@ -9,7 +9,7 @@ from tests.command_line import ok, trainer
 from tests.data.cache.test_cached_set import blocks_of, folder_of, words_for
 from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.cache_command import command
-from trainer.data.cache.packing import Format
+from trainer.data.cache.stored import Format
 from trainer.errors import FolderInUseError, RecipeError
 from trainer.recipe import load
 from trainer.saving import locks

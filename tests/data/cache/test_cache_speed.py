@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from trainer.data.cache import cache_speed as module
-from trainer.data.cache.cache_speed import measure_reading
+from trainer.data.cache import stored as module
+from trainer.data.cache.stored import measure_reading
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.recipe import load
 

@@ -13,8 +13,7 @@ from tests.command_line import QUIET, losses, ok, result, trainer
 from tests.data.photo_folders import opened, photo
 from trainer.data import open_datasets
 from trainer.data.cache import as_stored, cache_blocks, cached, cached_set, homes
-from trainer.data.cache.packing import Format, pack
-from trainer.data.cache.stored import CachedFolder
+from trainer.data.cache.stored import CachedFolder, Format, pack
 from trainer.processes.resources import locate
 from trainer.recipe import load
 

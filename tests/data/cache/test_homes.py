@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.photo_folders import photo_set
 from trainer.data.cache import cache_blocks, homes
-from trainer.data.cache.packing import Format, pack
+from trainer.data.cache.stored import Format, pack
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.cache.packing import MOST, Format, pack
+from trainer.data.cache.stored import MOST, Format, pack
 from trainer.data.folders.photo_folders import PhotoFolder
 
 HOW = Format("raw", 256, 3)

@@ -11,8 +11,7 @@ from PIL import Image
 from tests.data.photos.test_lazy_images import saved, scene
 from trainer.data.cache.building import build, make, missing
 from trainer.data.cache.cache_blocks import read
-from trainer.data.cache.packing import Format, pack
-from trainer.data.cache.stored import CachedFolder, block_path, picture_of, prepared
+from trainer.data.cache.stored import CachedFolder, Format, block_path, pack, picture_of, prepared
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.photos.decoding import open_image
 from trainer.data.photos.photo_reader import held_out
@@ -53,7 +52,7 @@ def test_a_part_lies_where_it_lay(tmp_path, layout, channels):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Four photos, one of which cannot be read, and their cache: one block."""
-    monkeypatch.setattr("trainer.data.cache.packing.TOGETHER", 2**60)
+    monkeypatch.setattr("trainer.data.cache.stored.TOGETHER", 2**60)
     names = [f"{number}.png" for number in range(4)]
     for number, name in enumerate(names):
         Image.fromarray(scene(60 + number, 90)).save(tmp_path / name)

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from trainer.data.folders.table_text import read_lines
+from trainer.data.folders.table_names import read_lines
 from trainer.errors import SetupError
 
 TEXT = 'file,label\n\na.jpg,kätzchen\nb.jpg,"x, y"\n'

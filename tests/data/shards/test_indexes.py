@@ -13,8 +13,7 @@ from tests import warm
 from tests.command_line import environment
 from tests.data.shards.making import tarred, with_classes
 from trainer.data.shards import tars
-from trainer.data.shards.indexes import ARRAYS, kept, path_of, read
-from trainer.data.shards.shard_files import ShardFile
+from trainer.data.shards.indexes import ARRAYS, ShardFile, kept, path_of, read
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_who_is_killed_while_writing_leaves_nothing_to_clean_up(shard, kept):
     code = """
 import os, sys, numpy as np
 from trainer.data.shards import tars, indexes
-from trainer.data.shards.shard_files import ShardFile
+from trainer.data.shards.indexes import ShardFile
 moment = sys.argv[2]
 savez = np.savez
 def die(file, **arrays):

@@ -11,7 +11,7 @@ import torch
 
 from tests.data.shards.making import jpeg, opened, parquet
 from trainer.data.shards import parquet as shards
-from trainer.data.shards.shard_files import ShardFile
+from trainer.data.shards.indexes import ShardFile
 from trainer.errors import SetupError
 
 pa = pytest.importorskip("pyarrow", reason="pip install pyarrow")

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from trainer.data.shards import shard_files
-from trainer.data.shards.shard_files import OPEN, ShardFile, opened
+from trainer.data.shards import indexes
+from trainer.data.shards.indexes import OPEN, ShardFile, opened
 
 
 @pytest.fixture(autouse=True)
@@ -71,4 +71,4 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.tar")
     with pytest.raises(OSError, match="is not a file"):
         ShardFile.of(tmp_path / "a.tar").read(0, 1)
-    assert shard_files.opened.cache_info().currsize == 0
+    assert indexes.opened.cache_info().currsize == 0

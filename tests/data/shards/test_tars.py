@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.shards.making import in_folders, jpeg, tarred, with_classes
 from trainer.data.shards import tars
-from trainer.data.shards.shard_files import ShardFile
+from trainer.data.shards.indexes import ShardFile
 from trainer.errors import SetupError
 
 

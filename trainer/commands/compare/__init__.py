@@ -20,7 +20,7 @@ from trainer.launch import launching
 from trainer.processes.rank import place
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 from trainer.saving.files import write_atomically
 
 __all__ = ["command", "compare"]

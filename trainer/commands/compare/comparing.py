@@ -13,19 +13,64 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare import comparison_plots, comparison_table, ranking, running, significance
-from trainer.commands.compare.comparison_report import ComparisonReport, ComparisonRequest, SweepFigures
-from trainer.commands.compare.conditions import Others, this_machine
+from trainer.commands.compare import comparison_table, ranking, running, significance
+from trainer.commands.compare.comparison_report import (
+    ComparisonReport,
+    ComparisonRequest,
+    Others,
+    SweepFigures,
+    this_machine,
+)
 from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.exactness import batch_dependent
-from trainer.commands.compare.predictions import predictions
 from trainer.commands.compare.running import Failed, Length, Repeats, Runner
-from trainer.errors import FolderInUseError, Interrupted, RecipeError
+from trainer.commands.plan import plan
+from trainer.devices import cards
+from trainer.errors import FolderInUseError, Interrupted, RecipeError, TrainerError
+from trainer.processes import resources
 from trainer.processes.terminal import as_typed
 from trainer.recipe import Recipe
 from trainer.saving import locks
 from trainer.saving.files import usable_json, write_atomically
 from trainer.telemetry.readable import number
+
+
+def predictions(
+    entries: Sequence[Entry], folders: Sequence[Path | None], plugin: str | None = None
+) -> dict[str, float]:
+    """Images/s by entry, without those that nothing can be said of.
+
+    One process is predicted from the run of `single`; several from a measurement of their computing side by side and of
+    their exchange, since one alone tells of neither.
+
+    Args:
+        folders: a finished run of each entry, None where there is none.
+        plugin: the user's own module.
+    """
+    source = next(
+        (folder for entry, folder in zip(entries, folders, strict=True) if entry.traits.reference and folder), None
+    )
+    speeds: dict[str, float] = {}
+    for entry in entries:
+        several = entry.ranks > 1
+        if entry.traits.reference or entry.problem or _stands_in(entry) or not (several or source):
+            continue
+        measured = "here" if several else str(source)
+        try:
+            planned = plan(entry.recipe.replace(threads=entry.threads), entry.ranks, measured=measured, plugin=plugin)
+        except (TrainerError, RuntimeError, ValueError):  # as of another model or precision than was measured
+            continue
+        if planned["predicted_samples_per_sec"] is not None:
+            speeds[entry.name] = planned["predicted_samples_per_sec"]
+    return speeds
+
+
+def _stands_in(entry: Entry) -> bool:
+    """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
+    if "cpu" not in entry.recipe.devices and cards.detect().count:
+        return False
+    return (entry.traits.micro_batches and entry.ranks == 1) or entry.ranks * entry.threads > resources.cores()
+
 
 START = 4.0  # seconds, about, before a process has its libraries
 
@@ -219,8 +264,8 @@ class Comparison:
     def _draw(self, report: ComparisonReport) -> list[Path]:
         """Pictures must not hide what came before them."""
         try:
-            made = comparison_plots.draw(self.folder, report, self.entries, self.sweep)
-            comparison_plots.to_tensorboard(self.folder, report, self.entries, made)
+            made = comparison_table.draw(self.folder, report, self.entries, self.sweep)
+            comparison_table.to_tensorboard(self.folder, report, self.entries, made)
         except Exception as error:
             _say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
             return []

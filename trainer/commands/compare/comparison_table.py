@@ -1,4 +1,5 @@
-"""The table for terminals, scripts and issues: text, compare.csv, compare.json, compare.md."""
+"""The comparison for terminals, scripts and issues: text, compare.csv, compare.json, compare.md; in pictures; and in
+TensorBoard, a run an entry under tensorboard/."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
+from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import as_typed
 from trainer.saving.files import without_nan, write_atomically
-from trainer.telemetry import readable
+from trainer.telemetry import plots, readable
+from trainer.telemetry.events import Curve, Events, curves_of
 
 RED, PLAIN = "\033[31m", "\033[0m"
 CSV_COLUMNS = (
@@ -135,3 +138,109 @@ def spread(mean: float, std: float | None) -> str:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+SPEED = "images per second"
+
+
+def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry], sweep: Sweep | None) -> list[Path]:
+    """Every picture that there is something to show in; returns their paths."""
+    rows = report.entries
+    title = f"{report.recipe}, global batch {report.batch_size}"
+    made = [_bars(folder / "compare.png", rows, title), _memory(folder / "memory.png", rows, title)]
+    if sweep:
+        made.append(_sweep(folder / "sweep.png", rows, entries, sweep, title))
+    learnt = {entry.name: curves_of(folder / "tensorboard" / entry.slug) for entry in entries}
+    made += _learning(folder, {name: curves for name, curves in learnt.items() if curves}, title)
+    return [path for path in made if path.exists()]
+
+
+def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
+    bars = []
+    for row, cells in zip(rows, columns(rows)[1:], strict=True):
+        speed, ratio = row.samples_per_sec, row.ratio
+        words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row.exit_code}"
+        words += f",  {ratio.median:.2f}x" if ratio else ""
+        words += f"  ({row.label.partition(':')[0]})" if row.label and speed else ""
+        bars.append(plots.Bar(row.entry, speed.mean if speed else None, (speed.std or 0.0) if speed else 0.0, words))
+    most = max((row.repeats for row in rows), default=0)
+    plots.bars(path, bars, SPEED, f"{title}: mean and standard deviation of {most} repeat{'s' * (most != 1)}")
+    return path
+
+
+def _memory(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
+    bars = []
+    for row in rows:
+        sizes = [size / 2**30 for size in row.peak_memory_bytes.values()]
+        words = f"{max(sizes):.2f}" + (f" on each of {len(sizes)}" if len(sizes) > 1 else "") if sizes else ""
+        bars.append(plots.Bar(row.entry, max(sizes, default=None), 0.0, words or f"exit {row.exit_code}"))
+    plots.bars(path, bars, "peak memory of the fullest device, GiB", title)
+    return path
+
+
+def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], sweep: Sweep, title: str) -> Path:
+    series: dict[str, list[plots.Point]] = {}
+    for row, entry in zip(rows, entries, strict=True):
+        if row.samples_per_sec:
+            speed, value = row.samples_per_sec, row.value
+            if entry.name == entry.series:
+                x = None
+            else:
+                x = value if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
+            series.setdefault(entry.series, []).append(plots.Point(x, speed.mean, speed.std or 0.0))
+    if not series:
+        return path
+    if sweep.key == "nproc":
+        over = {name: points for name, points in series.items() if points[0].x is not None}
+        plots.scaling(path, over, "ranks", SPEED, title)
+    else:
+        plots.sweep(path, sweep.key, series, SPEED, title)
+    return path
+
+
+def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: str) -> list[Path]:
+    """Loss, and accuracy where it was measured more than once, over steps and over seconds; speed over seconds."""
+    made = []
+    for name, tag, label in (("loss", "train/loss", "training loss"), ("accuracy", "val/top1", "top-1 accuracy")):
+        curves = {entry: tags[tag] for entry, tags in learnt.items() if len(tags.get(tag, ([],))[0]) > 1}
+        if curves:
+            steps = {entry: (steps, values) for entry, (steps, _, values) in curves.items()}
+            seconds = {entry: (seconds, values) for entry, (_, seconds, values) in curves.items()}
+            every = [value for *_, curve in curves.values() for value in curve]
+            log = name == "loss" and 0 < min(every) < max(every) / 50  # else the ends would lie on the axis
+            panels = [plots.Panel(steps, "optimizer steps", label, log), plots.Panel(seconds, "seconds", label, log)]
+            plots.curves(folder / f"{name}.png", panels, title)
+            made.append(folder / f"{name}.png")
+    speed = {
+        entry: tags["speed/samples_per_sec"][1:] for entry, tags in learnt.items() if "speed/samples_per_sec" in tags
+    }
+    if speed:
+        plots.curves(folder / "throughput.png", [plots.Panel(speed, "seconds", SPEED)], title)
+        made.append(folder / "throughput.png")
+    return made
+
+
+def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Entry], pictures: Sequence[Path]) -> None:
+    """The table as text and the pictures as images; beside each entry's curves its speed in every repeat.
+
+    Table and pictures are told with the first entry's curves: a run of their own would have no curves, of which
+    Custom Scalars warns.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    home = folder / "tensorboard"
+    for old in home.glob("*/*.compared"):
+        old.unlink()
+    ran = [(entry, row) for entry, row in zip(entries, report.entries, strict=True) if row.samples_per_sec]
+    writer = Events(home / (ran[0][0] if ran else entries[0]).slug, ".compared")
+    writer.text("compare", as_markdown(report), 0)
+    for n, path in enumerate(pictures, 1):
+        picture = Summary.Image(encoded_image_string=path.read_bytes())
+        writer.add(Summary(value=[Summary.Value(tag=f"compare/{n}_{path.stem}", image=picture)]), 0)
+    writer.close()
+    for entry, row in ran:
+        assert row.samples_per_sec is not None
+        writer = Events(home / entry.slug, ".compared")
+        for repeat, speed in row.samples_per_sec.runs.items():
+            writer.scalars({"compare/samples_per_sec": speed}, int(repeat))
+        writer.close()

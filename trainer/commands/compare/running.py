@@ -19,7 +19,7 @@ from typing import Any
 from trainer.commands.compare.entries import Entry
 from trainer.errors import TrainerError
 from trainer.launch import launching
-from trainer.processes import children
+from trainer.processes import family
 from trainer.recipe import Recipe
 from trainer.saving.files import read, read_json, write_atomically, writing
 from trainer.saving.steps_file import read_steps
@@ -249,7 +249,7 @@ def execute(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
     with writing(log.parent):
         output = log.open("w", encoding="utf-8")
     variables = {**os.environ, **(environment or {})}
-    with output, children.started(command, _linger, variables, subprocess.DEVNULL, output, subprocess.STDOUT) as child:
+    with output, family.started(command, _linger, variables, subprocess.DEVNULL, output, subprocess.STDOUT) as child:
         return child.wait()
 
 

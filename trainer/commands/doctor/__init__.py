@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.commands.doctor import machine, software
+from trainer.commands.doctor import software
 from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
@@ -33,9 +33,9 @@ def examine() -> Findings:
         report.trying("gloo", software.processes, report)
         cards = report.trying("cards", check_cards, report) or 0
         report.trying("NCCL", software.nccl, report, cards)
-        report.trying("processor", machine.precisions, report)
-        report.trying("shared memory", machine.try_loader_memory)
-    report.trying("machine", machine.resources, report)
-    report.trying("limits", machine.limits, report)
-    report.trying("environment", machine.variables, report)
+        report.trying("processor", software.precisions, report)
+        report.trying("shared memory", software.try_loader_memory)
+    report.trying("machine", software.resources, report)
+    report.trying("limits", software.limits, report)
+    report.trying("environment", software.variables, report)
     return report

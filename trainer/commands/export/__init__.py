@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer.errors import RecipeError, SetupError
 from trainer.launch import launching
 from trainer.recipe import nearest
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 from trainer.saving.run_names import run_named
 
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2", "torchscript": ".torchscript", "safetensors": ".safetensors"}

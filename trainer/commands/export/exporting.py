@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.commands.export.export_source import ExportSource, load
-from trainer.commands.export.formats import WRITERS, Runner, quietly
+from trainer.commands.export.formats import WRITERS, ExportSource, Runner, load, quietly
 from trainer.errors import RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.saving.files import put, remove, writing
 from trainer.saving.locks import lock_alone, open_lock

@@ -1,4 +1,5 @@
-"""One function a format: writes the model and what is to know of it, and gives back what runs the file."""
+"""What is exported, and one function a format: it writes the model and what a program has to know of it, and gives back
+what runs the file."""
 
 from __future__ import annotations
 
@@ -7,18 +8,143 @@ import json
 import logging
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer.commands.export.export_source import ExportSource
+from trainer import tasks
+from trainer.commands.evaluate import ImageFacts, facts_of, recipe_of
+from trainer.data import TensorSpec, open_datasets
+from trainer.data.photos.photo_reader import shorter_side, shorter_side_of
+from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
+from trainer.recipe import Recipe
 from trainer.saving.tensor_files import require_finite, serialised, write_synced
 from trainer.saving.weights import read_weights
+from trainer.training.initial_model import model_for
+
+LARGEST = 2**32  # bytes of one input
+PREPARED = "pixels from 0 to 1, minus mean, divided by std"
+RESIZED = (
+    "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"  # `photos.held_out`
+)
+OUTPUTS = {
+    "classification": "a score a class: softmax gives probabilities",
+    "multilabel": "a score a label: the sigmoid gives probabilities",
+    "regression": "the values",
+}
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A trained model, in evaluation on the CPU.
+
+    Attributes:
+        inputs: of one sample, without the batch dimension.
+        facts: to be stored with the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are.
+        tensors: the weights as they were saved.
+        metadata: of their file.
+    """
+
+    recipe: Recipe
+    model: nn.Module
+    inputs: TensorSpec
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+    def texts(self) -> dict[str, str]:
+        """The facts for files that hold nothing but texts: what is none is written as JSON."""
+        return {key: fact if isinstance(fact, str) else json.dumps(fact) for key, fact in self.facts.items()}
+
+    def sample(self, rows: int, seed: int = 0) -> Tensor:
+        """Random inputs (rows, ...): normal real numbers; of whole ones 0 and 1, which every vocabulary has."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (rows, *self.inputs.shape)
+        if self.inputs.dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(self.inputs.dtype)
+        return torch.randint(0, 2, shape, generator=generator).to(self.inputs.dtype)
+
+
+def load(path: Path, words: Sequence[str]) -> ExportSource:
+    """The model of a run folder (its last weights), of a checkpoint, or of a .safetensors file of a run.
+
+    Raises:
+        CheckpointError: no usable weights, or nothing says what their inputs are.
+        RecipeError: the words cannot go on top of the run's own recipe.
+    """
+    tensors, metadata = read_weights(path)
+    recipe = recipe_of(path, metadata, tuple(words))
+    facts = _with_inputs(path, metadata, recipe)
+    try:
+        classes = tuple(map(str, json.loads(facts["classes"])))
+        kind, shape = json.loads(facts["inputs"])
+        inputs = TensorSpec(tuple(map(int, shape)), getattr(torch, kind))
+        channels, size = int(facts["channels"]), int(facts["image_size"])
+        mean, std = ([float(value) for value in json.loads(facts[key])] for key in ("mean", "std"))
+        shorter = int(facts["shorter_side"]) if "shorter_side" in facts else shorter_side(size)
+        if not isinstance(inputs.dtype, torch.dtype) or not all(inputs.shape) or not 0 <= inputs.bytes <= LARGEST:
+            raise ValueError("inputs that no model has")
+        if mean and inputs.shape != (channels, size, size):
+            raise ValueError("inputs of another size than the images")
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path} is damaged: its description of inputs makes no sense") from None
+    if mean:
+        ImageFacts.of(path, facts)
+    task = tasks.create(recipe.replace(loss={}, augment={}), classes)
+    model = model_for(recipe, task, len(classes), channels, size, None if mean else inputs, starting=False)
+    initialise(model, tensors, str(path), whole=True)
+    exported = {
+        "model": recipe.model.name,
+        "task": recipe.task.name,
+        "classes": classes,
+        "mean": mean,
+        "std": std,
+        "channels": channels,
+        "image_size": size,
+        **({"shorter_side": shorter, "resize": RESIZED.format(shorter, size, size)} if mean else {}),
+        **({"pixel_range": recipe.data.pixel_range} if recipe.data.pixel_range else {}),
+        "inputs": (kind, inputs.shape),
+        "input": PREPARED if mean else "as the data set gives them",
+        "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
+    }
+    return ExportSource(recipe, model.eval(), inputs, exported, tensors, {**facts, **metadata})
+
+
+def _with_inputs(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dict[str, str]:
+    """The facts that weights have of their inputs; of an older version's weights those of the run's data set."""
+    try:
+        facts = facts_of(path, dict(metadata))
+    except CheckpointError:
+        facts = {}
+    images = facts.get("mean", "[]") != "[]"
+    if "inputs" not in facts and images:
+        size, channels = recipe.data.image_size or facts.get("image_size"), facts.get("channels")
+        facts = {**facts, "inputs": f'["float32", [{channels}, {size}, {size}]]'}
+    if "inputs" in facts:
+        return facts
+    try:
+        data = open_datasets(recipe)
+    except RecipeError as error:
+        raise CheckpointError(
+            f"{path} does not say what its inputs are, and its data set cannot be opened: {error}"
+        ) from None
+    return {
+        **facts,
+        "classes": json.dumps(data.classes),
+        "mean": json.dumps([] if data.plain else data.mean),
+        "std": json.dumps([] if data.plain else data.std),
+        "channels": str(data.channels),
+        "image_size": str(data.image_size),
+        "shorter_side": str(shorter_side_of(data)),
+        "inputs": data.inputs.to_json(),
+    }
+
 
 Runner = Callable[[Tensor], Tensor]
 FACTS = "trainer.json"  # a further file in those of torch; in ONNX, which holds texts by name, one of them

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from trainer import recipe as recipes
-from trainer.commands.plan import amounts
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.commands.plan.run_plan import RunPlan
 from trainer.errors import RecipeError
@@ -23,7 +22,8 @@ from trainer.launch import launching
 from trainer.processes.terminal import as_typed
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import check_names
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
+from trainer.telemetry import readable
 
 OWN = ("nproc", "memory", "measured", "bandwidth")
 JSON = "--json"
@@ -90,8 +90,8 @@ def planned(
     if not isinstance(measured, str | os.PathLike | None):
         raise RecipeError(f"measured= is a run's folder or 'here', not {type(measured).__name__}")
     measured = None if measured is None else os.fspath(measured)
-    room = amounts.parse_memory(memory) if isinstance(memory, str) else memory
-    speed = amounts.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
+    room = readable.parse_memory(memory) if isinstance(memory, str) else memory
+    speed = readable.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
     layout = lay_out(recipe, nproc, gpus=room is not None and measured is None)
     launching.load_plugin(plugin)
     from trainer.commands.plan.summary import summarise

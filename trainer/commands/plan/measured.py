@@ -1,4 +1,4 @@
-"""What was measured of a model's speed: by an earlier run, or here in a few seconds."""
+"""What was measured: of a model's speed, by an earlier run or here in a few seconds, and of reading its photos here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 
 from trainer import recipe as recipes
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
+from trainer.commands.plan.run_plan import ReadingFigures
+from trainer.data.cache.building import estimate
+from trainer.data.cache.stored import Format, measure_reading
+from trainer.data.photos.photo_reader import shorter_side
+from trainer.data.photos.pixel_range import wanted_of
+from trainer.data.workers.worker_counts import allowed
 from trainer.errors import RecipeError, SetupError
 from trainer.models.balance import BlockCost
+from trainer.processes.resources import cores
 from trainer.recipe import Recipe, checks
 from trainer.recipe.checks import weight_shards
 from trainer.saving.files import read_json
@@ -155,3 +162,37 @@ def sharded_traffic(recipe: Recipe, ranks: int, size: int) -> float:
 def ring(ranks: int) -> float:
     """How often each rank sends a tensor's bytes in a ring all-reduce (Patarasuk and Yuan, 2009)."""
     return 2 * (ranks - 1) / ranks
+
+
+def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | None) -> ReadingFigures | None:
+    """What is known of reading; None where no photos are read, or none can be.
+
+    Args:
+        readers: ranks of this machine that read.
+        wanted: images/s that the model computes, where that is predicted.
+    """
+    if images.photos is None:
+        return None
+    seconds = measure_reading(images.photos, recipe, images.size, images.channels)
+    if seconds is None:
+        return None
+    wish = recipe.data.workers
+    processes = min(cores(), readers * max(1, wish if isinstance(wish, int) else allowed(readers, 0)))
+    paths = [images.photos.address(index) for index in range(len(images.photos))]
+    size = recipe.data.cache_size or shorter_side(images.size)
+    black_white = wanted_of(recipe.data)
+    raw, jpeg = (estimate(paths, Format(kind, size, images.channels, black_white)) for kind in ("raw", "jpeg"))
+    whole_set = 1 + (images.val or 0) / len(paths)  # the cache holds the held-out images too
+    speed = processes / (seconds.cached if recipe.data.cache != "off" else seconds.whole)
+    return ReadingFigures(
+        processes=processes,
+        read_seconds=seconds.read,
+        decode_seconds=seconds.decode,
+        transform_seconds=seconds.transform,
+        samples_per_sec=processes / seconds.whole,
+        cached_samples_per_sec=processes / seconds.cached,
+        cache_bytes=round(whole_set * raw.bytes),
+        jpeg_cache_bytes=round(whole_set * jpeg.bytes),
+        cache_seconds=whole_set * raw.seconds / cores(),
+        bound=None if wanted is None else ("loader" if speed < wanted else "model"),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import wrap
 
-from trainer.commands.plan.amounts import multiply_adds, operations
 from trainer.commands.plan.run_plan import (
     BatchFigures,
     DataFigures,
@@ -23,7 +22,7 @@ from trainer.commands.plan.run_plan import (
 from trainer.recipe import TRAITS
 from trainer.recipe.versions import VERSION
 from trainer.telemetry import readable
-from trainer.telemetry.readable import as_size, duration
+from trainer.telemetry.readable import as_size, duration, multiply_adds, operations
 
 WIDTH = 119
 PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")

@@ -31,13 +31,12 @@ from trainer.launch import launching
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.modes import Context
-from trainer.processes import children, family, resources
+from trainer.processes import family, resources
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.telemetry.clocks import synchronise
-from trainer.training.resolving import start_process
-from trainer.training.wiring import wire
+from trainer.training.wiring import start_process, wire
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
@@ -137,7 +136,7 @@ def _run(task: _Task) -> list[_Answer]:
         with ExitStack() as all_end:
             started = [
                 all_end.enter_context(
-                    children.started([*command, str(rank)], environment=environment, stdin=subprocess.DEVNULL)
+                    family.started([*command, str(rank)], environment=environment, stdin=subprocess.DEVNULL)
                 )
                 for rank in range(task.count)
             ]

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import from_run, ring, sharded_traffic
+from trainer.commands.plan.measured import from_run, reading, ring, sharded_traffic
 from trainer.commands.plan.planned_layout import Layout, every_mode
-from trainer.commands.plan.reading_speed import reading
 from trainer.commands.plan.run_plan import (
     BatchFigures,
     DataFigures,

@@ -22,7 +22,7 @@ from trainer.data.photos.photo_reader import held_out, shorter_side_of
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
-from trainer.processes.allocation import keep_freed_memory
+from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainer.commands.predict import output, sources
+from trainer.commands.predict import rows, sources
 from trainer.commands.predict.labelling import Labeller
 from trainer.commands.predict.rows import COUNTS, PartFile
 from trainer.commands.predict.sources import Inputs, Item
@@ -30,7 +30,7 @@ from trainer.processes.resources import cores, cuda_for
 from trainer.processes.terminal import as_typed
 from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 from trainer.saving.files import write_atomically
 from trainer.saving.run_names import run_named
 
@@ -72,8 +72,8 @@ def label_part(trained: Trained, folder: Path, rank: Place) -> None:
     world.connect(TIMEOUT)
     folder = Path(world.broadcast_object(str(folder)))  # its name may hold the time
     final = folder / f"predictions.{recipe.predict.format}"
-    output.claim(folder)
-    before = world.broadcast_object(output.complete(folder, final, settings) if rank.is_main else None)
+    rows.claim(folder)
+    before = world.broadcast_object(rows.complete(folder, final, settings) if rank.is_main else None)
     if before is not None:
         world.barrier()
         world.close()
@@ -215,7 +215,7 @@ def sum_up(
     known = [part["seen"] for part in parts]  # a rank may not have what tells it
     seen = None if None in known else sum(known)
     new = counts["images"] - sum(part["before"] for part in parts)
-    output.put_together(world, folder, final)
+    rows.put_together(world, folder, final)
     if world.is_main:
         accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
         result = {"settings": settings, **counts, "top1": accuracy, "trained_on": seen, "seconds": seconds}

@@ -18,7 +18,7 @@ from trainer.devices.assignment import present
 from trainer.errors import Interrupted, Preempted, RecipeError, SetupError
 from trainer.processes import resources
 from trainer.processes.rank import place
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 
 WORDS = ("minutes", "output", "devices")
 MINUTES = "10"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from trainer.commands.compare.running import Failed, failure_line, finished
 from trainer.errors import PeerError
-from trainer.processes import children
+from trainer.processes import family
 from trainer.saving.files import read_json, write_atomically, writing
 
 TIMEOUT = 300.0  # seconds after which a run or a measurement is killed: it hangs
@@ -199,7 +199,7 @@ class CheckRunner:
         with log, ExitStack() as stack:
             running = [
                 stack.enter_context(
-                    children.started(command, None, environment, subprocess.DEVNULL, log, subprocess.STDOUT)
+                    family.started(command, None, environment, subprocess.DEVNULL, log, subprocess.STDOUT)
                 )
                 for command in commands
             ]

@@ -14,8 +14,8 @@ from typing import Any
 
 from trainer.commands.compare.running import Failed, failure_line, speed, steps_of
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, measured, wrong
-from trainer.commands.prove.published import PEAK_BANDWIDTH, published
 from trainer.commands.prove.right import pipeline
+from trainer.telemetry.flops import PEAK_BANDWIDTH, published
 from trainer.telemetry.readable import number
 
 # A device or a link is slow below this share of the best of its kind, throttled below this share of its own best. On

@@ -10,10 +10,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.commands.runs import deleting, differences, listing, run_page
+from trainer.commands.runs import listing, run_page
 from trainer.commands.runs.run_status import RunSummary, look, named
 from trainer.errors import RecipeError
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 
 HOME = Path("runs")  # where training puts its folders
 SYNONYMS = {
@@ -43,11 +43,11 @@ def command(words: Sequence[str]) -> str:
     if task == "compare":
         if len(names) < 2:
             raise RecipeError("runs compare needs two runs or more, as in runs compare FIRST SECOND; runs lists them")
-        return differences.compare([named(name, HOME) for name in names], options.get("output"), as_json)
+        return run_page.compare([named(name, HOME) for name in names], options.get("output"), as_json)
     if task == "delete":
         if not names:
             raise RecipeError("runs delete needs the names of runs, as in runs delete FIRST SECOND; runs lists them")
-        return deleting.delete([named(name, HOME) for name in names], options.get("yes"))
+        return listing.delete([named(name, HOME) for name in names], options.get("yes"))
     if not task and names:
         task, names = names[0], names[1:]
     return _listed(task, names, as_json)

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe.recipe_files import stored
-from trainer.recipe.recipe_words import misspelt
+from trainer.recipe.recipe_files import misspelt, stored
 from trainer.saving import locks
 from trainer.saving.files import read, read_json, why
 
@@ -221,29 +221,14 @@ def _changed(path: Path, names: set[str]) -> float | None:
 def size_of(path: Path) -> tuple[int, bool]:
     """Bytes of the files in a folder, links not followed, and whether there are more than were counted."""
     total = count = 0
-    for entry in files_below(path):
-        count += 1
-        if count > MAX_FILES:
-            return total, True
-        try:
-            total += 0 if entry.is_dir(follow_symlinks=False) else entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue
+    for folder, _, names in os.walk(path):
+        for name in names:
+            count += 1
+            if count > MAX_FILES:
+                return total, True
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
     return total, False
-
-
-def files_below(path: Path) -> Iterator[os.DirEntry[str]]:
-    """All entries of a folder and its subfolders, as far as they can be read; links are not followed."""
-    waiting: list[str | Path] = [path]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    yield entry
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-        except OSError:
-            continue
 
 
 def named(name: str, home: Path) -> RunSummary:

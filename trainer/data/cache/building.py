@@ -23,13 +23,12 @@ import torch
 
 from trainer.data.cache import cache_blocks
 from trainer.data.cache.cache_blocks import Prepared
-from trainer.data.cache.packing import Format, Packing, key_of
-from trainer.data.cache.stored import block_path, prepared
+from trainer.data.cache.stored import Format, Packing, block_path, key_of, prepared
 from trainer.data.photos.decoding import reason
 from trainer.devices import host
 from trainer.errors import DiskFullError, PeerError, SetupError, is_disk_full
 from trainer.processes import fork_server
-from trainer.processes.allocation import PHOTOS, keep_freed_memory
+from trainer.processes.resources import PHOTOS, keep_freed_memory
 from trainer.saving import locks
 from trainer.telemetry.readable import as_size, duration
 from trainer.telemetry.tracking import bar_kind

@@ -20,7 +20,7 @@ from trainer.models.inputs import with_pretrained_input
 from trainer.processes.resources import locate
 from trainer.recipe import DataRecipe, load
 from trainer.recipe.known_names import OWN_PHOTOS
-from trainer.recipe.recipe_words import split_words
+from trainer.recipe.recipe_files import split_words
 from trainer.saving import files, locks
 from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size

@@ -11,8 +11,7 @@ from pathlib import Path
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.cache import building, homes
 from trainer.data.cache.building import SPARE, estimate
-from trainer.data.cache.packing import Format, Packing, pack
-from trainer.data.cache.stored import CachedFolder
+from trainer.data.cache.stored import CachedFolder, Format, Packing, pack
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.photos.pixel_range import wanted_of

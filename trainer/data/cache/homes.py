@@ -23,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.data.cache import cache_blocks
-from trainer.data.cache.packing import Format, Packing
+from trainer.data.cache.stored import Format, Packing
 from trainer.data.downloads import data_folder
 from trainer.errors import SetupError, TrainerError
 from trainer.recipe import DataRecipe

@@ -1,25 +1,107 @@
-"""Photos as the cache stores them, and a folder of photos that reads from it."""
+"""Photos as the cache stores them, which is in which block, and a folder of photos that reads from it.
+
+A block's name is a hash of all that its pixels depend on: the photos' paths, sizes and times, and the format. So a
+block that exists is right, and one whose photos have changed has another name.
+"""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 from torchvision.io import encode_jpeg
 
 from trainer.data.cache import cache_blocks
 from trainer.data.cache.cache_blocks import DamagedError, Prepared
-from trainer.data.cache.packing import Format, Packing
-from trainer.data.encoded import EncodedPhotos, open_address
-from trainer.data.photos.decoding import jpeg_pixels, without_warnings
+from trainer.data.encoded import EncodedPhotos, encoded, identity, open_address
+from trainer.data.photos.decoding import jpeg_pixels, open_encoded, without_warnings
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import resized
+from trainer.data.photos.photo_reader import PhotoDraws, private_draws, resized, shorter_side
+from trainer.data.photos.pixel_range import Range
+from trainer.data.sampling import Array
+from trainer.recipe import Recipe
+from trainer.telemetry.verdict import Reading
+
+TOGETHER = 256  # photos of a block, on average
+MOST = 4 * TOGETHER
+KEY = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Format:
+    """How photos are stored.
+
+    Attributes:
+        layout: "raw" pixels, or "jpeg".
+        size: pixels of the shorter side; a photo that has fewer stays as it is.
+        channels: 1 or 3.
+        pixel_range: the recipe's data.pixel_range.
+    """
+
+    layout: str
+    size: int
+    channels: int
+    pixel_range: Range | None = None
+
+    VERSION = 2  # counts up when the pixels of the same photo change
+
+    def __str__(self) -> str:
+        return f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}-{self.pixel_range}"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the photos of some folders are in the cache.
+
+    Attributes:
+        keys: (blocks, KEY) uint8, their names.
+        paths: of each block, the addresses of its photos.
+        places: of each folder, (photos, 2) int32: block, and row in it.
+    """
+
+    keys: npt.NDArray[np.uint8]
+    paths: Sequence[Sequence[bytes]]
+    places: Sequence[npt.NDArray[np.int32]]
+
+
+def pack(folders: Sequence[EncodedPhotos], how: Format) -> Packing:
+    """Divide the photos of all folders together into blocks.
+
+    The hash of a photo's path decides whether a block ends there (content-defined chunking: Muthitacharoen, Chen and
+    Mazieres 2001, page 4): one photo more or less changes only its block.
+    """
+    paths = [[folder.address(index) for index in range(len(folder))] for folder in folders]
+    blocks: list[list[bytes]] = [[]]
+    for path in sorted(set().union(*paths)):
+        blocks[-1].append(path)
+        if len(blocks[-1]) >= MOST or not xxhash.xxh3_64_intdigest(path) % TOGETHER:
+            blocks.append([])
+    if not blocks[-1]:
+        blocks.pop()
+    place_of = {path: (block, row) for block, names in enumerate(blocks) for row, path in enumerate(names)}
+    places = [np.array([place_of[path] for path in part], np.int32).reshape(-1, 2) for part in paths]
+    keys = np.frombuffer(b"".join(key_of(names, how) for names in blocks), np.uint8).reshape(-1, KEY)
+    return Packing(keys, blocks, places)
+
+
+def key_of(paths: Sequence[bytes], how: Format) -> bytes:
+    """The name of a block of the photos at these addresses, as they are now."""
+    whole = xxhash.xxh3_128(str(how).encode())
+    for path in paths:
+        whole.update(identity(path) + b"\0")
+    return whole.digest()
+
 
 QUALITY = 90  # of the JPEGs
 
@@ -113,3 +195,82 @@ class CachedFolder(EncodedPhotos):
 
 def block_path(home: str, key: bytes) -> str:
     return os.path.join(home, key.hex() + cache_blocks.SUFFIX)
+
+
+PHOTOS, SECONDS = 32, 1.0  # that are measured, and seconds after which fewer do
+
+
+def measure_reading(
+    folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS
+) -> Reading | None:
+    """Of some photos, in this process as in a loader worker; None where none of them can be read.
+
+    A photo that was read before may come from the page cache, as it does in training.
+
+    Args:
+        size, channels: of the images that the model gets.
+        seconds: to spend, about.
+    """
+    index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
+    with _one_thread(), private_draws():
+        draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
+        rows = [_of(folder, place, row, draws, recipe, size, channels) for row, place in _within(index, seconds)]
+    known = [row for row in rows[1 if len(rows) > 1 else 0 :] if row is not None]  # the first one warms up
+    return Reading(*(sum(part) / len(known) for part in zip(*known, strict=True))) if known else None
+
+
+def _within(index: Array, seconds: float) -> Iterator[tuple[int, int]]:
+    ends = time.perf_counter() + seconds
+    for row, place in enumerate(index.tolist()):
+        if row > 1 and time.perf_counter() > ends:
+            return
+        yield row, place
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As in a loader worker."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _of(
+    folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, recipe: Recipe, size: int, channels: int
+) -> tuple[float, float, float, float] | None:
+    """Seconds of reading, decoding and transforming a photo, and of all of it from the cache."""
+    spent: list[float] = []
+
+    def timed(decode: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+        def decoded(factor: int) -> Tensor:
+            began = time.perf_counter()
+            image = decode(factor)
+            spent.append(time.perf_counter() - began)
+            return image
+
+        return decoded
+
+    with suppress(Exception):  # decoders raise anything at all; training reports it
+        began = time.perf_counter()
+        if isinstance(folder, CachedFolder):
+            picture = folder.open(place, channels)[0]
+            read, opened = time.perf_counter() - began, 0.0
+        else:
+            data = encoded(folder.address(place))
+            read = time.perf_counter() - began
+            picture = open_encoded(data, channels, folder.pixel_range)
+            opened = time.perf_counter() - began - read  # includes decoding, but of JPEGs
+        began = time.perf_counter()
+        draws.apply(row, replace(picture, decode=timed(picture.decode)), size)
+        whole = time.perf_counter() - began
+        kept = recipe.data.cache_size or shorter_side(size)
+        how = Format(recipe.data.cache_format or "raw", kept, channels, folder.pixel_range)
+        stored = prepared(folder.address(place), how)
+        began = time.perf_counter()
+        xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as reading from the cache does
+        draws.apply(row, picture_of(stored, how), size)
+        return read, opened + spent[0], whole - spent[0], time.perf_counter() - began
+    return None

@@ -16,8 +16,18 @@ from trainer import tasks
 from trainer.data.folders.layout import HELD_OUT, TRAIN
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
 from trainer.data.folders.splits import Before
-from trainer.data.folders.table_names import Naming, counts_rows, is_index, is_there, missing, naming, unlisted
-from trainer.data.folders.table_text import Line, check_commas, read_lines
+from trainer.data.folders.table_names import (
+    Line,
+    Naming,
+    check_commas,
+    counts_rows,
+    is_index,
+    is_there,
+    missing,
+    naming,
+    read_lines,
+    unlisted,
+)
 from trainer.data.items import TARGETS
 from trainer.data.sets import Datasets
 from trainer.errors import SetupError

@@ -42,7 +42,7 @@ def layout_of(root: Path, left: LeftOut) -> ClassFolders:
         held_out = None
     others = tuple(name for name in folders if name not in (train, held_out))
     if train is not None:
-        left.loose(len(listed(root, left)[1]))  # else `classes_of` counts the images beside the classes
+        left.loose += len(listed(root, left)[1])  # else `classes_of` counts the images beside the classes
         return ClassFolders(root / train, root / held_out if held_out else None, others)
     if held_out is not None and others:
         moved = " ".join(quote(str(root / name)) for name in others[:4]) + " ..." * (len(others) > 4)
@@ -103,7 +103,7 @@ def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
     classes, images = listed(folder, left)
     if not classes:
         raise SetupError(_flat(folder, images))
-    left.loose(len(images))
+    left.loose += len(images)
     return dict(zip(classes, class_images(folder, classes, left), strict=True))
 
 

@@ -30,32 +30,24 @@ ASKED = 50_000  # files of which the size is looked up: it takes long on a netwo
 
 
 class LeftOut:
-    """Counts the files that are not read, by reason."""
+    """Counts the files that are not read, by reason.
+
+    Attributes:
+        junk: hidden files and folders of other programs.
+        empty: image files of no bytes.
+        broken: links to images that do not exist.
+        loose: images beside the folders of classes.
+        links: in shards.
+    """
 
     def __init__(self, empty: bool = True) -> None:
         """`empty`: look for files of no bytes, and for broken links."""
         self.looks = empty
         self.asked = 0 if empty else ASKED  # files of which the size was looked up
+        self.junk: list[str] = []
+        self.empty = self.broken = self.loose = self.links = 0
         self._kinds: Counter[str] = Counter()  # photos that cannot be read here, by suffix
-        self._junk: list[str] = []
-        self._empty = self._loose = self._links = self._broken = 0
         self._others: Counter[str] = Counter()
-
-    def junk(self, name: str) -> None:
-        """A hidden file or folder of another program."""
-        self._junk.append(name)
-
-    def empty(self) -> None:
-        """An image file of no bytes."""
-        self._empty += 1
-
-    def broken(self) -> None:
-        """A link to an image that does not exist."""
-        self._broken += 1
-
-    def loose(self, count: int) -> None:
-        """Images beside the folders of classes."""
-        self._loose += count
 
     def other(self, name: str) -> None:
         """A file that is not an image, or cannot be read here."""
@@ -64,26 +56,26 @@ class LeftOut:
 
     def inside(self, hidden: int, empty: int, links: int, others: Mapping[str, int]) -> None:
         """Files in a shard; `others` by suffix."""
-        self._junk += ["in shards"] * hidden
-        self._empty += empty
-        self._links += links
+        self.junk += ["in shards"] * hidden
+        self.empty += empty
+        self.links += links
         for suffix, count in others.items():
             (self._kinds if suffix in NEEDS else self._others)[suffix] += count
 
     def in_words(self) -> str:
         """In one line; empty where there are none."""
         parts = [f"{_files(count, kind)}: {NEEDS[kind.lower()]}" for kind, count in self._kinds.items()]
-        if self._loose:
-            parts.append(f"{self._loose} image{'s' * (self._loose > 1)} outside the class folders")
-        if self._empty:
-            parts.append(_files(self._empty, "empty"))
-        if self._broken:
-            parts.append(f"{self._broken} link{'s' * (self._broken > 1)} to files that are not there")
-        if self._links:
-            parts.append(f"{self._links} link{'s' * (self._links > 1)} in shards")
-        if self._junk:
-            named = ", ".join(sorted(set(self._junk))[:4])
-            parts.append(f"{len(self._junk)} hidden file{'s' * (len(self._junk) > 1)} of other programs ({named})")
+        if self.loose:
+            parts.append(f"{self.loose} image{'s' * (self.loose > 1)} outside the class folders")
+        if self.empty:
+            parts.append(_files(self.empty, "empty"))
+        if self.broken:
+            parts.append(f"{self.broken} link{'s' * (self.broken > 1)} to files that are not there")
+        if self.links:
+            parts.append(f"{self.links} link{'s' * (self.links > 1)} in shards")
+        if self.junk:
+            named = ", ".join(sorted(set(self.junk))[:4])
+            parts.append(f"{len(self.junk)} hidden file{'s' * (len(self.junk) > 1)} of other programs ({named})")
         if self._others:
             named = ", ".join(sorted(self._others, key=lambda kind: (-self._others[kind], kind))[:4])
             parts.append(f"{_files(self._others.total(), 'other')} ({named})")
@@ -141,15 +133,15 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
         with os.scandir(folder) as entries:
             for entry in entries:
                 if is_junk(entry.name):
-                    left.junk(entry.name)
+                    left.junk.append(entry.name)
                 elif is_folder(entry):
                     folders.append(entry.name)
                 elif not is_image(entry.name):
                     left.other(entry.name)
                 elif left.looks and entry.is_symlink() and _is_broken(entry):
-                    left.broken()
+                    left.broken += 1
                 elif _is_empty(entry, left):
-                    left.empty()
+                    left.empty += 1
                 else:
                     images.append(entry.name)
     except OSError as error:

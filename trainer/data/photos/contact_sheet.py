@@ -19,7 +19,7 @@ from trainer.data.sets import Datasets, ImageSet
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.saving.files import draft_of, put, writing
-from trainer.telemetry import fonts
+from trainer.telemetry import gallery
 
 FILE = "contact_sheet.png"
 CLASSES, IMAGES = 20, 8  # rows and columns, at most
@@ -61,7 +61,7 @@ def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe:
     _write(paper, (MARGIN, MARGIN), title + ", augmented; before mixup, cutmix and erasing")
     for row, (label, samples) in enumerate(zip(classes, members, strict=True)):
         below = 2 * TEXT + row * height + CELL // 3
-        _write(paper, (MARGIN, below), fonts.fit(data.classes[label], TEXT, NAMES - 2 * MARGIN))
+        _write(paper, (MARGIN, below), gallery.fit(data.classes[label], NAMES - 2 * MARGIN, size=TEXT))
         _write(paper, (MARGIN, below + TEXT + 4), f"{len(samples):,} images")
     for column, images in enumerate(_columns(part, members, data, recipe)):
         for row, image in images:
@@ -74,7 +74,7 @@ def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe:
 
 
 def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black") -> None:
-    written, font = fonts.font_for(words, TEXT)
+    written, font = gallery.font_for(words, TEXT)
     paper.text(at, written, ink, font)
 
 

@@ -1,4 +1,6 @@
-"""A shard's index: its samples without their images, made once and kept in a file in the data folder.
+"""A shard as it was when it was indexed, and its index: its samples without their images, kept in the data folder.
+
+Reading a shard later gives the same bytes, or raises. A process keeps the last `OPEN` that it reads from open.
 
 The file's name is a hash of the shard's path, and it says which size and time the shard had: where the shard has
 changed, or the file is damaged, the index is made anew. A process that is killed while writing leaves a draft, which
@@ -9,20 +11,92 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from trainer.data.downloads import data_folder
 from trainer.data.sampling import Array
-from trainer.data.shards.shard_files import ShardFile
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
+
+Bytes = npt.NDArray[np.uint8]
+OPEN = 64  # shards that a process holds open
+
+
+class ShardFile(NamedTuple):
+    """A file that holds many images.
+
+    Attributes:
+        size: bytes.
+        time: of its last change, in nanoseconds since 1970.
+    """
+
+    path: bytes
+    size: int
+    time: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> ShardFile:
+        """
+        Raises:
+            OSError: it is not there.
+        """
+        facts = os.stat(path)
+        return cls(os.path.abspath(os.fsencode(path)), facts.st_size, facts.st_mtime_ns)
+
+    def __str__(self) -> str:
+        return os.fsdecode(self.path)
+
+    def read(self, start: int, size: int) -> Bytes:
+        """
+        Raises:
+            OSError: it cannot be read, or has changed.
+        """
+        file = opened(self)
+        data = np.empty(size, np.uint8)
+        done = 0
+        while done < size:
+            some = os.preadv(file.descriptor, [data[done:].data], start + done)
+            if not some:
+                raise OSError(f"{self} was cut since this run began")
+            done += some
+        return data
+
+
+class OpenShard:
+    """A descriptor that is closed with its last reference: threads may still read one that left the cache."""
+
+    def __init__(self, path: bytes) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.facts = os.fstat(self.descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@lru_cache(maxsize=OPEN)
+def opened(shard: ShardFile) -> OpenShard:
+    """
+    Raises:
+        OSError: it cannot be opened, or has changed.
+    """
+    file = OpenShard(shard.path)
+    if not stat.S_ISREG(file.facts.st_mode):
+        raise OSError(f"{shard} is not a file")
+    if (file.facts.st_size, file.facts.st_mtime_ns) != (shard.size, shard.time):
+        raise OSError(f"{shard} was changed since this run began")
+    return file
+
 
 VERSION = 1  # counts up when the contents change
 FOLDER = "shards"

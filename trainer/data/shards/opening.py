@@ -21,9 +21,8 @@ from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.shards import parquet, tars
 from trainer.data.shards.classes import Classes, classes_of
-from trainer.data.shards.indexes import ShardIndex
+from trainer.data.shards.indexes import ShardFile, ShardIndex
 from trainer.data.shards.patterns import EXAMPLE, part_of, part_of_folder, shards_of
-from trainer.data.shards.shard_files import ShardFile
 from trainer.errors import SetupError
 from trainer.processes.rank import place
 from trainer.recipe import Recipe

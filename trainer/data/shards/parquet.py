@@ -17,8 +17,7 @@ import numpy as np
 
 from trainer.data.items import INPUTS, TARGETS
 from trainer.data.photos.decoding import LARGEST, reason
-from trainer.data.shards.indexes import Contents, ShardIndex, kept
-from trainer.data.shards.shard_files import OPEN, Bytes, ShardFile
+from trainer.data.shards.indexes import OPEN, Bytes, Contents, ShardFile, ShardIndex, kept
 from trainer.errors import SetupError
 from trainer.telemetry.readable import as_size
 

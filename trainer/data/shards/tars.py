@@ -15,8 +15,7 @@ from typing import Any
 
 from trainer.data.folders.scanning import NEEDS, is_junk, readable_suffixes
 from trainer.data.photos.decoding import LARGEST
-from trainer.data.shards.indexes import Contents, ShardIndex, kept
-from trainer.data.shards.shard_files import Bytes, ShardFile, opened
+from trainer.data.shards.indexes import Bytes, Contents, ShardFile, ShardIndex, kept, opened
 from trainer.data.shards.tar_headers import BrokenError, Member, Window, members
 from trainer.errors import SetupError
 

@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from trainer.data.photos.photo_reader import Reader, Report
 from trainer.data.sets import Datasets, TensorSpec
 from trainer.processes import fork_server
-from trainer.processes.allocation import PHOTOS, keep_freed_memory
+from trainer.processes.resources import PHOTOS, keep_freed_memory
 
 MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
 

@@ -1,11 +1,15 @@
 """Bytes on each device of a mode, on disk, and what to change where they are too many."""
 
+import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from tests import warm
+from tests.command_line import PROJECT, environment
 from tests.commands.plan.plans import fake_of, recipe_of, size
 from trainer import load_recipe, plan
 from trainer.commands.plan import planned_memory
@@ -125,3 +129,28 @@ def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
     assert own("cuda:4", "cuda:5")[0] == 16 * 2**30, "cards that are elsewhere are as those here"
     monkeypatch.setattr(planned_memory.cards, "detect", Cards)
     assert own("cuda:0") is None
+
+
+SHARDED = ["model.name=vit_tiny", "data.image_size=32"]
+FEW = pytest.param(2, ["batch_size=4"], id="weights")
+MORE = {"images": (2, ["batch_size=16"]), "kept": (2, ["batch_size=4", "fsdp.reshard=false"])}
+MORE |= {"accumulated": (2, ["batch_size=8", "accumulate=2"]), "2x2": (4, ["batch_size=8", "fsdp.shards=2"])}
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [FEW, *(pytest.param(*way, id=name, marks=pytest.mark.full) for name, way in MORE.items())]
+)
+def test_ranks_hold_their_share_and_their_peak_is_planned(count, words, tmp_path):
+    """By the storages that are alive in a real step; a row of the position embedding is rank 0's alone."""
+    script = PROJECT / "tests" / "commands" / "plan" / "sharded_memory.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", str(script)]
+    command += [str(tmp_path), *SHARDED, *words]
+    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    recipe = recipe_of("mode=fsdp", "data.val_samples=8", "optimizer.name=adamw", *SHARDED, *words)
+    (planned, *_) = plan(recipe, nproc=count)["memory_per_device"]
+    for rank in range(count):
+        held = json.loads((tmp_path / f"{rank}.json").read_text())
+        share = held["whole"] / (recipe.fsdp.shards or count)
+        assert held["parameters"] == held["gradients"] <= 1.05 * share and held["optimizer"] <= 2 * 1.05 * share
+        assert planned["peak"] == pytest.approx(held["peak"], rel=0.1)

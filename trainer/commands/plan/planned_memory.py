@@ -20,7 +20,6 @@ from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models.memory import USABLE, Resident, held, saved_buffers
 from trainer.modes.dp import rows_of_devices
-from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
 from trainer.recipe.checks import weight_shards
@@ -61,20 +60,17 @@ def _of_whole(fake: FakeModel, layout: Layout) -> Device:
 
 
 def _of_shards(fake: FakeModel, layout: Layout) -> Device:
-    """A shard of everything, and the weights of blocks that are gathered at one time: what the root holds, a block that
-    computes and the next, with the copies in which weights and gradients travel."""
-    parts = weight_shards(layout.recipe, layout.processes)
-    device = _of_whole(fake, layout)
+    """A shard of everything, and what of the whole a pass gathers: see `gathering`."""
+    parts, recipe = weight_shards(layout.recipe, layout.processes), layout.recipe
     if parts == 1:
-        return device
-    root, *units = unit_sizes(fake.model, units_of(fake.model))
-    largest = max(units, default=0) if layout.recipe.fsdp.reshard else sum(units)
-    gathered = root + largest + 3 * max([root, *units])
-    resident = Resident(*(-(-size // parts) for size in fake.resident(fake.model)))
-    buffers = fake.resident(fake.model).buffers  # whole on every rank
-    resident = resident._replace(buffers=buffers)
-    activations = device.activations + gathered
-    return _with_peak(Device("", *resident, images=device.images, activations=activations, peak=0))
+        return _of_whole(fake, layout)
+    whole, images = fake.resident(fake.model), sum(fake.batch_bytes(layout.rows))
+    resident = Resident(*(-(-size // parts) for size in whole))._replace(buffers=whole.buffers)
+    stays = recipe.accumulate > 1  # gradients, from one pass to the next
+    held = fake.sharded(layout.rows, parts, recipe.fsdp.reshard, stays).peak
+    peak = sum(resident) - resident.gradients * (not stays) + images + held
+    activations = max(0, peak - sum(resident) - images)
+    return Device("", *resident, images=images, activations=activations, peak=peak)
 
 
 def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:

@@ -1,0 +1,88 @@
+"""What ranks of mode=fsdp hold, by the storages that are alive: sharded_memory.py FOLDER WORDS, under torchrun.
+
+Storages are asked for their size at every operator, as torch gives those of gathered weights back by resizing them.
+What gloo allocates inside of its collectives is not counted: NCCL has buffers of one size.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.commands.plan.plans import dataset_facts, recipe_of, size
+from tests.contexts import mode_of
+from trainer.data import Batch
+from trainer.models.zoo import build
+from trainer.optim.optimization import Updater
+from trainer.optim.optimizers import build_optimizer, optimizer_state
+from trainer.processes.resources import locate
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of storages that were there at once, and the operator that it was at."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.peak, self.at, self.storages = 0, "", {}
+        for tensor in known:
+            self.add(tensor)
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if type(tensor) in (Tensor, torch.nn.Parameter):
+                self.add(tensor)
+        alive = {key: storage for key, seen in self.storages.items() if (storage := seen()) is not None}
+        self.storages = {key: self.storages[key] for key in alive}
+        live = sum(storage.nbytes() for storage in alive.values())
+        if live > self.peak:
+            self.peak, self.at = live, str(func)
+        return out
+
+
+def main(folder, *words):
+    recipe = recipe_of("mode=fsdp", "data.val_samples=8", "optimizer.name=adamw", *words)
+    world = locate(recipe)
+    world.connect(100.0)
+    images = dataset_facts(recipe)
+    rows = recipe.batch_size // world.size // recipe.accumulate
+    shape = (rows, images.channels, images.size, images.size)
+    strategy = mode_of(recipe, world, shape, classes=images.classes)
+    strategy.setup(build(recipe.model, images.classes, images.channels, images.size))
+    strategy.train()
+    parameters = strategy.named_parameters()
+    optimizer = build_optimizer(parameters, recipe.optimizer)
+    updater = Updater(optimizer, recipe, world.device, None)
+    batch = Batch(torch.randn(shape), torch.zeros(rows, dtype=torch.int64), rows)
+    state = [*optimizer_state(optimizer, parameters).values()]
+    with Alive([*parameters.values(), *strategy.module.buffers(), *state, batch.inputs, batch.targets]) as alive:
+        for step in range(2):
+            if step:
+                alive.peak = 0
+            for micro in range(recipe.accumulate):
+                last = micro == recipe.accumulate - 1
+                loss = strategy.forward_backward(batch, 1 / recipe.batch_size, sync=last)
+            strategy.reduce_gradients()
+            gradients = size(p.grad for p in parameters.values() if p.grad is not None)
+            updater.step(loss, strategy, False)
+            optimizer.zero_grad()
+    held = {"parameters": size(parameters.values()), "gradients": gradients, "optimizer": size(state)}
+    whole = 4 * sum(shape.numel() for shape in strategy.shapes.values())
+    told = {**held, "whole": whole, "peak": alive.peak, "at": alive.at}
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(told))
+    world.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -19,7 +19,7 @@ FP32 = 1e-5  # relative; sums in another order differ by 1e-7 at first
 SMALL = ["recipe=digits", "data.name=synthetic", "data.val_samples=90", "data.image_size=8", "data.channels=1"]
 SMALL += ["model.name=cnn_gn", "batch_size=64", "ema=0.9", "augment.crop=none", "optimizer.lr=0.01"]
 SMALL += ["schedule.warmup_epochs=0", "save.every_epochs=1", "logging.verdict=false", *QUIET]
-USUAL = ("data.samples=512", "epochs=2")  # 8 steps, an evaluation and a checkpoint, and the same again
+USUAL = ("data.samples=320", "epochs=2")  # 5 steps, an evaluation and a checkpoint, and the same again
 ALL_IN_A_STEP = ("data.samples=64", "epochs=10")  # so that workers together have the images that `single` has
 ALONE = {f"{mode} alone": [f"mode={mode}", "nproc=1"] for mode in WORKERS}
 AVERAGED = "local_sgd averaging every step"

@@ -140,7 +140,10 @@ def test_failures_are_counted_when_their_batch_is_used(loading):
     assert loader.skipped == 2 * 4
 
 
-@pytest.mark.parametrize("counts", [[1, 4, 2, 1, 3], [5, 1], [1, 5]])
+@pytest.mark.parametrize(
+    "counts",
+    [[1, 4, 2, 1, 3], pytest.param([5, 1], marks=pytest.mark.full), pytest.param([1, 5], marks=pytest.mark.full)],
+)
 def test_any_number_of_workers_at_any_time(loading, counts):
     inline = loading(photo_sets(120), *AUGMENT)
     loader = loading(photo_sets(120), *AUGMENT, "data.workers=2")

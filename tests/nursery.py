@@ -1,9 +1,9 @@
 """The process that `tests.warm` asks: it has imported what our commands import, and forks each command from there.
 
-Asked for a command, it forks twice and lets the first child die: the second is adopted by the process that asked, whose
-child it would have been, runs the same module or program as Python would, with words, environment, folder and files of
-its own, and ends as the interpreter ends. It forks before any thread of OpenMP or gloo exists. Each command begins with
-a nursery for what it starts itself: the ranks of a launcher, fork servers, probes.
+Asked for a command, it forks a child of its own parent, the process that asked. That runs the same module or program as
+Python would, with words, environment, folder and files of its own, and ends as the interpreter ends. It forks before
+any thread of OpenMP or gloo exists. Each command begins with a nursery for what it starts itself: the ranks of a
+launcher, fork servers, probes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import gc
 import importlib
 import os
 import pkgutil
+import platform
 import runpy
 import signal
 import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -82,22 +82,18 @@ def _nurse(wire: socket.socket) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         while (asked := warm.received(wire)) is not None:
-            between = os.fork()
-            if between == 0:
-                begun, begins = os.pipe()
-                child = os.fork()
-                if child == 0:
-                    if asked[0]["session"]:
-                        os.setsid()
-                    os.close(begins)
-                    break
+            begun, begins = os.pipe()
+            child = _fork_for_parent()
+            if child == 0:
+                if asked[0]["session"]:
+                    os.setsid()
                 os.close(begins)
-                os.read(begun, 1)
-                wire.sendall(str(child).encode())
-                os._exit(0)
-            os.waitpid(between, 0)
-            wire.sendall(b"\n")
-            for fd in asked[1]:
+                os.close(begun)
+                break
+            os.close(begins)
+            os.read(begun, 1)
+            wire.sendall(f"{child}\n".encode())
+            for fd in (begun, *asked[1]):
                 os.close(fd)
     except (OSError, ValueError):  # who asked is gone
         os._exit(1)
@@ -107,6 +103,20 @@ def _nurse(wire: socket.socket) -> None:
     _become(*asked)
 
 
+def _fork_for_parent() -> int:
+    """As `os.fork`, but the child is our parent's; and as C's, but for handlers of threads, which are not here."""
+    own = ctypes.c_ulong()
+    _libc.prctl(40, ctypes.byref(own), 0, 0, 0)  # PR_GET_TID_ADDRESS: where C keeps the number of its thread
+    number, places = (56, (0, own.value, 0)) if platform.machine() == "x86_64" else (220, (0, 0, own.value))
+    flags = 0x8000 | 0x200000 | 0x1000000 | signal.SIGCHLD  # CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID
+    ctypes.pythonapi.PyOS_BeforeFork()
+    child = ctypes.pythonapi.syscall(*map(ctypes.c_long, (number, flags, 0, *places)))
+    (ctypes.pythonapi.PyOS_AfterFork_Parent if child else ctypes.pythonapi.PyOS_AfterFork_Child)()
+    if child < 0:
+        raise OSError("no process can be forked")
+    return child
+
+
 def _become(job: Mapping, fds: Sequence[int]) -> None:
     """Be the command that is asked for."""
     _name("python")
@@ -114,11 +124,8 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
     for number in warm.DEAF:
         heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in job["ignored"] else heard)
-    late = time.monotonic() + 20
-    while os.getppid() != job["parent"]:
-        if time.monotonic() > late:
-            os._exit(1)  # it died meanwhile
-        time.sleep(0.001)
+    if os.getppid() != job["parent"]:
+        os._exit(1)  # it died meanwhile
     _settle(dict(zip(job["numbers"], fds, strict=True)), job["environment"], job["cwd"])
     kind, what, words = job["command"]
     sys.argv = [what if kind == "file" else kind, *words]

@@ -7,7 +7,6 @@ subprocess's own.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import os
@@ -18,18 +17,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 
 DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # in a nursery, for its whole group hears them
 NURSERY = "nursery"  # its name in /proc
 ROOM = 30_000  # bytes for the environments of all that is forked
-ADOPTING = 36  # PR_SET_CHILD_SUBREAPER
 _execute = subprocess.Popen._execute_child
 _spawn = util.spawnv_passfds
 _asking = threading.Lock()
-_libc = ctypes.CDLL(None, use_errno=True)
 _nursery: socket.socket | None = None  # the line to this process's
 
 
@@ -111,7 +108,7 @@ def _start(command: tuple[str, str, list[str]], files: Mapping[int, int], **job:
     ignored = [number for number in DEAF if signal.getsignal(number) is signal.SIG_IGN]
     asked = {"command": command, "numbers": [*files], "parent": os.getpid(), "mask": mask, "ignored": ignored}
     asked |= {"environment": {**os.environ}, "cwd": os.getcwd(), "session": False, "serves": False}
-    with _asking, _adopting():
+    with _asking:
         if _nursery is None:
             _start_nursery()
         socket.send_fds(_nursery, [b"x"], [*files.values()])
@@ -126,16 +123,6 @@ def received(wire: socket.socket) -> tuple[dict, list[int]] | None:
     """What a nursery is asked for, and its files; None when nobody is there to ask."""
     data, fds, _, _ = socket.recv_fds(wire, 1, 16)
     return (json.loads(wire.makefile().readline()), fds) if data else None
-
-
-@contextmanager
-def _adopting():
-    """Within, what a process below this one leaves behind becomes a child of this one."""
-    _libc.prctl(ADOPTING, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        _libc.prctl(ADOPTING, 0, 0, 0, 0)
 
 
 def _warm(words: Sequence[str]) -> tuple[str, str, list[str]] | None:

@@ -77,11 +77,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[str, list[str]]:
-    """The command and the words as they are taken, where there is nothing to answer.
-
-    Raises:
-        RecipeError: with what to type.
-    """
+    """The command and the words as they are taken, where there is nothing to answer. Raises RecipeError."""
     values = {word.key: word.value for word in words if word.key}
     line = CommandLine(command, COMMAND_WORDS[command], values, tuple(word.typed for word in words))
     kept: list[str] = []

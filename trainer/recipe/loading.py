@@ -102,7 +102,8 @@ def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -
     name, chain = "recipe", list[tuple[str, Any]]()
     if isinstance(recipe, str | Path):
         path = find(str(recipe))
-        name, chain = path.parent.name if path.name == "recipe.yaml" else path.stem, _chain(path)
+        name = path.parent.name if path.name == "recipe.yaml" else path.stem
+        chain = _extended(label_of(path), read(path), path.resolve())
         if fault := not_utf8(name):
             raise RecipeError(f"recipe={recipe}: {fault}")
         chain[-1] = (name, chain[-1][1])
@@ -173,10 +174,6 @@ def _origins(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
     for label, tree in layers:
         sources |= dict.fromkeys(flatten(tree), label)
     return sources
-
-
-def _chain(path: Path) -> list[tuple[str, Any]]:
-    return _extended(label_of(path), read(path), path.resolve())
 
 
 def _extended(label: str, tree: Any, path: Path | None) -> list[tuple[str, Any]]:

@@ -63,7 +63,7 @@ def first_slip(text: str, recipes: Collection[str]) -> str | None:
         if depth > 0:
             if open_in and (key := _key(line)) in TOP and key and not line.startswith(" "):
                 opened = next(text_of_line for at, text_of_line in lines if at == open_in)
-                return f"line {open_in}: {opened.strip()} is not closed: put {_closing(opened)} after it"
+                return f"line {open_in}: {opened.strip()} is not closed: put {']' if '[' in opened else '}'} after it"
             depth += _depth(line)
             continue
         slip = _unset(line, place, recipes) or _written(line, above, number)
@@ -101,10 +101,6 @@ def _depth(line: str) -> int:
     """How many more brackets a line opens than it closes."""
     bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
     return sum(map(bare.count, "[{")) - sum(map(bare.count, "]}"))
-
-
-def _closing(line: str) -> str:
-    return "]" if "[" in line else "}"
 
 
 def _unset(line: str, place: int, recipes: Collection[str]) -> str | None:

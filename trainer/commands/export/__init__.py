@@ -79,12 +79,7 @@ def default_target(path: Path, kind: str) -> Path:
 
 
 def _check_target(target: Path, kind: str) -> None:
-    """Before anything is computed.
-
-    Raises:
-        RecipeError: its name is of another format, or taken.
-        SetupError: its folder is not there, or what makes the format is not installed.
-    """
+    """Before anything is computed. Raises RecipeError, SetupError."""
     if target.suffix != SUFFIXES[kind]:
         raise RecipeError(f"output={target}: files of format={kind} end with {SUFFIXES[kind]}")
     if target.exists() or target.is_symlink():

@@ -68,11 +68,7 @@ def _draft(folder: Path) -> Iterator[Path]:
 
 
 def _checked(source: ExportSource, kind: str, path: Path) -> str:
-    """Write the file and run it; returns how far its outputs are from the model's.
-
-    Raises:
-        RecipeError: it cannot be written, cannot run, or computes something else.
-    """
+    """Write the file and run it; returns how far its outputs are from the model's. Raises RecipeError."""
     name = source.recipe.model.name
     try:
         with torch.no_grad():

@@ -165,10 +165,7 @@ class FakeModel:
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:
-        """
-        Raises:
-            RecipeError: the model looks at values, or has an operator without a shape function.
-        """
+        """Raises RecipeError: the model looks at values, or has an operator without a shape function."""
         try:
             yield
         except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError) as error:

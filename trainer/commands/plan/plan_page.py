@@ -8,7 +8,6 @@ from textwrap import wrap
 from trainer.commands.plan.run_plan import (
     BatchFigures,
     DataFigures,
-    DiskFigures,
     ModeFigures,
     ModelFigures,
     PipelineFigures,
@@ -31,7 +30,7 @@ PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "ac
 def page_of(plan: RunPlan) -> str:
     """The page."""
     lines = [f"trainer {VERSION}: plan of {plan.recipe}"]
-    size, devices = plan.world_size, plan.devices
+    size, devices, disk = plan.world_size, plan.devices, plan.disk
     facts = {
         "mode": f"{plan.mode}, {size} process{'es' * (size > 1)} on {len(devices)} device"
         + f"{'s' * (len(devices) > 1)}: {_devices(devices)}",
@@ -40,7 +39,7 @@ def page_of(plan: RunPlan) -> str:
         "batch": _batch(plan.batch),
         "steps": _steps(plan.steps, plan.learning_rate),
         **_wider(plan.batch, len(devices)),
-        "disk": _disk(plan.disk),
+        "disk": f"{as_size(disk.checkpoint)} a checkpoint, {as_size(disk.folder)} for the run folder at its fullest",
         "traffic": _traffic(plan),
         **_reading(plan.reading),
     }
@@ -113,10 +112,6 @@ def _steps(steps: StepFigures, rate: RateFigures) -> str:
     line += f", warm-up of {rate.warmup_epochs:g} epochs" if rate.warmup_epochs else ""
     line += f" (first {rate.first:.3g}, last {rate.last:.3g})" if rate.first is not None else ""
     return line + ("; fewer where stop.patience ends it" if steps.patience is not None else "")
-
-
-def _disk(disk: DiskFigures) -> str:
-    return f"{as_size(disk.checkpoint)} a checkpoint, {as_size(disk.folder)} for the run folder at its fullest"
 
 
 def _reading(reading: ReadingFigures | None) -> dict[str, str]:

@@ -85,7 +85,12 @@ def summarise(
         commands=commands(recipe, layout, words),
         needs_folder=needs_folder(recipe),
         assumptions=[*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
-        modes=_modes(fake, layout, nproc, room) if every else None,
+        modes=[
+            _mode(fake, mode, laid_out, room)
+            for mode, laid_out in every_mode(recipe, nproc, layout.kind == "cuda").items()
+        ]
+        if every
+        else None,
     )
 
 
@@ -213,15 +218,8 @@ def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
     return notes
 
 
-def _modes(fake: FakeModel, layout: Layout, nproc: int | str | None, room: int | None) -> list[ModeFigures]:
-    """Each mode on as many devices: the fullest device's bytes, and whether they fit; or why it cannot be."""
-    return [
-        _mode(fake, mode, layout, room)
-        for mode, layout in every_mode(layout.recipe, nproc, layout.kind == "cuda").items()
-    ]
-
-
 def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | None) -> ModeFigures:
+    """A mode on as many devices: the fullest device's bytes, and whether they fit; or why it cannot be."""
     try:
         if isinstance(layout, RecipeError):
             raise layout
@@ -230,7 +228,7 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
     except RecipeError as error:
         return ModeFigures(mode, error=str(error))
     memory = room if room is not None else (planned_memory.own_memory(layout, len(devices)) or (None,))[0]
-    traffic = _communication(fake, layout, cut, None)
+    traffic, in_turn = _communication(fake, layout, cut, None), layout.recipe.traits.one_stage_at_a_time
     return ModeFigures(
         mode,
         world_size=layout.processes,
@@ -239,10 +237,5 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
         activations=max(device.activations for device in devices),
         fits=None if memory is None else planned_memory.fits(devices, memory, layout),
         traffic=traffic.all_reduce_bytes_per_device + traffic.crossing_bytes,
-        bubble=None if cut is None else _ideal_bubble(layout, cut),
+        bubble=None if cut is None else 1 - 1 / layout.workers if in_turn else cut.ideal,
     )
-
-
-def _ideal_bubble(layout: Layout, cut: Cut) -> float:
-    """The share of a step in which a device waits for the others, of equal stages."""
-    return 1 - 1 / layout.workers if layout.recipe.traits.one_stage_at_a_time else cut.ideal

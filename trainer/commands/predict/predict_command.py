@@ -124,11 +124,7 @@ def _decoders(devices: Sequence[str], rank: Place) -> int:
 def _label_on(
     devices: Sequence[str], threads: int, trained: Trained, inputs: Inputs, written: PartFile, watch: Watch
 ) -> None:
-    """Start the workers, and label with them until all is done or a signal comes.
-
-    Raises:
-        Interrupted, Preempted: with the words that go on from there.
-    """
+    """Start the workers, and label with them until all is done or a signal comes. Raises Interrupted, Preempted."""
     recipe = trained.recipe
     signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -152,12 +148,7 @@ def _label_on(
 
 
 def _complete(before: Mapping[str, int], final: Path, inputs: Inputs) -> None:
-    """All was labelled before, or so it seems.
-
-    Raises:
-        FolderInUseError: what stdin brings now is not known.
-        PredictionError: images were given up then.
-    """
+    """All was labelled before, or so it seems. Raises FolderInUseError, PredictionError."""
     if inputs.total is None:
         raise FolderInUseError(f"{final} is complete, maybe of other {inputs.name}: choose another output=")
     print(as_typed(f"{final} is complete already; another output= labels them again"), flush=True)

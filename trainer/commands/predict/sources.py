@@ -194,11 +194,7 @@ def _listed(path: Path, ranks: int) -> list[str]:
 
 
 def _lines(file: Any) -> Iterator[str]:
-    """The lines of a list of paths, empty ones left out.
-
-    Raises:
-        SetupError: it is no such list; a line without an end would fill the memory.
-    """
+    """The lines of a list of paths, empty ones left out. Raises SetupError."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), 1):
         if len(line) == LONGEST or "\0" in line:
             raise SetupError(f"line {number} of the list of images is not a path: give a file with a path a line")

@@ -92,11 +92,7 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
 
 
 def _task(recipe: Recipe, names: Sequence[str]) -> Task:
-    """The recipe's task for labelling, which asks for no loss.
-
-    Raises:
-        RecipeError: its outputs are not a number for each name.
-    """
+    """The recipe's task for labelling, which asks for no loss. Raises RecipeError."""
     task = tasks.create(recipe.replace(loss={}, augment={}), names)
     if type(task).ranked is Task.ranked:
         task.ranked(torch.zeros(0))  # says so

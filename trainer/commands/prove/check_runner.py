@@ -187,11 +187,7 @@ class CheckRunner:
             write_atomically(folder / name, json.dumps(content) + "\n")
 
     def _execute(self, name: str, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[int]:
-        """Exit codes of commands that run at once; when one fails, the others are killed.
-
-        Raises:
-            PeerError: they do not end.
-        """
+        """Exit codes of commands that run at once; when one fails, the others are killed. Raises PeerError."""
         with writing(self.folder, AGAIN):
             self.log(name).parent.mkdir(parents=True, exist_ok=True)
             log = self.log(name).open("w", encoding="utf-8")

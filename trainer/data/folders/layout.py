@@ -113,7 +113,10 @@ def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
     Raises:
         SetupError: with what to move where.
     """
-    inside = {name: _inner(paths) for name, paths in classes.items()}
+    # The folders within each class folder that hold its images.
+    inside = {
+        name: sorted({path.split("/")[1] for path in paths if path.count("/") > 1}) for name, paths in classes.items()
+    }
     splits = [name for name in next(iter(inside.values())) if name.lower() in (*TRAIN, *HELD_OUT)]
     if len(classes) > 1 < len(splits) and all(set(splits) <= set(names) for names in inside.values()):
         raise SetupError(
@@ -131,11 +134,6 @@ def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
         )
     apart = f"{layout.train}/<class>" + (f" and {layout.held_out}/<class>" if layout.held_out else "")
     raise SetupError(f"{start}put the images of each in a folder of its own, {apart}")
-
-
-def _inner(paths: Iterable[str]) -> list[str]:
-    """The folders within a class folder that hold its images."""
-    return sorted({path.split("/")[1] for path in paths if path.count("/") > 1})
 
 
 def _has(folders: Iterable[str], names: Sequence[str]) -> bool:

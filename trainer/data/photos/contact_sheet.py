@@ -51,7 +51,8 @@ def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
 
 def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe: Recipe) -> Image.Image:
     """A row for each class with its name, and images as they reach the model in the first epoch."""
-    classes = _some(len(data.classes))
+    count = len(data.classes)
+    classes = sorted(set(np.linspace(0, count - 1, min(CLASSES, count)).round().astype(int).tolist()))
     members = [np.flatnonzero(labels == label) for label in classes]
     height = MARGIN + CELL
     canvas = Image.new("RGB", (NAMES + IMAGES * height + MARGIN, 2 * TEXT + len(classes) * height + MARGIN), "white")
@@ -76,11 +77,6 @@ def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe:
 def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black") -> None:
     written, font = gallery.font_for(words, TEXT)
     paper.text(at, written, ink, font)
-
-
-def _some(classes: int) -> list[int]:
-    """All classes, or as many as there are rows for, from the first to the last."""
-    return sorted(set(np.linspace(0, classes - 1, min(CLASSES, classes)).round().astype(int).tolist()))
 
 
 def _columns(

@@ -111,7 +111,8 @@ class Workers:
         self._turn += 1
         self.search.pause()
         known = len(self._asked) <= len(keys) and all(
-            _same(request.key, key) for request, key in zip(self._asked, keys, strict=False)
+            request.key[:2] == key[:2] and np.array_equal(request.key[2], key[2])
+            for request, key in zip(self._asked, keys, strict=False)
         )
         if not known:
             self._drop()
@@ -288,10 +289,6 @@ class Workers:
         source = self._sources[part]
         first = f" from {source.where(int(index[0]) % len(source))} on" if len(index) else ""
         return f"loader worker {what} while reading {len(index)} samples{first}; data.workers=0 reads in this process"
-
-
-def _same(key: Key, other: Key) -> bool:
-    return key[:2] == other[:2] and np.array_equal(key[2], other[2])
 
 
 def _kill(processes: list[BaseProcess]) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from PIL import Image
 
 from trainer.data import open_datasets
-from trainer.data.folders.splits import NOTHING_BEFORE
+from trainer.data.folders.layout import NOTHING_BEFORE
 from trainer.data.photos.decoding import open_image
 from trainer.recipe import load
 

@@ -8,7 +8,7 @@ from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
 from tests.data.shards.making import jpeg, tarred, with_classes
 from tests.worlds import on_ranks
-from trainer.data.folders.splits import Before
+from trainer.data.folders.layout import Before
 from trainer.errors import SetupError
 from trainer.saving.checkpoint import commit, load
 from trainer.training.same_images import check_same_images

@@ -13,7 +13,7 @@ from trainer import modes
 from trainer import recipe as recipes
 from trainer.data import Datasets, Loader, open_datasets
 from trainer.data.cache import as_stored
-from trainer.data.folders.splits import Before, held_out_of
+from trainer.data.folders.layout import Before, held_out_of
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import fitted
 from trainer.modes import Context

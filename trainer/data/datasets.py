@@ -16,8 +16,8 @@ from trainer.data import sampling
 from trainer.data.downloads import PUBLISHED, load_published
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.folders.label_tables import open_table
+from trainer.data.folders.layout import NOTHING_BEFORE, Before
 from trainer.data.folders.photo_folders import open_folder, statistics
-from trainer.data.folders.splits import NOTHING_BEFORE, Before
 from trainer.data.folders.targets import Targets, TaskSource, target_of
 from trainer.data.photos.decoding import reason
 from trainer.data.registered import UserItems, in_memory, open_registered, registered

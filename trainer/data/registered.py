@@ -23,8 +23,7 @@ from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
-from trainer.recipe.known_names import DATASETS
-from trainer.recipe.registry import Registry
+from trainer.recipe.known_names import DATASETS, Registry
 from trainer.tasks import Task
 
 ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size

@@ -19,8 +19,7 @@ from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
-from trainer.recipe.known_names import TIMM
-from trainer.recipe.registry import Registry
+from trainer.recipe.known_names import TIMM, Registry
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata, read_weights
 

@@ -1,6 +1,7 @@
 """Names of models, data sets and tasks, checked without importing what has them.
 
 Only a first look, skipped where the user brings a plugin: the room that builds the thing has the last word.
+And the registry in which users' own decorators make theirs known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from trainer.recipe.text import nearest
 
 if TYPE_CHECKING:
     from trainer.recipe import Recipe
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn", "fast_cnn_small")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
@@ -82,3 +86,48 @@ def _registered(package: str, pattern: str) -> list[str]:
     folders = (spec and spec.submodule_search_locations) or ()
     files = [file for folder in folders for file in sorted(Path(folder, "models").glob("*.py"))]
     return [name for file in files for name in re.findall(pattern, file.read_text(encoding="utf-8"), re.M)]
+
+
+Kept = TypeVar("Kept")
+
+
+class Registry(dict[str, Kept]):
+    """Names, and what each means."""
+
+    def __init__(
+        self, function: str, shipped: Mapping[str, Kept] | None = None, taken: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        """`function` is the decorator's name; `taken` gives names that mean something else."""
+        super().__init__(shipped or {})
+        self._function, self._taken = function, taken
+
+    def register(self, name: str) -> Callable[[Any], Any]:
+        """The decorator that keeps what it is given under this name.
+
+        Raises:
+            RecipeError: the name is taken, or no text, as where the brackets were forgotten.
+        """
+        if not isinstance(name, str):
+            called, function = getattr(name, "__name__", "name"), self._function
+            raise RecipeError(f"{function} is given a name: write @{function}({called!r}), not {type(name).__name__}")
+        if name in self or name in self._taken():
+            raise RecipeError(f"{self._function}('{name}'): the name is taken; choose another")
+
+        def keep(value: Kept) -> Kept:
+            self[name] = value
+            return value
+
+        return keep
+
+    @contextmanager
+    def lent(self, name: str, value: Kept) -> Iterator[None]:
+        """Within this block the name means this, whatever else it means."""
+        before = self.get(name)
+        self[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del self[name]
+            else:
+                self[name] = before

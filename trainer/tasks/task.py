@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, nearest
-from trainer.recipe.registry import Registry
+from trainer.recipe.known_names import Registry
 
 Reads = Literal["class", "classes", "values"]
 

@@ -16,7 +16,7 @@ from trainer import modes, tasks
 from trainer.data import Datasets, Loader, open_datasets, steps_per_epoch
 from trainer.data.cache import cached
 from trainer.data.feeds import known_labels
-from trainer.data.folders.splits import NOTHING_BEFORE, SPLIT_FILE, Before, continued
+from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued
 from trainer.data.photos import contact_sheet
 from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import TrainerError

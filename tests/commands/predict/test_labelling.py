@@ -17,7 +17,7 @@ from trainer.commands.predict import labelling, sources
 from trainer.commands.predict.labelling import Labeller, Preparation
 from trainer.data import Loader, Shard, open_datasets
 from trainer.data.cache import as_stored
-from trainer.data.folders.splits import Before
+from trainer.data.folders.layout import Before
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.registered import registered

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
-from trainer.data.folders.splits import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, held_out_of
+from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, held_out_of
 from trainer.errors import SetupError
 from trainer.processes.rank import job_id
 from trainer.recipe import load

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from trainer.data import open_datasets
-from trainer.data.folders.splits import NOTHING_BEFORE
+from trainer.data.folders.layout import NOTHING_BEFORE
 from trainer.recipe import load
 
 

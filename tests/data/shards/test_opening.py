@@ -12,7 +12,7 @@ from tests.data.photo_folders import opened as opened_folder
 from tests.data.photo_folders import photo_set, read_image
 from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
 from trainer.data import open_datasets
-from trainer.data.folders.splits import Before
+from trainer.data.folders.layout import Before
 from trainer.errors import SetupError
 from trainer.recipe import load
 

@@ -18,10 +18,9 @@ from trainer import tasks
 from trainer.commands.evaluate import ImageFacts, facts_of, opened_again, recipe_of
 from trainer.commands.predict.labelling import Preparation
 from trainer.data import Datasets
-from trainer.data.folders.layout import layout_of
+from trainer.data.folders.layout import layout_of, part_of
 from trainer.data.folders.photo_folders import IMAGENET
 from trainer.data.folders.scanning import LeftOut
-from trainer.data.folders.splits import part_of
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.errors import RecipeError, SetupError
 from trainer.models.zoo import build, initialise

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer import tasks
-from trainer.data.folders.layout import HELD_OUT, TRAIN
+from trainer.data.folders.layout import HELD_OUT, TRAIN, Before
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
-from trainer.data.folders.splits import Before
 from trainer.data.folders.table_names import (
     Line,
     Naming,

@@ -17,9 +17,8 @@ from PIL import Image
 
 from trainer import tasks
 from trainer.data.encoded import EncodedPhotos, header_file
-from trainer.data.folders.layout import check_several, classes_of, layout_of
+from trainer.data.folders.layout import Before, check_several, classes_of, hold_out, layout_of, table
 from trainer.data.folders.scanning import LeftOut, few
-from trainer.data.folders.splits import Before, hold_out, table
 from trainer.data.photos.decoding import formats, reason
 from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out
 from trainer.data.photos.pixel_range import PixelValues, wanted_of

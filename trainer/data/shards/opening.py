@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from trainer.data.encoded import EncodedPhotos, in_shard
+from trainer.data.folders.layout import Before
 from trainer.data.folders.photo_folders import divided, photos
 from trainer.data.folders.scanning import LeftOut, few
-from trainer.data.folders.splits import Before
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.shards import parquet, tars

@@ -29,6 +29,20 @@ _BLOCK = re.compile(  # code between fences; a heading or comment; a table; anyt
     r"(?P<code>^ *```.*?^ *```.*?$)|^(?:#|<!--)[^\n]*|(?:^\|[^\n]*\n?)+|(?:^(?! *```|#|<!--|\|)[^\n]*\S[^\n]*\n?)+",
     re.S | re.M,
 )
+KEYS = "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
+SECTION = re.compile(
+    r"^## (?P<name>\w+)\n\n(?P<about>.*?)\n\n```text\npython -m trainer (?P<usage>.*?)\n```\n\n"
+    r"(\| word [^\n]*\n\| ---[^\n]*\n(?P<rows>.*?)\n\n)?```sh\n(?P<examples>.*?)\n```$",
+    re.S | re.M,
+)
+
+FOLDER = Path(__file__).parent.parent / "guide"
+INDEX = "README"  # what a git host shows of the folder
+SYNONYMS = {  # words that no page has, with what the pages call them
+    "oom": "out of memory", "augmentation": "augment", "augmentations": "augment", "lr": "optimizer.lr",
+    "learning rate": "optimizer.lr", "hyperparameters": "recipe", "config": "recipe", "distributed": "ddp",
+}  # fmt: skip
+WIDEST = 100  # characters of a line, on any screen
 
 
 def for_terminal(page: str, width: int) -> str:
@@ -129,15 +143,6 @@ def _records(rows: list[list[str]], width: int) -> list[str]:
     return lines
 
 
-FOLDER = Path(__file__).parent.parent / "guide"
-INDEX = "README"  # what a git host shows of the folder
-SYNONYMS = {  # words that no page has, with what the pages call them
-    "oom": "out of memory", "augmentation": "augment", "augmentations": "augment", "lr": "optimizer.lr",
-    "learning rate": "optimizer.lr", "hyperparameters": "recipe", "config": "recipe", "distributed": "ddp",
-}  # fmt: skip
-WIDEST = 100  # characters of a line, on any screen
-
-
 def command(words: Sequence[str]) -> str:
     """The page of the topic that the words name, or the one section whose heading has them; without words, all topics.
 
@@ -215,14 +220,6 @@ def _as_started(topic: str, text: str) -> str:
     """
     text = text if topic == "start" else as_typed(text)
     return re.sub(r"\./launch\.sh(?= (?!test\b|tensorboard\b|--help\b)[\w-])", lambda _: program(), text)
-
-
-KEYS = "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
-SECTION = re.compile(
-    r"^## (?P<name>\w+)\n\n(?P<about>.*?)\n\n```text\npython -m trainer (?P<usage>.*?)\n```\n\n"
-    r"(\| word [^\n]*\n\| ---[^\n]*\n(?P<rows>.*?)\n\n)?```sh\n(?P<examples>.*?)\n```$",
-    re.S | re.M,
-)
 
 
 @dataclass(frozen=True)

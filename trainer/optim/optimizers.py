@@ -14,6 +14,7 @@ from trainer.optim.trainable import Roles
 from trainer.recipe import OptimizerRecipe
 
 QUINTIC, ITERATIONS, SMALLEST = (3.4445, -4.7750, 2.0315), 5, 1e-7  # of the Newton-Schulz iteration, as torch has them
+NO_ROLES = Roles()
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -166,9 +167,6 @@ class LARS(torch.optim.Optimizer):
         torch._foreach_copy_(updates, velocities)
         torch._foreach_mul_(updates, go)
         torch._foreach_add_(weights, updates, alpha=-1)
-
-
-NO_ROLES = Roles()
 
 
 def parameter_groups(

@@ -15,6 +15,8 @@ from trainer.processes.rank import place
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 
+PHOTOS = 2**25  # bytes: the largest that glibc can be told; a photo of 11 megapixels
+
 
 def cores() -> int:
     """Cores this process may use."""
@@ -90,9 +92,6 @@ def locate(recipe: Recipe) -> World:
     world = World(me, device, threads, (), drives, shared)
     world.devices = (world.name,) if len(drives) == 1 else tuple(numbered(drives))
     return world
-
-
-PHOTOS = 2**25  # bytes: the largest that glibc can be told; a photo of 11 megapixels
 
 
 def keep_freed_memory(largest: int | None = None) -> None:

@@ -22,6 +22,13 @@ from trainer.recipe.text import nearest, typed
 FILE = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="
 USUAL_MODELS = ("resnet18", "resnet50", "vit_b_16", "convnext_tiny", "efficientnet_b0", "swin_t", "mobilenet_v3_large")
+PAGE = """\
+# Every key of a recipe
+
+A recipe is a YAML file of these keys; on the command line a key is written `section.key=value`. What a recipe leaves
+out is as in the recipe that it `extends`, or else the default. In a terminal, `python -m trainer recipes keys NAME`
+shows a section or a key, and `python -m trainer recipes NAME` a recipe with every key and who set it.
+"""
 
 
 def schema_file() -> Path:
@@ -68,15 +75,6 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
         if key != "title"
     }
     return named
-
-
-PAGE = """\
-# Every key of a recipe
-
-A recipe is a YAML file of these keys; on the command line a key is written `section.key=value`. What a recipe leaves
-out is as in the recipe that it `extends`, or else the default. In a terminal, `python -m trainer recipes keys NAME`
-shows a section or a key, and `python -m trainer recipes NAME` a recipe with every key and who set it.
-"""
 
 
 @dataclass(frozen=True)

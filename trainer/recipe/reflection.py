@@ -16,6 +16,22 @@ from trainer.errors import RecipeError
 from trainer.recipe.schema import Recipe
 from trainer.recipe.text import flatten, typed
 
+READERS = {
+    "optimizer.momentum": ("sgd", "muon", "lars"),
+    "optimizer.nesterov": ("sgd", "muon"),
+    "optimizer.betas": ("adam", "adamw", "muon"),
+    "optimizer.eps": ("adam", "adamw", "muon"),
+    "optimizer.trust": ("lars",),
+    "schedule.min_lr": ("cosine",),
+    "schedule.step_epochs": ("step",),
+    "schedule.gamma": ("step",),
+}  # keys that some optimizers or schedules read, by their `name`
+# What a continued run may change: where it runs, what it writes and how patient it is, never what a step computes.
+FREE_ON_RESUME = {
+    "mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "fsdp", "predict",
+    "stop", "grace", "resume_weights_only", "data.root", "data.workers", "data.download", "data.cache_dir",
+}  # fmt: skip
+
 
 @functools.cache
 def defaults() -> dict[str, Any]:
@@ -78,23 +94,6 @@ def _parts(kind: Any) -> Iterator[Any]:
         yield from [list[str]] * ([*_parts(get_args(kind)[0])] == [str])
     else:
         yield kind
-
-
-READERS = {
-    "optimizer.momentum": ("sgd", "muon", "lars"),
-    "optimizer.nesterov": ("sgd", "muon"),
-    "optimizer.betas": ("adam", "adamw", "muon"),
-    "optimizer.eps": ("adam", "adamw", "muon"),
-    "optimizer.trust": ("lars",),
-    "schedule.min_lr": ("cosine",),
-    "schedule.step_epochs": ("step",),
-    "schedule.gamma": ("step",),
-}  # keys that some optimizers or schedules read, by their `name`
-# What a continued run may change: where it runs, what it writes and how patient it is, never what a step computes.
-FREE_ON_RESUME = {
-    "mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "fsdp", "predict",
-    "stop", "grace", "resume_weights_only", "data.root", "data.workers", "data.download", "data.cache_dir",
-}  # fmt: skip
 
 
 def unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str]]:

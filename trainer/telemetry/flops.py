@@ -48,6 +48,26 @@ PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
     "Tesla V100-PCIE-32GB": (14.0, None, 112.0, None),
     "Tesla T4": (8.1, None, 65.0, None),
 }
+# Bytes a second to and from a card's memory, from NVIDIA's data sheets.
+PEAK_BANDWIDTH = {
+    "NVIDIA H200": 4800e9, "NVIDIA H100 80GB HBM3": 3350e9, "NVIDIA H100 PCIe": 2000e9,
+    "NVIDIA A100-SXM4-40GB": 1555e9, "NVIDIA A100-SXM4-80GB": 2039e9, "NVIDIA A100-PCIE-40GB": 1555e9,
+    "NVIDIA A100 80GB PCIe": 1935e9, "NVIDIA L40S": 864e9, "NVIDIA L40": 864e9, "NVIDIA L4": 300e9,
+    "NVIDIA A40": 696e9, "NVIDIA A30": 933e9, "NVIDIA A10": 600e9, "Tesla V100-SXM2-16GB": 900e9,
+    "Tesla V100-SXM2-32GB": 900e9, "Tesla V100-PCIE-16GB": 900e9, "Tesla V100-PCIE-32GB": 900e9, "Tesla T4": 320e9,
+}  # fmt: skip
+SCRIPT = {
+    "what": "NVIDIA's own PyTorch script, mixed precision, photos read from disk, container 21.03",
+    "source": "https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/Classification/ConvNets/resnet50v1.5",
+}
+IMAGES_PER_SEC = {  # of training: card, network, number of cards
+    ("NVIDIA A100-SXM4-80GB", "resnet50", 1): 2470,
+    ("NVIDIA A100-SXM4-80GB", "resnet50", 8): 16621,
+    ("Tesla V100-SXM2-16GB", "resnet50", 1): 1200,
+    ("Tesla V100-SXM2-16GB", "resnet50", 8): 8322,
+    ("Tesla V100-SXM2-32GB", "resnet50", 1): 1156,
+    ("Tesla V100-SXM2-32GB", "resnet50", 8): 8056,
+}
 
 
 def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
@@ -78,28 +98,6 @@ def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak:
     Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
     """
     return samples_per_sec * 3 * flops_per_sample / peak
-
-
-# Bytes a second to and from a card's memory, from NVIDIA's data sheets.
-PEAK_BANDWIDTH = {
-    "NVIDIA H200": 4800e9, "NVIDIA H100 80GB HBM3": 3350e9, "NVIDIA H100 PCIe": 2000e9,
-    "NVIDIA A100-SXM4-40GB": 1555e9, "NVIDIA A100-SXM4-80GB": 2039e9, "NVIDIA A100-PCIE-40GB": 1555e9,
-    "NVIDIA A100 80GB PCIe": 1935e9, "NVIDIA L40S": 864e9, "NVIDIA L40": 864e9, "NVIDIA L4": 300e9,
-    "NVIDIA A40": 696e9, "NVIDIA A30": 933e9, "NVIDIA A10": 600e9, "Tesla V100-SXM2-16GB": 900e9,
-    "Tesla V100-SXM2-32GB": 900e9, "Tesla V100-PCIE-16GB": 900e9, "Tesla V100-PCIE-32GB": 900e9, "Tesla T4": 320e9,
-}  # fmt: skip
-SCRIPT = {
-    "what": "NVIDIA's own PyTorch script, mixed precision, photos read from disk, container 21.03",
-    "source": "https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/Classification/ConvNets/resnet50v1.5",
-}
-IMAGES_PER_SEC = {  # of training: card, network, number of cards
-    ("NVIDIA A100-SXM4-80GB", "resnet50", 1): 2470,
-    ("NVIDIA A100-SXM4-80GB", "resnet50", 8): 16621,
-    ("Tesla V100-SXM2-16GB", "resnet50", 1): 1200,
-    ("Tesla V100-SXM2-16GB", "resnet50", 8): 8322,
-    ("Tesla V100-SXM2-32GB", "resnet50", 1): 1156,
-    ("Tesla V100-SXM2-32GB", "resnet50", 8): 8056,
-}
 
 
 def published(card: str, model: str, devices: int) -> list[dict[str, Any]]:

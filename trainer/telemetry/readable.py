@@ -12,6 +12,8 @@ from trainer.processes import terminal
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
 WIDEST = 100  # characters of a line
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
+SIZES = {f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("i", "")}
+BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate("KMGT", 1)}
 
 
 def columns() -> int:
@@ -75,10 +77,6 @@ def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str
         padded = (cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in cells if width)
         lines.append("  ".join(padded).rstrip())
     return lines
-
-
-SIZES = {f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("i", "")}
-BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate("KMGT", 1)}
 
 
 def parse_memory(word: str) -> int:

@@ -17,6 +17,10 @@ from trainer.modes import Strategy
 from trainer.processes.world import World
 from trainer.tasks import Task
 
+WORST, BEST = 16, 3  # samples; predictions of each that are kept
+CLASSES = 256  # up to which every pair is counted
+ONE_BY_ONE = 512  # samples of which a task computes the losses one by one
+
 
 class Sums:
     """A task's sums, in float64: added over batches and ranks, to be divided once."""
@@ -90,9 +94,6 @@ def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
     return {key.removeprefix("val_"): value for key, value in values.items() if key != "val_samples"}
 
 
-WORST, BEST = 16, 3  # samples; predictions of each that are kept
-CLASSES = 256  # up to which every pair is counted
-ONE_BY_ONE = 512  # samples of which a task computes the losses one by one
 Answer = TypeVar("Answer")
 
 

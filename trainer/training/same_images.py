@@ -32,6 +32,8 @@ from trainer.training.run import Run
 AT_ONCE = 2**16  # samples
 SIZED = 256  # photos of a part whose sizes are kept
 LOOKED_AT = 1024  # bytes of a sample in memory: more would take long for gigabytes
+ROLES = {"train": "training", "val": "held out"}
+ANEW = "or choose another output= to start anew (model.init_from=RUN keeps what it learned)"
 
 
 def contents_of(data: Datasets) -> dict[str, Tensor]:
@@ -117,10 +119,6 @@ def _hashed(joined: bytes | Array, ends: Array) -> Array:
         places = np.arange(len(piece)) - np.repeat(starts, counts)
         keys[first : first + AT_ONCE] = np.add.reduceat(piece * factors[places], starts)
     return keys
-
-
-ROLES = {"train": "training", "val": "held out"}
-ANEW = "or choose another output= to start anew (model.init_from=RUN keeps what it learned)"
 
 
 def check_same_images(world: World, data: Datasets) -> None:

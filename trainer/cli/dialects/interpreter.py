@@ -24,6 +24,12 @@ REGISTERED = ("model.name", "data.name", "task.name")  # a plugin may have regis
 OFF_AT_ZERO = ("model.freeze", "stop.patience")  # whole numbers for which 0 means null
 ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay",)  # null takes another key's instead
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
+# Values to show for words that want one.
+EXAMPLES = {
+    **dict(word.split("=") for words in WANTS.values() for word in words),
+    "nproc": "2", "plugin": "MODULE", "modes": "[single,ddp]", "sweep": "batch_size:[96,192]", "repeats": "5",
+    "steps": "100", "memory": "24GiB", "measured": "here", "bandwidth": "10GB/s", "output": "FOLDER", "resume": "auto",
+}  # fmt: skip
 
 
 def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
@@ -179,14 +185,6 @@ def _as_yaml(value: str, real: bool) -> str | None:
     if real or text.lstrip("+-").isdigit() or not float(text).is_integer():
         return value if text == value.lower() else text
     return str(int(float(text)))
-
-
-# Values to show for words that want one.
-EXAMPLES = {
-    **dict(word.split("=") for words in WANTS.values() for word in words),
-    "nproc": "2", "plugin": "MODULE", "modes": "[single,ddp]", "sweep": "batch_size:[96,192]", "repeats": "5",
-    "steps": "100", "memory": "24GiB", "measured": "here", "bandwidth": "10GB/s", "output": "FOLDER", "resume": "auto",
-}  # fmt: skip
 
 
 def bare_meaning(typed: str, line: CommandLine) -> Meaning | None:

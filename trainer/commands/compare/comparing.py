@@ -34,6 +34,8 @@ from trainer.saving import locks
 from trainer.saving.files import usable_json, write_atomically
 from trainer.telemetry.readable import number
 
+START = 4.0  # seconds, about, before a process has its libraries
+
 
 def predictions(
     entries: Sequence[Entry], folders: Sequence[Path | None], plugin: str | None = None
@@ -70,9 +72,6 @@ def _stands_in(entry: Entry) -> bool:
     if "cpu" not in entry.recipe.devices and cards.detect().count:
         return False
     return (entry.traits.micro_batches and entry.ranks == 1) or entry.ranks * entry.threads > resources.cores()
-
-
-START = 4.0  # seconds, about, before a process has its libraries
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from trainer.commands.compare.significance import Difference
 from trainer.devices import cards, host
 from trainer.processes import resources
 
+BUSY = 0.2  # cores: what others may use before it is worth a word
+
 
 @dataclass(frozen=True)
 class ComparisonRequest:
@@ -138,9 +140,6 @@ class ComparisonReport:
     def to_dict(self) -> dict[str, Any]:
         """As compare.json has it."""
         return asdict(self)
-
-
-BUSY = 0.2  # cores: what others may use before it is worth a word
 
 
 def this_machine() -> MachineFigures:

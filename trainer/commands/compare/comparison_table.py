@@ -24,6 +24,7 @@ CSV_COLUMNS = (
     "ratio_low", "ratio_high", "reference", "compared", "step_time_s", "peak_memory_bytes", "train_loss", "val_top1",
     "exactness", "deviation", "label", "error", "exit_code", "predicted_samples_per_sec",
 )  # fmt: skip
+SPEED = "images per second"
 
 
 def write_tables(folder: Path, report: ComparisonReport) -> None:
@@ -138,9 +139,6 @@ def spread(mean: float, std: float | None) -> str:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-SPEED = "images per second"
 
 
 def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry], sweep: Sweep | None) -> list[Path]:

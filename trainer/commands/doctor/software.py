@@ -28,6 +28,14 @@ from trainer.recipe.versions import VERSION, installed
 
 SOFTWARE, PROCESSES = "software", "between processes"
 TIMEOUT = 60.0  # seconds
+GIB = 2**30
+BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos
+OPEN_FILES = 512
+TELLING = re.compile(
+    r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|CUBLAS|HIP|ROCR|OMP|MKL|KMP|GOMP|TRAINER|SLURM|PET|UCX|TORCHELASTIC)_"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|(MASTER_(ADDR|PORT)|NPROC|NNODES|NODE_RANK|LD_LIBRARY_PATH|LD_PRELOAD)$"
+)
+SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
 
 
 def versions(report: Findings) -> bool:
@@ -183,16 +191,6 @@ def _take_part(backend: str, rank: int, size: int, store: str) -> None:
         )
         check_sums(device, rank, size)
         dist.barrier()
-
-
-GIB = 2**30
-BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos
-OPEN_FILES = 512
-TELLING = re.compile(
-    r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|CUBLAS|HIP|ROCR|OMP|MKL|KMP|GOMP|TRAINER|SLURM|PET|UCX|TORCHELASTIC)_"
-    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|(MASTER_(ADDR|PORT)|NPROC|NNODES|NODE_RANK|LD_LIBRARY_PATH|LD_PRELOAD)$"
-)
-SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
 
 
 def resources(report: Findings) -> None:

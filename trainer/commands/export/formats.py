@@ -38,6 +38,8 @@ OUTPUTS = {
     "multilabel": "a score a label: the sigmoid gives probabilities",
     "regression": "the values",
 }
+FACTS = "trainer.json"  # a further file in those of torch; in ONNX, which holds texts by name, one of them
+ONE_FILE = 1.9e9  # bytes that protobuf can hold, and some room: an ONNX file with more has its weights beside it
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,6 @@ def _with_inputs(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dic
 
 
 Runner = Callable[[Tensor], Tensor]
-FACTS = "trainer.json"  # a further file in those of torch; in ONNX, which holds texts by name, one of them
-ONE_FILE = 1.9e9  # bytes that protobuf can hold, and some room: an ONNX file with more has its weights beside it
 
 
 def to_onnx(source: ExportSource, path: Path) -> Runner:

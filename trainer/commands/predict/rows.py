@@ -33,6 +33,7 @@ COUNTS = ("images", "unreadable", "failed", "labelled", "right")
 LONGEST = 2**20  # bytes of a row
 SYNC_SECONDS = 1.0
 GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
+BLOCK = 2**24  # bytes of a part that travel at once
 
 
 class PartFile:
@@ -178,9 +179,6 @@ def check_settings(folder: Path, before: Mapping[str, Any], settings: Mapping[st
                 f"{folder} holds predictions with {key}={before.get(key)}, now it is {value}: "
                 "put it back or choose another output="
             )
-
-
-BLOCK = 2**24  # bytes of a part that travel at once
 
 
 def claim(folder: Path) -> None:

@@ -24,6 +24,12 @@ FORMAT = 1
 LEAST_COST = 0.05  # of the speed: what costs less is not called the slow part
 
 Proof = dict[str, Any]
+PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")
+MARKS = {"right": "right", "wrong": "**WRONG**", "measured": "", "not here": "not here"}
+BLUE, ORANGE, GREEN, RED = COLOURS[:4]
+SIGNS = {"right": ("o", GREEN), "wrong": ("X", RED), "not here": ("_", INK), "left out": ("_", INK)}
+ROW = 0.235  # inches of a line on the left
+BARS = ((-0.2, "images_per_sec", BLUE, "trainer"), (0.2, "bare_images_per_sec", ORANGE, "a bare PyTorch loop"))
 
 
 def proof_of(
@@ -88,13 +94,6 @@ def slow_part(runner: CheckRunner, speed: Mapping[str, Any]) -> str | None:
     name = max(costs, key=costs.__getitem__)
     return name if costs[name] >= LEAST_COST else f"computing {network} itself"
 
-
-PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")
-MARKS = {"right": "right", "wrong": "**WRONG**", "measured": "", "not here": "not here"}
-BLUE, ORANGE, GREEN, RED = COLOURS[:4]
-SIGNS = {"right": ("o", GREEN), "wrong": ("X", RED), "not here": ("_", INK), "left out": ("_", INK)}
-ROW = 0.235  # inches of a line on the left
-BARS = ((-0.2, "images_per_sec", BLUE, "trainer"), (0.2, "bare_images_per_sec", ORANGE, "a bare PyTorch loop"))
 
 Row = Mapping[str, Any]
 

@@ -39,6 +39,7 @@ HOME = Path("runs/proof")
 KEPT = "kept.json"
 DONE = ("right", "measured")  # all else is tried again
 ROW = TypeAdapter(Outcome)
+QUIET_START = 3.0  # seconds that Python takes to load torch and torchvision on a machine that nothing else uses
 
 
 def bound_to(machine: Mapping[str, Any], versions: Mapping[str, Any], devices: tuple[str, ...]) -> dict[str, str]:
@@ -122,9 +123,6 @@ class Kept:
     def _write(self) -> None:
         rows = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
         write_atomically(self.folder / KEPT, json.dumps({"bound": self._bound, "checks": rows}, indent=1) + "\n")
-
-
-QUIET_START = 3.0  # seconds that Python takes to load torch and torchvision on a machine that nothing else uses
 
 
 def prove(devices: Devices, minutes: float, output: str | None) -> str:

@@ -20,6 +20,15 @@ DEEP = 2  # levels of folders that hold no run themselves, as in runs/paper/seed
 MOST = 20  # notes on runs and other folders
 HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
 RIGHT = {5, 6, 7}
+WRITTEN = (  # by training and by commands on a run
+    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "contact_sheet.png", "timeline.*",
+    "*events.out.tfevents.*", "checkpoints", "last.safetensors", "best.safetensors", "model*.safetensors",
+    "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript", "wandb", "wandb.json", "mlflow.json",
+    "stacks-rank*.txt",
+    ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".split.csv.*",
+    ".contact_sheet.png.*", ".timeline.json.*", ".events.*", ".wandb.json.*", ".mlflow.json.*", ".export-*",
+)  # fmt: skip
+STOP = "stop it first (Ctrl-C, or kill its process)"
 
 
 def table(home: Path, as_json: bool = False) -> str:
@@ -106,17 +115,6 @@ def _table(runs: Sequence[RunSummary], home: Path) -> list[str]:
     lines = readable.table([(row[0] if len(row[0]) <= room else "", *row[1:]) for row in rows], RIGHT)
     above = [[] if len(row[0]) <= room else [readable.shortened(row[0], readable.WIDEST)] for row in rows]
     return [line for whole, row in zip(above, lines, strict=True) for line in (*whole, row)]
-
-
-WRITTEN = (  # by training and by commands on a run
-    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "contact_sheet.png", "timeline.*",
-    "*events.out.tfevents.*", "checkpoints", "last.safetensors", "best.safetensors", "model*.safetensors",
-    "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript", "wandb", "wandb.json", "mlflow.json",
-    "stacks-rank*.txt",
-    ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".split.csv.*",
-    ".contact_sheet.png.*", ".timeline.json.*", ".events.*", ".wandb.json.*", ".mlflow.json.*", ".export-*",
-)  # fmt: skip
-STOP = "stop it first (Ctrl-C, or kill its process)"
 
 
 def delete(runs: Sequence[RunSummary], yes: str | None) -> str:

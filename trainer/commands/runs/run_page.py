@@ -26,6 +26,9 @@ ADVICE = {
     "failed": "fix what it says, then type the same command again; resume=auto continues where a checkpoint is",
     "killed": "no process holds the folder and no end is written down: it was killed, or ended before it began",
 }
+MOST = 6  # runs
+IGNORED = ("output", "resume")  # keys of a recipe in which all runs differ or none
+MISSING = "-"
 
 
 def show(run: RunSummary, as_json: bool = False) -> str:
@@ -160,11 +163,6 @@ def value_of(value: Any) -> str:
 def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = tree.get(key)
     return section if isinstance(section, Mapping) else {}
-
-
-MOST = 6  # runs
-IGNORED = ("output", "resume")  # keys of a recipe in which all runs differ or none
-MISSING = "-"
 
 
 def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool = False) -> str:

@@ -36,6 +36,8 @@ from trainer.telemetry.verdict import Reading
 TOGETHER = 256  # photos of a block, on average
 MOST = 4 * TOGETHER
 KEY = 16  # bytes
+PHOTOS, SECONDS = 32, 1.0  # that are measured, and seconds after which fewer do
+QUALITY = 90  # of the JPEGs
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,6 @@ def key_of(paths: Sequence[bytes], how: Format) -> bytes:
     for path in paths:
         whole.update(identity(path) + b"\0")
     return whole.digest()
-
-
-QUALITY = 90  # of the JPEGs
 
 
 def prepared(address: bytes, how: Format) -> Prepared:
@@ -195,9 +194,6 @@ class CachedFolder(EncodedPhotos):
 
 def block_path(home: str, key: bytes) -> str:
     return os.path.join(home, key.hex() + cache_blocks.SUFFIX)
-
-
-PHOTOS, SECONDS = 32, 1.0  # that are measured, and seconds after which fewer do
 
 
 def measure_reading(

@@ -25,6 +25,8 @@ from trainer.saving.run_folder import RunFolder
 TRAIN = ("train", "training")  # names of folders, in upper or lower case; the first that exists is used
 TEST = ("test", "testing")
 HELD_OUT = ("val", "valid", "validation", *TEST)
+SPLIT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
+HEADER = ("file", "label", "split")
 
 
 class ClassFolders(NamedTuple):
@@ -173,10 +175,6 @@ def _flat(folder: Path, images: Sequence[str]) -> str:
     if tables:
         return f"{start}if {tables[0]} holds their labels, {quote(f'data.labels={folder / tables[0]}')}, else {apart}"
     return f"{start}{apart}, or name their labels in a table: data.labels=FILE.csv"
-
-
-SPLIT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
-HEADER = ("file", "label", "split")
 
 
 class Before(NamedTuple):

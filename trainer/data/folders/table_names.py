@@ -19,6 +19,8 @@ SEPARATORS = "\t", ",", ";", "|"  # between columns: the first that the first li
 NAMED = re.compile(r"sep=(.)\r?\n")  # Excel's line that names it
 THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+")
 NUMBER = re.compile(r"[-+\d.,eE]+")
+LOOKED_AT = 100  # rows, to choose a column and a reading
+INDEX = ("", "index", "id")  # names of a column that counts the rows, as pandas writes it; or "Unnamed: 0"
 
 
 class Line(NamedTuple):
@@ -98,10 +100,6 @@ def _text(path: Path) -> str:
             "CSV UTF-8)"
         ) from None
     return text
-
-
-LOOKED_AT = 100  # rows, to choose a column and a reading
-INDEX = ("", "index", "id")  # names of a column that counts the rows, as pandas writes it; or "Unnamed: 0"
 
 
 class Naming(NamedTuple):

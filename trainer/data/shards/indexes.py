@@ -30,6 +30,9 @@ from trainer.saving import locks
 
 Bytes = npt.NDArray[np.uint8]
 OPEN = 64  # shards that a process holds open
+VERSION = 1  # counts up when the contents change
+FOLDER = "shards"
+ARRAYS = {"names": "uint8", "ends": "int64", "places": "int64", "labels": "int32", "folders": "int32"}
 
 
 class ShardFile(NamedTuple):
@@ -96,11 +99,6 @@ def opened(shard: ShardFile) -> OpenShard:
     if (file.facts.st_size, file.facts.st_mtime_ns) != (shard.size, shard.time):
         raise OSError(f"{shard} was changed since this run began")
     return file
-
-
-VERSION = 1  # counts up when the contents change
-FOLDER = "shards"
-ARRAYS = {"names": "uint8", "ends": "int64", "places": "int64", "labels": "int32", "folders": "int32"}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from trainer.processes.rank import Place
 from trainer.processes.world import World
+from trainer.saving.tensor_files import Piece, StoredTensor
 
 
 class ThreadWorld(World):
@@ -43,6 +44,18 @@ class ThreadWorld(World):
 
     def barrier(self):
         self.gate.wait()
+
+
+def gathered(strategy, named):
+    """The whole model's tensors on rank 0, of what each rank adds to them; empty elsewhere."""
+    pieces, world = strategy.pieces(named), strategy.world
+    places = world.gather({name: (piece.shape, piece.start) for name, piece in pieces.items()})
+    parts = world.gather_tensors({name: piece.local for name, piece in pieces.items()})
+    found = {}
+    for place, part in zip(places, parts, strict=True):
+        for name, local in part.items():
+            found.setdefault(name, []).append(Piece(local, *place[name]))
+    return {name: StoredTensor(pieces).read() for name, pieces in found.items()}
 
 
 def on_ranks(size, work):

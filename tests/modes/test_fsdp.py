@@ -79,6 +79,7 @@ import torch
 from torch import nn
 
 from tests.contexts import mode_of
+from tests.worlds import gathered
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.processes.resources import locate
@@ -182,8 +183,8 @@ for reshard, make in (("true", model), ("false", model), ("true", in_place)):
         sharded.reduce_gradients()
         reference = nn.functional.cross_entropy(plain(inputs), targets)
         reference.backward()
-        gathered = sharded.gather({name: p.grad for name, p in sharded.named_parameters().items()})
-        apart = [(gathered[name] - p.grad).abs().max().item() for name, p in plain.named_parameters() if gathered]
+        whole = gathered(sharded, {name: p.grad for name, p in sharded.named_parameters().items()})
+        apart = [(whole[name] - p.grad).abs().max().item() for name, p in plain.named_parameters() if whole]
         total = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
         told.setdefault(f"apart {reshard}", []).append([*apart, (sharded.grad_norm() - total).abs().item()])
         with torch.no_grad():

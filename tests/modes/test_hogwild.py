@@ -14,7 +14,7 @@ from torch import nn
 from tests import warm
 from tests.command_line import QUIET, environment, losses, ok, result, steps, trainer
 from tests.contexts import mode_of
-from tests.worlds import on_ranks
+from tests.worlds import gathered, on_ranks
 from trainer import train
 from trainer.data.cache.homes import memory
 from trainer.errors import SetupError
@@ -52,9 +52,8 @@ def test_all_ranks_have_the_same_memory():
             model(torch.ones(2, 3, 4, 4)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         world.barrier()
-        copies = strategy.gather(named)
-        if world.rank == 0:
-            assert all(copies[name].data_ptr() != named[name].data_ptr() for name in copies if named[name].numel())
+        copies = gathered(strategy, named)
+        world.barrier()
         assert (model[0].weight.grad is None) == (world.rank == 0), "gradients are each rank's own"
         return {name: tensor.detach().clone() for name, tensor in named.items()}, copies
 

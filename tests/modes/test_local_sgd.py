@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.command_line import QUIET, losses, ok, result, steps, trainer
 from tests.contexts import mode_of
-from tests.worlds import on_ranks
+from tests.worlds import gathered, on_ranks
 from trainer import train
 from trainer.data import Batch
 from trainer.modes import local_sgd
@@ -56,10 +56,10 @@ def test_averages_are_weighted_by_samples(bucket, monkeypatch):
         scatter(strategy)
         ema = {"w": torch.full((2,), float(world.rank), dtype=torch.float64)}
         before = clones(tensors(strategy))
-        gathered = strategy.gather(tensors(strategy))
+        average = gathered(strategy, tensors(strategy))
         untouched = clones(tensors(strategy))
         strategy.after_epoch(ema)
-        return before, untouched, gathered, clones(tensors(strategy)), ema["w"]
+        return before, untouched, average, clones(tensors(strategy)), ema["w"]
 
     ranks = on_ranks(4, work)
     for name, first in ranks[0][0].items():

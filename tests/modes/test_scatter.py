@@ -1,4 +1,4 @@
-"""A mode whose ranks hold parts of tensors: what is gathered into a checkpoint comes back by `scatter`."""
+"""A mode whose ranks hold parts of tensors: what each writes into a checkpoint comes back by `scatter`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.optim.optimization import MovingAverage
 from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.processes.grid import Grid
 from trainer.recipe import load
-from trainer.saving.checkpoint import Position, State, commit, newest
+from trainer.saving.checkpoint import Position, State, begin, newest, seal, write_files
 from trainer.saving.checkpoint_broadcast import on_every_rank
 
 
@@ -68,9 +68,13 @@ def test_parts_of_tensors_are_saved_whole_and_come_back(size, optimizer, tmp_pat
 
     def save(world):
         strategy, state, average = start(world, seed=1)
-        tensors = {"optimizer": strategy.gather(state), "ema": strategy.gather(average)}
+        parts = {"optimizer": strategy.pieces(state), "ema": strategy.pieces(average)}
+        pieces = {f"{part}-{world.rank:05d}": pieces for part, pieces in parts.items() if pieces}
+        part = State(Position(1, 0, 1), {}, {"rank": world.rank}, pieces)
+        draft = world.broadcast_object(begin(tmp_path, 1) if world.is_main else None)
+        files = world.gather(write_files(draft, part))
         if world.is_main:
-            commit(tmp_path, State(Position(1, 0, 1), tensors, {}), keep=2)
+            seal(draft, part, {name: file for written in files for name, file in written.items()}, lambda: None)
         return {name: tensor.clone() for name, tensor in state.items()}
 
     def resume(world):
@@ -78,13 +82,13 @@ def test_parts_of_tensors_are_saved_whole_and_come_back(size, optimizer, tmp_pat
         for tensor in average.values():
             tensor.detach().zero_()
         saved = on_every_rank(newest(tmp_path, refuse) if world.is_main else None, world)
-        strategy.scatter(saved.tensors["optimizer"], state)
-        strategy.scatter(saved.tensors["ema"], average)
+        strategy.scatter(saved.part("optimizer"), state)
+        strategy.scatter(saved.part("ema"), average)
         return state, average, dict(strategy.named_parameters())
 
     before, after = on_ranks(size, save), on_ranks(size, resume)
-    whole = newest(tmp_path, refuse).state.tensors
-    assert {name: tuple(tensor.shape) for name, tensor in whole["ema"].items()} == {
+    whole = newest(tmp_path, refuse).state
+    assert {name: tuple(tensor.shape) for name, tensor in whole.part("ema").items()} == {
         name: tuple(tensor.shape) for name, tensor in model.named_parameters()
     }
     for saved, (state, average, weights) in zip(before, after, strict=True):

@@ -15,6 +15,7 @@ from trainer.optim.trainable import roles_of
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import load
+from trainer.saving.tensor_files import whole
 
 STEPS = 7  # in an epoch
 CPU = torch.device("cpu")
@@ -194,11 +195,11 @@ def test_optimizer_state_travels_by_name():
     reordered = {"bias": model.bias, "weight": model.weight}
     fresh = build_optimizer(reordered, recipe)
     strategy = Alone(model)
-    strategy.scatter(saved, optimizer_state(fresh, reordered))
+    strategy.scatter(whole(saved), optimizer_state(fresh, reordered))
     assert fresh.state[model.bias]["momentum_buffer"].tolist() == [3, 3]
     other = build_optimizer(named, load(None, "optimizer.name=adam").optimizer)
     with pytest.raises(ValueError, match=r"^no weight//step of shape \(\)$"):
-        strategy.scatter(saved, optimizer_state(other, named))
+        strategy.scatter(whole(saved), optimizer_state(other, named))
 
 
 def test_moving_average():

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +163,10 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     calls = trace(monkeypatch)
     commit(tmp_path, make(3), keep=2)
     files = ["model.safetensors", "optimizer.safetensors", "ranks.safetensors"]
-    writes = [call for name in files for call in (f"write {name}", f"write {name}", f"fsync {name}")]
+    writes = [call for name in files for call in (f"write {name}", f"fsync {name}")]
     seal = ["write manifest.json", "fsync manifest.json", "fsync step-00000003"]
     named = ["rename step-00000003", "fsync checkpoints", "rename step-00000001", "fsync checkpoints"]
-    assert calls == [*writes, *seal, *named]
+    assert [call for call, _ in groupby(calls)] == [*writes, *seal, *named]
 
 
 def test_a_disk_that_gives_back_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.worlds import ThreadWorld, on_ranks
 from trainer.errors import CheckpointError, SetupError
 from trainer.processes.rank import Place
 from trainer.saving import checkpoint_broadcast
-from trainer.saving.checkpoint import commit, manifest_bytes, newest
+from trainer.saving.checkpoint import commit, fingerprint, manifest_bytes, newest
 from trainer.saving.checkpoint_broadcast import found_here, on_every_rank
 
 
@@ -50,7 +50,7 @@ def test_no_checkpoint_is_none_everywhere(tmp_path):
 def test_ranks_that_do_not_find_it_are_sent_it(blind, home, monkeypatch):
     here, files = threading.local(), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(
-        checkpoint_broadcast, "found_here", lambda path, raw: None if here.rank in blind else found_here(path, raw)
+        checkpoint_broadcast, "found_here", lambda *words: None if here.rank in blind else found_here(*words)
     )
 
     def work(world):
@@ -67,22 +67,27 @@ def test_ranks_that_do_not_find_it_are_sent_it(blind, home, monkeypatch):
 def test_only_the_very_same_checkpoint_counts(home):
     path = home / "checkpoints" / "step-00000007"
     raw = manifest_bytes(path)
-    assert same(found_here(path, raw), make(7))
-    assert found_here(home / "elsewhere", raw) is None
-    flip(path / "model.safetensors", -1)
-    assert found_here(path, raw) is None, "damaged on this machine"
+    files = fingerprint(path)
+    assert same(found_here(path, raw, files), make(7))
+    assert found_here(home / "elsewhere", raw, files) is None
+    copy = shutil.copytree(path, home / "theirs" / path.name)
+    assert same(found_here(copy, raw, files), make(7)), "a whole copy on another machine"
+    for damaged in (path, copy):
+        flip(damaged / "model.safetensors", -1)
+        assert found_here(damaged, raw, files) is None, "damaged on this machine"
 
 
 def test_a_run_of_the_same_name_on_another_machine_is_not_it(home):
-    raw = manifest_bytes(home / "checkpoints" / "step-00000007")
+    path = home / "checkpoints" / "step-00000007"
     (home / "theirs").mkdir()
     state = make(7)
     state.facts["run_id"] = "another"
-    assert found_here(commit(home / "theirs", state, keep=2), raw) is None
+    theirs = commit(home / "theirs", state, keep=2)
+    assert found_here(theirs, manifest_bytes(path), fingerprint(path)) is None
 
 
 def test_a_file_that_changes_while_it_is_sent(home, monkeypatch):
-    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda path, raw: None)
+    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda *words: None)
 
     def work(world):
         found = newest(home, refuse) if world.is_main else None
@@ -101,9 +106,11 @@ def test_no_room_for_what_is_sent(home, monkeypatch):
 
     found = newest(home, refuse)
     world = ThreadWorld(Place(1, 2, 1, 2, 0, True), torch.device("cpu"), 1, ())
-    monkeypatch.setattr(world, "broadcast_object", lambda value: (found.path, manifest_bytes(found.path)))
+    monkeypatch.setattr(
+        world, "broadcast_object", lambda value: (found.path, manifest_bytes(found.path), fingerprint(found.path))
+    )
     monkeypatch.setattr(world, "max_", lambda values: torch.ones(()))
-    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda path, raw: None)
+    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda *words: None)
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(SetupError, match=r"No space left on device\): .* or set TMPDIR"):
         on_every_rank(None, world)

@@ -319,7 +319,7 @@ def test_replacing_leaves_the_old_text_when_it_fails(tmp_path, monkeypatch):
 @contextmanager
 def at_work(folder):
     """A run that saves every ten steps and has saved once."""
-    words = ["recipe=digits", "mode=single", "model.name=mlp", "devices=[cpu]", "epochs=4000", "save.every_steps=10"]
+    words = ["recipe=digits", "mode=single", "model.name=cnn", "devices=[cpu]", "epochs=4000", "save.every_steps=10"]
     words += [*QUIET, "logging.tensorboard=false", "resume=auto", f"output={folder}"]
     run = Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=DEVNULL, stderr=PIPE, text=True)
     try:
@@ -353,6 +353,12 @@ def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
     assert run.returncode == 143, errors
 
 
+def changes_in(folder):
+    """When each file was changed; what is not written to its end has no name yet."""
+    files = [path for path in folder.rglob("[!.]*") if path.is_file() and ".tmp-" not in str(path)]
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
 def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
     folder = tmp_path / "run"
     with at_work(folder) as first:
@@ -360,12 +366,12 @@ def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
         (folder / ".lock").unlink()
         with at_work(folder) as second:
             second.send_signal(signal.SIGSTOP)
-            before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+            before = changes_in(folder)
             first.send_signal(signal.SIGCONT)
             _, errors = first.communicate(timeout=60)
             assert (first.returncode, errors.count("\n")) == (8, 1), errors
             assert f"{folder} is another run's by now (its .lock was removed): this one ends" in errors
-            assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+            assert before == changes_in(folder)
 
 
 @pytest.mark.parametrize("how", ["moved", "removed", "moved and made anew"])

@@ -19,6 +19,7 @@ from tests.command_line import QUIET, trainer
 from tests.contexts import mode_of
 from tests.simulated.call_recorder import read
 from tests.simulated.nccl_order import Call, on_ranks, stuck
+from tests.worlds import gathered
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.modes import data_shard
@@ -77,8 +78,8 @@ def a_run(wanted, world, whole, rows):
         strategy.settle({})
         strategy.train(False)
         outputs = [strategy.forward(batch.inputs) for _ in range(2)]
-        gathered = strategy.gather(strategy.named_parameters())
-    return strategy, outputs[-1], gathered
+        whole = gathered(strategy, strategy.named_parameters())
+    return strategy, outputs[-1], whole
 
 
 def check_a_run(schedule, ranks, virtual, m, replicas=1):

@@ -16,7 +16,8 @@ from trainer.processes.interrupts import Interrupts
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint import commit
 from trainer.telemetry.tracking import NullTracker
-from trainer.training.resuming import newest, save
+from trainer.training.resuming import newest
+from trainer.training.snapshots import save
 
 
 def on_two(folder, *words, restarts=0):
@@ -59,8 +60,9 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
         speed_only=False,
         interrupts=interrupts,
         average=None,
+        saver=SimpleNamespace(wait=lambda: None, error=None),
         strategy=SimpleNamespace(settle=lambda averages: called.append("settle")),
-        world=SimpleNamespace(heartbeat=lost),
+        world=SimpleNamespace(heartbeat=lost, raise_any=lambda error: None),
         weights=lambda: called.append("weights"),
     )
     with pytest.raises(PeerError):

@@ -25,6 +25,7 @@ from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import stored
 from trainer.recipe.schema import LARGEST_SIDE
 from trainer.saving.run_names import run_named
+from trainer.saving.tensor_files import whole
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.initial_model import model_of
@@ -69,7 +70,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     weights = fitted(model, weights, str(path), whole=True)
     strategy = modes.create(Context(recipe, world, task, data.example(rows)))
     strategy.setup(model)
-    strategy.scatter(weights, {**strategy.named_parameters(), **strategy.named_buffers()})
+    strategy.scatter(whole(weights), {**strategy.named_parameters(), **strategy.named_buffers()})
     loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
     found = evaluate(strategy, loader.evaluation(), world)
     loader.close()

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
 from trainer.recipe.known_names import TIMM, Registry
 from trainer.saving.run_names import run_named
+from trainer.saving.tensor_files import StoredTensor
 from trainer.saving.weights import read_metadata, read_weights
+
+Weight = TypeVar("Weight", Tensor, StoredTensor)
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 UNKNOWN = object()  # an output that shapes alone do not give
@@ -223,7 +226,7 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
     model.load_state_dict(fitting, strict=False)
 
 
-def fitted(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> dict[str, Tensor]:
+def fitted(model: nn.Module, weights: Mapping[str, Weight], source: str, whole: bool = False) -> dict[str, Weight]:
     """Those of the weights that `initialise` loads, under the names that the model has for them.
 
     Raises:

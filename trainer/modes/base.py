@@ -22,6 +22,7 @@ from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.recipe.versions import torch_has
+from trainer.saving.tensor_files import Piece, StoredTensor
 from trainer.tasks import Task
 from trainer.telemetry.clocks import synchronise
 
@@ -31,24 +32,6 @@ class Communication(NamedTuple):
 
     seconds: float | None
     at_most: bool = False
-
-
-class Piece(NamedTuple):
-    """A part of one of the whole model's tensors, or all of it.
-
-    Attributes:
-        local: this rank's rows of it.
-        shape: of the whole.
-        start: the first of the rows.
-    """
-
-    local: Tensor
-    shape: torch.Size
-    start: int = 0
-
-    def rows_of(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor of that shape, as a view."""
-        return whole if self.local.shape == self.shape else whole.narrow(0, self.start, len(self.local))
 
 
 @dataclass(frozen=True)
@@ -238,42 +221,24 @@ class Strategy:
         return {name: Piece(tensor, tensor.shape) for name, tensor in named.items()}
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """What this rank adds to the whole model: its pieces, where no other rank has the same. Collective."""
+        """What this rank adds to the whole model: its pieces, where no other rank has the same."""
         return self.layout(named) if self.world.grid.coordinate("replicas") == 0 else {}
 
-    def gather(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole model's tensors on rank 0, from each rank's part under plain names. Collective."""
-        pieces = self.pieces(named)
-        if self.world.grid.size("replicas") == self.world.size:
-            return {name: piece.local.detach() for name, piece in pieces.items()}
-        places = self.world.gather({name: (piece.shape, piece.start) for name, piece in pieces.items()})
-        parts = self.world.gather_tensors({name: piece.local for name, piece in pieces.items()})
-        whole: dict[str, Tensor] = {}
-        for place, part in zip(places, parts, strict=True):
-            for name in list(part):
-                local = part.pop(name)  # to be freed
-                piece = Piece(local, *place[name])
-                if local.shape == piece.shape:
-                    whole[name] = local
-                else:
-                    piece.rows_of(whole.setdefault(name, local.new_empty(piece.shape))).copy_(local)
-        return whole
+    def scatter(self, saved: Mapping[str, StoredTensor], named: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of the whole model's saved tensors into `named`, under plain names.
 
-    def scatter(self, whole: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the whole model's tensors into `named`, under plain names: the inverse of `gather`.
-
-        `whole` are views of files: what a rank does not take, which may be part of a tensor, is never read.
+        What a rank does not take, which may be part of a tensor, is never read.
 
         Raises:
-            ValueError: `whole` lacks a tensor, or has it in another shape; nothing is copied.
+            ValueError: `saved` lacks a tensor, or has it in another shape; nothing is copied.
         """
         layout = self.layout(named)
         for name, piece in layout.items():
-            if name not in whole or whole[name].shape != piece.shape:
+            if name not in saved or saved[name].shape != piece.shape:
                 raise ValueError(f"no {name} of shape {tuple(piece.shape)}")
         with torch.no_grad():
             for name, piece in layout.items():
-                piece.local.copy_(piece.rows_of(whole[name]))
+                piece.local.copy_(piece.rows_of(saved[name]))
 
     def notes(self) -> dict[str, str]:
         """Lines of the banner that this mode adds, by their title."""

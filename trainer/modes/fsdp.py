@@ -22,7 +22,7 @@ from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models.norms import training_norms
 from trainer.models.shapes import give_values
-from trainer.modes.base import Communication, Piece, Strategy, compile_in_place
+from trainer.modes.base import Communication, Strategy, compile_in_place
 from trainer.modes.ddp import read_in_training
 from trainer.modes.fsdp_units import (
     Storage,
@@ -38,6 +38,7 @@ from trainer.modes.fsdp_units import (
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards
+from trainer.saving.tensor_files import Piece
 
 
 class FullyShardedDataParallel(Strategy):

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from trainer.data import Batch
 from trainer.errors import SetupError
-from trainer.modes.base import Piece, Strategy
+from trainer.modes.base import Strategy
 from trainer.processes.memory_file import Address, MemoryFile, OtherProcessError, aligned
+from trainer.saving.tensor_files import StoredTensor
 
 INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 
@@ -48,14 +49,8 @@ class Hogwild(Strategy):
         for average in averages.values():
             self.world.broadcast_(average)
 
-    def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """Rank 0's as copies; the others wait meanwhile, for they would change them."""
-        copies = {name: tensor.detach().clone() for name, tensor in named.items()} if self.world.is_main else {}
-        self.world.barrier()
-        return super().pieces(copies)
-
-    def scatter(self, whole: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> None:
-        super().scatter(whole, named)
+    def scatter(self, saved: Mapping[str, StoredTensor], named: Mapping[str, Tensor]) -> None:
+        super().scatter(saved, named)
         self.world.barrier()  # no rank trains weights that others still write
 
     def notes(self) -> dict[str, str]:

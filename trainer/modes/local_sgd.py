@@ -13,7 +13,8 @@ from torch import Tensor
 from trainer.data import Batch
 from trainer.data.sampling import contiguous_span
 from trainer.models.blocks import frozen_norms
-from trainer.modes.base import Communication, Context, Piece, Strategy
+from trainer.modes.base import Communication, Context, Strategy
+from trainer.saving.tensor_files import Piece
 from trainer.telemetry.clocks import Stopwatch
 
 BUCKET = 2**24  # elements, about: what travels in one all-reduce, so that its copy stays small beside the model

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 active = bool(os.environ.get("TRAINER_FAULT")) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
+def at_a_step() -> bool:
+    """Whether it is a step at which something is to happen."""
+    return active and not os.environ["TRAINER_FAULT"].partition("@")[2].startswith("save:")
+
+
 def inject(inputs: Tensor, step: int) -> None:
     """Before training step `step` of this rank: do what is asked for, to these inputs or to all."""
     if fault(os.environ.get("RANK", "0"), step):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.devices import cards
-from trainer.errors import SetupError, TrainerError
+from trainer.errors import PeerError, SetupError, TrainerError, in_one_line
 from trainer.processes import silence
 from trainer.processes.grid import Grid
 from trainer.processes.peers import check_devices, check_sums, no_way
@@ -304,6 +304,27 @@ class World:
         failed = [error for error in self.wait_for(error, patience) if error]
         if error is not None or failed:
             raise error or failed[0]
+        return made
+
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise on every rank where one has an error: its own, or else the first rank's. Collective."""
+        import torch
+
+        if not self.max_(torch.tensor(float(error is not None))).item():
+            return
+        shown = error if isinstance(error, TrainerError) or error is None else TrainerError(in_one_line(error)[0])
+        errors = [each for each in self.gather(shown) if each is not None]
+        first = self.broadcast_object(min(errors, key=lambda each: isinstance(each, PeerError), default=None))
+        raise error if error is not None and not isinstance(error, PeerError) else first
+
+    def on_main(self, make: Callable[[], Made]) -> Made | None:
+        """What `make` gives on rank 0, None elsewhere; where it fails, every rank raises. Collective."""
+        made, failed = None, None
+        try:
+            made = make() if self.is_main else None
+        except TrainerError as error:
+            failed = error
+        self.raise_any(failed)
         return made
 
     def heartbeat(self) -> None:

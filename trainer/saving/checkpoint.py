@@ -14,9 +14,9 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,13 +26,27 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError, SetupError
 from trainer.saving.files import opened, remove, writing
-from trainer.saving.tensor_files import fault_point, mapped, require_finite, serialised, sync_folder, write_synced
+from trainer.saving.tensor_files import (
+    Piece,
+    StoredTensor,
+    fault_point,
+    mapped,
+    mapped_pieces,
+    serialised,
+    serialised_pieces,
+    sync_folder,
+    whole,
+    write_synced,
+)
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 * 2**20  # bytes; a run's history is far smaller
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.tmp-.+")
 _STEM = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no slash and no leading dot: a name can never leave its folder
+OF_RANK = re.compile(r"(model|optimizer|ema)-[0-9]{5,}")  # what one rank has of a part
+Fingerprint = list[tuple[str, int, int, int]]
+_verified: dict[Path, Fingerprint] = {}  # by this process: what a good checkpoint was then
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
 
 
@@ -51,11 +65,26 @@ class State:
     position: Position
     tensors: dict[str, dict[str, Tensor]]  # "model", "optimizer", "ema", "rank-00000", ... -> tensors by plain name
     facts: dict[str, Any]  # JSON: history, run_id, topology {mode, world_size}
+    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict)  # "model-00001", ... -> what that rank has
 
-    def require_finite(self) -> None:
-        """Raises NotFiniteError where a weight, buffer or optimizer state is NaN or infinite."""
-        for part in ("model", "ema", "optimizer"):
-            require_finite(part, self.tensors.get(part, {}))
+    def part(self, name: str) -> dict[str, StoredTensor]:
+        """A part of the state by plain name, from one file or those of several ranks; empty where there is none.
+
+        Raises:
+            CheckpointError: the files do not hold each row of a tensor once.
+        """
+        if name in self.tensors:
+            return whole(self.tensors[name])
+        found: dict[str, list[Piece]] = {}
+        for stem, pieces in self.pieces.items():
+            for key, piece in pieces.items() if stem.rpartition("-")[0] == name else ():
+                known = found.setdefault(key, [])
+                if not piece.is_whole or not known:  # a module without parameters may be in several stages
+                    known.append(piece)
+        try:
+            return {key: StoredTensor(pieces) for key, pieces in found.items()}
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint of step {self.position.step}: {name}: {error}") from None
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -75,7 +104,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    format: Annotated[int, Field(ge=1, le=1)]
+    format: Annotated[int, Field(ge=1, le=2)]
     step: _Count
     epoch: _Count
     step_in_epoch: _Count
@@ -93,19 +122,112 @@ def commit(folder: Path, state: State, keep: int, check: Callable[[], None] = la
         DiskFullError: what was saved before is intact, what was begun is removed.
         SetupError: the folder cannot be written, or does not give back what was written.
     """
-    home = folder / "checkpoints"
-    final = home / f"step-{state.position.step:08d}"
     with writing(folder):
-        if not home.is_dir():
-            home.mkdir()  # not its parent: a run folder that was removed stays so
-            sync_folder(folder)
-        for entry in home.iterdir():
-            if _LEFTOVER.fullmatch(entry.name):  # of a writer that died: the run folder has one at a time
-                remove(entry)
-        if not _is_good(final):
-            _write(state, final, check)
-        _prune(home, final, max(keep, 2))
+        final = _final(folder, state.position.step)
+        if not is_saved(folder, state.position.step):
+            draft = begin(folder, state.position.step)
+            with removed_unless_sealed(draft):
+                seal(draft, state, write_files(draft, state), check)
+        prune(final, keep)
     return final
+
+
+def is_saved(folder: Path, step: int) -> bool:
+    """Whether there is a good checkpoint of that step."""
+    return _is_good(_final(folder, step))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make the folder in which a checkpoint of `step` is written.
+
+    What was left by writers that died is removed: the run folder has one at a time.
+    """
+    home = folder / "checkpoints"
+    if not home.is_dir():
+        home.mkdir()  # not its parent: a run folder that was removed stays so
+        sync_folder(folder)
+    for entry in home.iterdir():
+        if _LEFTOVER.fullmatch(entry.name):
+            remove(entry)
+    draft = _aside(_final(folder, step))
+    with removed_unless_sealed(draft):
+        draft.mkdir()
+        fault_point("tmp")
+    return draft
+
+
+@contextmanager
+def removed_unless_sealed(draft: Path) -> Iterator[None]:
+    """Whatever fails within this block, what was begun is removed."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def write_files(draft: Path, state: State) -> dict[str, File]:
+    """Write what this rank has of a checkpoint, each file synced and read back."""
+    contents = {stem: serialised(tensors) for stem, tensors in state.tensors.items()}
+    contents |= {stem: serialised_pieces(pieces) for stem, pieces in state.pieces.items()}
+    files = {}
+    for stem, content in contents.items():
+        assert re.fullmatch(_STEM, stem), stem
+        size, sha256 = write_synced(draft / f"{stem}.safetensors", content, "save")
+        files[f"{stem}.safetensors"] = File(size=size, sha256=sha256)
+    with _read_back():
+        _check_files(draft, files)
+    return files
+
+
+@contextmanager
+def _read_back() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise SetupError(f"{error}: the disk is at fault; choose another folder with output=...") from None
+
+
+def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[], None]) -> Path:
+    """Make a checkpoint of a draft whose files are all written: its manifest, then its name, which is returned."""
+    cut = any(OF_RANK.fullmatch(Path(name).stem) for name in files)
+    listed = {name: files[name].model_dump() for name in sorted(files)}
+    content = {"format": 1 + cut, **state.position._asdict(), "files": listed, "facts": state.facts}
+    write_synced(draft / MANIFEST, [_sealed(content)], "save")
+    sync_folder(draft)
+    with _read_back():
+        understood(draft, manifest_bytes(draft))
+    fault_point("rename")
+    check()
+    final = draft.with_name(draft.name.partition(".")[0])
+    if os.path.lexists(final):  # not good, or there would be no draft
+        bad = _aside(final)
+        final.rename(bad)
+        draft.rename(final)
+        remove(bad)
+    else:
+        draft.rename(final)
+    sync_folder(final.parent)
+    _verified[final.absolute()] = fingerprint(final)
+    return final
+
+
+def prune(fresh: Path, keep: int) -> None:
+    """Remove what is older than `keep` good checkpoints (bad ones do not count); renamed first, so never half there."""
+    paths, keep = checkpoints_in(fresh.parent), max(keep, 2)
+    if len(paths) <= keep:
+        return
+    good, doomed = 0, []
+    for path in paths:
+        if good >= keep and path != fresh:
+            doomed.append(path)
+        elif path == fresh or _is_good(path):
+            good += 1
+    drafts = [path.rename(_aside(path)) for path in doomed]
+    sync_folder(fresh.parent)
+    fault_point("prune")
+    for draft in drafts:
+        remove(draft)
 
 
 class GoodCheckpoint(NamedTuple):
@@ -147,15 +269,19 @@ def load(path: Path) -> State:
 
 def assembled(path: Path, manifest: Manifest, file: Callable[[str], str | Path]) -> State:
     """The state of a checkpoint whose verified files are at `file(name)`, which need not be in its folder `path`."""
-    tensors = {}
+    state = State(Position(manifest.step, manifest.epoch, manifest.step_in_epoch), {}, manifest.facts)
     for name in manifest.files:
+        stem = name.removesuffix(".safetensors")
         try:
-            tensors[name.removesuffix(".safetensors")] = mapped(file(name))
+            if OF_RANK.fullmatch(stem):
+                state.pieces[stem] = mapped_pieces(file(name))
+            else:
+                state.tensors[stem] = mapped(file(name))
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
         except ValueError as error:
-            raise CheckpointError(f"{path}: {name} is not a safetensors file ({error})") from error
-    return State(Position(manifest.step, manifest.epoch, manifest.step_in_epoch), tensors, manifest.facts)
+            raise CheckpointError(f"{path}: {name} is not a safetensors file of this program ({error})") from error
+    return state
 
 
 def checkpoints_in(home: Path) -> list[Path]:
@@ -177,54 +303,8 @@ def is_checkpoint(folder: Path) -> bool:
 # Writing
 
 
-def _write(state: State, final: Path, check: Callable[[], None]) -> None:
-    """Write beside `final`, sync, read back, rename, sync the parent. Whatever fails, what was begun is removed."""
-    draft = _aside(final)
-    try:
-        draft.mkdir()
-        fault_point("tmp")
-        files = {}
-        for stem, tensors in state.tensors.items():
-            assert re.fullmatch(_STEM, stem), stem
-            files[f"{stem}.safetensors"] = write_synced(draft / f"{stem}.safetensors", serialised(tensors), "save")
-        content = {"format": 1, **state.position._asdict(), "files": files, "facts": state.facts}
-        write_synced(draft / MANIFEST, [_sealed(content)], "save")
-        sync_folder(draft)
-        try:
-            _verify(draft)
-        except CheckpointError as error:
-            raise SetupError(f"{error}: the disk is at fault; choose another folder with output=...") from None
-        fault_point("rename")
-        check()
-        if os.path.lexists(final):  # not good, or we would not be here
-            bad = _aside(final)
-            final.rename(bad)
-            draft.rename(final)
-            remove(bad)
-        else:
-            draft.rename(final)
-        sync_folder(final.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
-def _prune(home: Path, fresh: Path, keep: int) -> None:
-    """Remove what is older than `keep` good checkpoints (bad ones do not count); renamed first, so never half there."""
-    paths = checkpoints_in(home)
-    if len(paths) <= keep:
-        return
-    good, doomed = 0, []
-    for path in paths:
-        if good >= keep and path != fresh:
-            doomed.append(path)
-        elif path == fresh or _is_good(path):
-            good += 1
-    drafts = [path.rename(_aside(path)) for path in doomed]
-    sync_folder(home)
-    fault_point("prune")
-    for draft in drafts:
-        remove(draft)
+def _final(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}"
 
 
 def _sealed(content: dict[str, Any]) -> memoryview:
@@ -240,6 +320,16 @@ def _aside(path: Path) -> Path:
 # Reading
 
 
+def fingerprint(path: Path) -> Fingerprint:
+    """What changes with a checkpoint's files: each one's name, inode, bytes and time of change.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    files = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+    return sorted((name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in files)
+
+
 def _is_good(path: Path) -> bool:
     try:
         _verify(path)
@@ -249,15 +339,23 @@ def _is_good(path: Path) -> bool:
 
 
 def _verify(path: Path) -> Manifest:
-    """What a checkpoint is whose files are all as its manifest says."""
+    """What a checkpoint is whose files are all as its manifest says. One that is as it was then is not hashed again."""
     manifest = understood(path, manifest_bytes(path))
-    for name, entry in manifest.files.items():
+    now = fingerprint(path)
+    if _verified.get(path.absolute()) != now:
+        _check_files(path, manifest.files)
+        _verified[path.absolute()] = now
+    return manifest
+
+
+def _check_files(path: Path, files: Mapping[str, File]) -> None:
+    """Raises CheckpointError where a file does not hold what it should."""
+    for name, entry in files.items():
         with reading(path / name, entry.size) as (file, size):
             if size != entry.size:
                 raise CheckpointError(f"{path}: {name} has {size} bytes instead of {entry.size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise CheckpointError(f"{path}: {name} is damaged (its SHA-256 differs)")
-    return manifest
 
 
 def manifest_bytes(path: Path) -> bytes:

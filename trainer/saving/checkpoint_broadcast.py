@@ -14,10 +14,12 @@ import torch
 from trainer.errors import CheckpointError, SetupError
 from trainer.processes.world import World
 from trainer.saving.checkpoint import (
+    Fingerprint,
     GoodCheckpoint,
     Manifest,
     State,
     assembled,
+    fingerprint,
     load,
     manifest_bytes,
     reading,
@@ -29,34 +31,37 @@ from trainer.saving.tensor_files import CHUNK
 def on_every_rank(newest: GoodCheckpoint | None, world: World) -> State | None:
     """Rank 0's checkpoint; collective.
 
-    A rank that finds the very same folder, whole, reads from it. Where one does not, as on another machine that does
-    not share the run folder, rank 0 sends the files in pieces, and that rank keeps them in temporary ones.
+    A rank that finds the very same files, which rank 0 has hashed, or whole copies of them, reads from these. Where one
+    does not, as on another machine that does not share the run folder, rank 0 sends the files in pieces, and that rank
+    keeps them in temporary ones.
 
     Args:
-        found: on rank 0, None where there is no checkpoint; the others' is not looked at.
+        newest: on rank 0, None where there is no checkpoint; the others' is not looked at.
 
     Raises:
         CheckpointError: rank 0's files changed meanwhile.
         SetupError: this rank has no room for temporary files.
     """
-    described: tuple[Path, bytes] | None = world.broadcast_object(
-        (newest.path, manifest_bytes(newest.path)) if newest else None
+    described: tuple[Path, bytes, Fingerprint] | None = world.broadcast_object(
+        (newest.path, manifest_bytes(newest.path), fingerprint(newest.path)) if newest else None
     )
     if described is None:
         return None
-    path, raw = described
-    state = newest.state if newest else found_here(path, raw)
+    path, raw, files = described
+    state = newest.state if newest else found_here(path, raw, files)
     if world.max_(torch.tensor(float(state is None))).item():
         received = _sent(path, understood(path, raw), world, wanted=state is None)
         state = state or received
     return state
 
 
-def found_here(path: Path, raw: bytes) -> State | None:
-    """The checkpoint of this manifest, where this rank finds it whole."""
+def found_here(path: Path, raw: bytes, files: Fingerprint) -> State | None:
+    """The checkpoint of this manifest, where this rank finds it whole; rank 0's very `files` are not hashed again."""
     try:
-        return load(path) if manifest_bytes(path) == raw else None
-    except CheckpointError:
+        if manifest_bytes(path) != raw:
+            return None
+        return assembled(path, understood(path, raw), path.joinpath) if fingerprint(path) == files else load(path)
+    except (CheckpointError, OSError):
         return None
 
 

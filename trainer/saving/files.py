@@ -179,8 +179,8 @@ def writing(folder: Path, again: str = "resume=auto") -> Iterator[None]:
         raise SetupError(f"{folder} cannot be written ({reason}); choose another folder with output=...") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader sees the old text or the new."""
+def write_atomically(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+    """Replace a file so that a reader sees the old text or the new; `check` raises where it may not be replaced."""
     temporary = draft_of(path)
     with writing(path.parent):
         try:
@@ -188,6 +188,7 @@ def write_atomically(path: Path, text: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+            check()
             put(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

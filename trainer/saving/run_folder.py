@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -67,6 +68,7 @@ class RunFolder(NullFolder):
         self._made = recipe.output is None or not os.path.lexists(self.path)
         self._first = not os.path.lexists(self.path / LOCK)
         self._lock = locks.hold(self.path, "run", LOCK)
+        self._one_check = threading.Lock()  # training and the saver's thread may both find the lock gone
         try:
             self.resuming = self._claim(recipe)
         except BaseException:
@@ -109,6 +111,10 @@ class RunFolder(NullFolder):
             FolderInUseError: another run has it.
             SetupError: it was removed, renamed or emptied.
         """
+        with self._one_check:
+            self._check()
+
+    def _check(self) -> None:
         try:
             owner = read(self.path / LOCK, 1000).decode(errors="replace")
         except FileNotFoundError:
@@ -204,8 +210,8 @@ class RunFolder(NullFolder):
             write_atomically(self.path / "recipe.yaml", again.to_yaml())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        self.check()
-        write_atomically(self.path / "result.json", json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
+        text = json.dumps(result, indent=2, allow_nan=False, default=str) + "\n"
+        write_atomically(self.path / "result.json", text, self.check)
 
     def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """What result.json holds from an earlier part of the run; empty where there is none."""

@@ -1,15 +1,20 @@
-"""Tensors as files: the bytes of a safetensors file, how they reach the disk, how they are read."""
+"""Tensors as files: the bytes of a safetensors file, how they reach the disk, how they are read.
+
+The format: huggingface.co/docs/safetensors, "Format".
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, NamedTuple
 
 import safetensors.torch
+import torch
+from pydantic import NonNegativeInt, TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,34 +24,130 @@ from trainer.processes import faults
 CHUNK = 16 * 2**20  # bytes for each write to disk
 
 
-class Written(TypedDict):
-    """What a file holds: bytes, and their SHA-256 in hexadecimal."""
+# As safetensors names them, in the order in which it lays tensors out: the widest first.
+DTYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
-    size: int
-    sha256: str
+
+_SLICES = TypeAdapter(dict[str, tuple[NonNegativeInt, list[NonNegativeInt]]])
 
 
-def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> list[memoryview]:
-    """A safetensors file as header and data. Equal input gives equal bytes: the library orders metadata at random."""
-    plain: dict[str, Tensor] = {}
-    storages = set()
+class Piece(NamedTuple):
+    """A part of one of the whole model's tensors, or all of it.
+
+    Attributes:
+        local: this rank's rows of it.
+        shape: of the whole.
+        start: the first of the rows.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    start: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local.shape == self.shape
+
+    def rows_of(self, whole: StoredTensor) -> Tensor:
+        """The same part of a tensor of that shape; nothing else of it is read."""
+        return whole.read() if self.is_whole else whole.narrow(self.start, len(self.local))
+
+
+class StoredTensor:
+    """A tensor whose rows lie in one file or several, read when they are asked for."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        """Raises ValueError where the pieces are not all rows of one tensor, each once."""
+        self.pieces = sorted(pieces, key=lambda piece: piece.start)
+        self.shape, self.dtype = self.pieces[0].shape, self.pieces[0].local.dtype
+        if [piece.is_whole for piece in self.pieces] == [True]:
+            return
+        end = 0
+        for piece in self.pieces:
+            alike = piece.shape == self.shape and piece.local.dtype == self.dtype
+            if not alike or piece.start != end or piece.local.shape[1:] != self.shape[1:]:
+                raise ValueError(f"row {end} of {tuple(self.shape)} is not there once")
+            end += len(piece.local)
+        if end != self.shape[0]:
+            raise ValueError(f"row {end} of {tuple(self.shape)} is not there")
+
+    def read(self) -> Tensor:
+        """All of it: a view where it lies in one file, else put together."""
+        return self.pieces[0].local if self.pieces[0].is_whole else torch.cat([piece.local for piece in self.pieces])
+
+    def narrow(self, start: int, length: int) -> Tensor:
+        """Rows from `start` on, (length, ...)."""
+        rows = []
+        for piece in self.pieces:
+            first, last = max(start - piece.start, 0), min(start + length - piece.start, len(piece.local))
+            rows.append(piece.local[first : max(first, last)])
+        rows = [part for part in rows if len(part)] or rows[:1]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Tensors that lie in one place each."""
+    return {name: StoredTensor([Piece(tensor, tensor.shape)]) for name, tensor in tensors.items()}
+
+
+def serialised(
+    tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[memoryview]:
+    """A safetensors file in pieces: its header, then tensor by tensor. Equal input gives equal bytes, which are the
+    library's own but for the metadata, which that orders at random.
+
+    Raises:
+        TypeError: a tensor has a type that such files cannot hold.
+    """
+    ranks = {dtype: rank for rank, dtype in enumerate(DTYPES)}
     for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if place in storages else tensor
-        storages.add(place)
-    data = safetensors.torch.save(plain)
-    entries = json.loads(_header(data))
-    if metadata:
-        entries = {"__metadata__": dict(sorted(metadata.items())), **entries}
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold")
+    names = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].shape.numel() * tensors[name].dtype.itemsize
+        shape = list(tensors[name].shape)
+        entries[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    rest = memoryview(data)[8 + len(_header(data)) :]
-    return [memoryview(len(header).to_bytes(8, "little") + header), rest]
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for name in names:
+        tensor = tensors[name]
+        yield _bytes_of(tensor.read() if isinstance(tensor, StoredTensor) else tensor)
 
 
-def _header(data: bytes) -> bytes:
-    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def serialised_pieces(pieces: Mapping[str, Piece]) -> Iterator[memoryview]:
+    """As `serialised`; of what is cut, "slices" in the metadata has by name the first row, and the whole's shape."""
+    slices = {name: (piece.start, piece.shape) for name, piece in pieces.items() if not piece.is_whole}
+    metadata = {"slices": json.dumps(slices, sort_keys=True)} if slices else {}
+    return serialised({name: piece.local for name, piece in pieces.items()}, metadata)
 
 
 def parsed(data: bytes) -> dict[str, Tensor]:
@@ -74,6 +175,17 @@ def mapped(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(_line(error)) from None
 
 
+def mapped_pieces(path: str | Path) -> dict[str, Piece]:
+    """As `mapped`, of what `serialised_pieces` made."""
+    tensors = mapped(path)
+    with safe_open(path, "pt") as file:
+        slices = _SLICES.validate_json((file.metadata() or {}).get("slices", "{}"))
+    pieces = {name: Piece(tensor, tensor.shape) for name, tensor in tensors.items()}
+    for name, (start, shape) in slices.items():
+        pieces[name] = Piece(tensors[name], torch.Size(shape), start)
+    return pieces
+
+
 def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
@@ -87,8 +199,8 @@ def require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:
             raise NotFiniteError(f"{name} ({where}) is not finite: {advice}")
 
 
-def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> Written:
-    """Write and sync one file. Returns what it holds, by the bytes in memory."""
+def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[int, str]:
+    """Write and sync one file. Returns how many bytes it holds and their SHA-256 in hexadecimal, by those in memory."""
     sha, size = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -102,7 +214,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> Written
         os.fsync(file)
     finally:
         os.close(file)
-    return {"size": size, "sha256": sha.hexdigest()}
+    return size, sha.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

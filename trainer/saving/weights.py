@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,18 +15,20 @@ from trainer.errors import CheckpointError
 from trainer.recipe.text import not_utf8
 from trainer.saving.checkpoint import State, checkpoints_in, is_checkpoint, load
 from trainer.saving.files import put, remove, writing
-from trainer.saving.tensor_files import fault_point, parsed, require_finite, serialised, sync_folder, write_synced
+from trainer.saving.tensor_files import StoredTensor, fault_point, parsed, serialised, sync_folder, write_synced
 
 
 def save_weights(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], check: Callable[[], None] = lambda: None
+    path: Path,
+    tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor],
+    metadata: dict[str, str],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a .safetensors file for users, atomically: the name always holds a whole file. `check` is as of `commit`.
 
     Raises:
-        NotFiniteError, DiskFullError, SetupError: as `commit`; the file that was there before is intact.
+        DiskFullError, SetupError: as `commit`; the file that was there before is intact.
     """
-    require_finite(path.name, tensors)
     draft = path.with_name(f".{path.name}.tmp")
     with writing(path.parent):
         remove(draft)  # of a writer that died, or whatever else has the name
@@ -95,10 +97,10 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
-    model, ema = state.tensors.get("model", {}), state.tensors.get("ema", {})
+    model, ema = state.part("model"), state.part("ema")
     kind = "ema" if ema else "model"
     at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
-    return {**model, **ema}, {"format": "pt", "weights": kind, **at}
+    return {name: tensor.read() for name, tensor in {**model, **ema}.items()}, {"format": "pt", "weights": kind, **at}
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

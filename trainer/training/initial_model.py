@@ -35,7 +35,7 @@ def initial_model(
     def make(starting: bool = state is None) -> nn.Module:
         model = model_of(recipe, task, data, starting)
         if state is not None:
-            fitted(model, state.tensors["model"], "the checkpoint", whole=True)
+            fitted(model, state.part("model"), "the checkpoint", whole=True)
         return model
 
     def checked() -> nn.Module:

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from trainer.errors import Interrupted, Preempted, TrainerError, in_one_line
+from trainer.errors import Interrupted, Preempted, SetupError, TrainerError, in_one_line
 from trainer.modes.pipeline import timeline
 from trainer.optim.optimization import learning_rate
 from trainer.processes import stacks
@@ -16,7 +16,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
-from trainer.training import diagnosis, presenting, reporting, resuming, stopping
+from trainer.training import diagnosis, presenting, reporting, snapshots, stopping
 from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import Mistakes, evaluate, metrics_of
 from trainer.training.memory_needs import shortage_explained
@@ -45,12 +45,17 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
                 return finish(this)
         except BaseException as error:
             # Write how the run ended; nothing collective, nothing saved.
+            if this is not None:
+                with interrupts.saving():
+                    this.saver.leave()
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 with suppress(TrainerError):  # where the folder is what failed, the first error tells
                     line, code = in_one_line(error)
                     this.tracker.result(reporting.result(this, status, line, code))
                     presenting.ended_early(this, status, line)
+                if isinstance(error, SetupError):  # that the folder is gone, or another's, explains it
+                    this.tracker.folder.check()
             raise
 
 
@@ -125,7 +130,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                 return
         if save:
             with run.ledger.span("saving"):
-                resuming.save(run)
+                snapshots.save(run)
 
 
 def end_epoch(run: Run, epoch: int) -> None:
@@ -170,14 +175,13 @@ def end_epoch(run: Run, epoch: int) -> None:
         with run.ledger.span("evaluation"):
             presenting.mistakes(run, mistakes)
             presenting.timeline(run)
-    save = run.recipe.save
-    with run.ledger.span("saving"):
-        if improved:
-            resuming.write_weights(run, "best")
-        if finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step))):
-            resuming.write_weights(run, "last")  # first: killed in between, a finished run has no epoch to do again
-            resuming.save(run)
     tracker.result(reporting.result(run, "running"))
+    save = run.recipe.save
+    sealed = finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step)))
+    files = ["best"] * improved + ["last"] * sealed
+    with run.ledger.span("saving"):
+        if files:
+            snapshots.save(run, files, sealed)
 
 
 def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None) -> dict[str, float]:
@@ -226,6 +230,8 @@ def note_memory(run: Run) -> None:
 
 def finish(run: Run) -> Result:
     """A run that ended well: the last result, the last line, the group dissolved."""
+    with run.ledger.span("saving"), run.interrupts.saving():
+        snapshots.finish_saving(run)
     note_memory(run)
     verdict = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
     result = reporting.result(run, "completed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
-from trainer.training import resuming
+from trainer.training import snapshots
 from trainer.training.run import Run
 from trainer.training.speed_test import SECONDS
 
@@ -83,9 +83,11 @@ class RankSync:
         received = run.interrupts.received
         measured = [*run.timer.early, *run.timer.steps][1:]  # without the first two steps, in which all is made ready
         late = run.speed_only and run.world.is_main and sum(measured) > SECONDS
-        flags = (bad, received is not None and received.name == "SIGINT", received is not None, late)
-        mine = torch.tensor([loss, seconds, *flags], dtype=torch.float64)
-        loss, seconds, wrong, interrupted, stopped, over = run.world.sum_(mine).tolist()
+        signals = (received is not None and received.name == "SIGINT", received is not None)
+        mine = torch.tensor([loss, seconds, bad, *signals, late, run.saver.error is not None], dtype=torch.float64)
+        loss, seconds, wrong, interrupted, stopped, over, unsaved = run.world.sum_(mine).tolist()
+        if unsaved:
+            snapshots.raise_failure(run)
         seconds /= run.world.size
         self.next = done + max(1, min(1000, int(1 / max(seconds, 1e-6))))
         run.interrupts.beat()
@@ -101,7 +103,8 @@ def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
     Raises:
         TrainerError: `stop`, on every rank.
     """
-    resuming.save(run)
+    snapshots.save(run)
+    snapshots.finish_saving(run)
     folder = run.world.broadcast_object(str(run.tracker.path))
     saved = f"; saved step {run.position.step}: continue with output={folder} resume=auto" if not run.speed_only else ""
     name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it

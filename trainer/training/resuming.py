@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,15 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from trainer.data.photos.photo_reader import shorter_side_of
 from trainer.errors import CheckpointError, SetupError, TrainerError, is_out_of_memory, text_of
-from trainer.models.zoo import bare
 from trainer.optim.optimizers import optimizer_state
-from trainer.processes.rank import is_restart, job_id
+from trainer.processes.rank import is_restart
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint_broadcast import on_every_rank
-from trainer.saving.weights import save_weights
 from trainer.telemetry.tracking import NullTracker
-from trainer.training.randomness import random_states, restore_random_states, seed_ranks
+from trainer.training.randomness import restore_random_states, seed_ranks
 from trainer.training.run import History, Run
 from trainer.training.same_images import tell_changes
 
@@ -45,7 +41,7 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
     if tracker.folder.resuming and tracker.path is not None:
         mine = checkpoint.newest(tracker.path, tracker.say)
-    if mine and "model" not in mine.state.tensors:
+    if mine and not mine.state.part("model"):
         raise CheckpointError(_SENSELESS.format(step=mine.state.position.step, reason="no weights"))
     state = on_every_rank(mine, world)
     if state is None and recipe.output is not None:
@@ -67,61 +63,6 @@ def bound_to(recipe: Recipe, world: World) -> dict[str, Any]:
     return {"mode": recipe.mode, "world_size": world.size, **dimensions}
 
 
-def save(run: Run) -> None:
-    """Save a checkpoint of this very step. Collective."""
-    if not run.speed_only:
-        with run.interrupts.saving():
-            state = snapshot(run)
-            if state is not None:
-                commit(run, state)
-        run.timer.start()
-
-
-def snapshot(run: Run) -> checkpoint.State | None:
-    """All that the run needs to go on, copied to host memory on rank 0; None elsewhere. Collective, and writes nothing
-    but what is logged: a checkpoint that is continued has all its rows, wherever the process is killed.
-
-    Raises:
-        NotFiniteError: a weight, buffer or optimizer state is NaN or infinite.
-    """
-    averages = run.average.tensors() if run.average is not None else {}
-    run.strategy.settle(averages)
-    run.world.heartbeat()
-    whole = {
-        "model": run.strategy.gather(run.weights()),
-        "optimizer": run.strategy.gather(optimizer_state(run.optimizer, run.parameters)),
-        "ema": run.strategy.gather(averages),
-        "scaler": run.updater.state(),
-    }
-    unlogged = torch.stack(run.unlogged) if run.unlogged else torch.zeros(0)
-    ranks = run.world.gather_tensors({**random_states(run.world.drives), "unlogged": unlogged, **_live(run)})
-    if run.tracker.path is None:
-        return None
-    run.tracker.folder.check()
-    run.tracker.flush()
-    tensors = {  # one by one: some were put together for this alone
-        stem: {name: named.pop(name).detach().to("cpu", copy=True) for name in list(named)}
-        for stem, named in whole.items()
-    }
-    tensors |= {"samples": run.samples} | {_part(rank): part for rank, part in enumerate(ranks)}
-    facts = {
-        "history": {**vars(run.history), "seconds": run.seconds()},
-        "topology": bound_to(run.recipe, run.world),
-        "steps_per_epoch": run.steps_per_epoch,
-        "classes": run.datasets.classes,
-        "run_id": job_id(),
-    }
-    state = checkpoint.State(run.position, {stem: named for stem, named in tensors.items() if named}, facts)
-    state.require_finite()
-    return state
-
-
-def commit(run: Run, state: checkpoint.State) -> None:
-    """Write a snapshot to the run folder; on rank 0, without the others."""
-    assert run.tracker.path is not None
-    checkpoint.commit(run.tracker.path, state, run.recipe.save.keep, run.tracker.folder.check)
-
-
 def restore(run: Run, state: checkpoint.State) -> None:
     """Continue a checkpoint, whose weights have the names and shapes of the model.
 
@@ -138,9 +79,9 @@ def restore(run: Run, state: checkpoint.State) -> None:
 
 
 def _restore(run: Run, state: checkpoint.State) -> None:
-    run.strategy.scatter(state.tensors["model"], run.weights())
+    run.strategy.scatter(state.part("model"), run.weights())
     try:
-        run.strategy.scatter(state.tensors.get("optimizer", {}), optimizer_state(run.optimizer, run.parameters))
+        run.strategy.scatter(state.part("optimizer"), optimizer_state(run.optimizer, run.parameters))
     except ValueError as error:
         reason = f"the checkpoint's optimizer state does not fit: {error} in it"
         if not run.recipe.resume_weights_only:
@@ -149,9 +90,10 @@ def _restore(run: Run, state: checkpoint.State) -> None:
         run.tracker.say(f"  only the weights are continued, the optimizer starts anew: {reason}")
     run.updater.load(state.tensors.get("scaler", {}))
     if run.average is not None:
-        if "ema" not in state.tensors:
+        saved = state.part("ema")
+        if not saved:
             raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
-        run.strategy.scatter(state.tensors["ema"], run.average.average)
+        run.strategy.scatter(saved, run.average.average)
     tell_changes(run, state)
     _take_position(run, state)
     history = state.facts["history"]
@@ -170,7 +112,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
         names = ", ".join(map(str, fresh))
         run.tracker.say(f"  the checkpoint holds no random state of {names}: random streams (dropout) start anew there")
     with torch.no_grad():
-        for name, tensor in _live(run).items():
+        for name, tensor in private_tensors(run).items():
             if name in mine:  # an optimizer that starts anew has other tensors
                 tensor.copy_(mine[name])
     run.unlogged = list(mine["unlogged"].to(run.world.device).unbind())
@@ -195,7 +137,7 @@ def _take_position(run: Run, state: checkpoint.State) -> None:
         run.total_steps = min(run.total_steps, run.recipe.max_steps)
 
 
-def _live(run: Run) -> dict[str, Tensor]:
+def private_tensors(run: Run) -> dict[str, Tensor]:
     """What this rank has for itself, under the names that a checkpoint keeps it by."""
     parts: dict[str, Callable[[], Mapping[str, Tensor]]] = {
         "model": run.weights,
@@ -206,15 +148,15 @@ def _live(run: Run) -> dict[str, Tensor]:
     return {f"{kind}:{name}": tensor for kind in run.recipe.traits.private for name, tensor in parts[kind]().items()}
 
 
-def _part(rank: int) -> str:
+def part_of_rank(rank: int) -> str:
     """The part of a checkpoint that holds what a rank has for itself."""
     return f"rank-{rank:05d}"
 
 
 def _of_rank(state: checkpoint.State, rank: int) -> dict[str, Tensor]:
     """What a rank had for itself; older checkpoints hold it in one part for all."""
-    if _part(rank) in state.tensors:
-        return state.tensors[_part(rank)]
+    if part_of_rank(rank) in state.tensors:
+        return state.tensors[part_of_rank(rank)]
     prefix = f"{rank}/"
     return {key.removeprefix(prefix): value for key, value in state.tensors["ranks"].items() if key.startswith(prefix)}
 
@@ -224,34 +166,3 @@ def _sum_losses(run: Run, state: checkpoint.State) -> None:
     size = state.facts["topology"]["world_size"]
     total = torch.stack([_of_rank(state, rank)["unlogged"] for rank in range(size)]).sum(0).to(run.world.device)
     run.unlogged = list((total if run.world.is_main else torch.zeros_like(total)).unbind())
-
-
-def write_weights(run: Run, name: str) -> None:
-    """last.safetensors or best.safetensors: the weights that were evaluated, under torchvision's names."""
-    with run.interrupts.saving():
-        _write_weights(run, name)
-
-
-def _write_weights(run: Run, name: str) -> None:
-    run.world.heartbeat()
-    weights = run.strategy.gather(run.average.tensors() if run.average is not None else run.weights())
-    if run.tracker.path is not None:
-        data = run.datasets
-        model = bare(run.recipe.model, run.num_classes, data.image_size, data.channels)
-        facts = {
-            "format": "pt",
-            **({"model": model} if model else {}),
-            "step": str(run.position.step),
-            "ema": str(run.average is not None).lower(),
-            "num_classes": str(run.num_classes),
-            "channels": str(data.channels),
-            "image_size": str(data.image_size),
-            **({} if data.plain else {"shorter_side": str(shorter_side_of(data))}),
-            "inputs": data.inputs.to_json(),
-            "mean": json.dumps(data.mean),
-            "std": json.dumps(data.std),
-            "classes": json.dumps(data.classes),
-            "recipe": json.dumps(run.recipe.for_others()),
-        }
-        run.tracker.folder.check()
-        save_weights(run.tracker.path / f"{name}.safetensors", weights, facts, run.tracker.folder.check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import InitVar, dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
+from trainer.saving.saver import Saver
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
@@ -106,6 +108,7 @@ class Run:
         self.num_classes = self.recipe.model.num_classes or len(self.datasets.classes)
         self.timer = StepTimer(self.world.drives, self.recipe.logging.warmup_steps)
         self.ledger = Ledger(self.world.drives)
+        self.saver = Saver(self.tracker.path or Path(), self.world.rank, self.recipe.timeout)
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()
 
     def weights(self) -> dict[str, Tensor]:

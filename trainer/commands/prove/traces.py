@@ -34,7 +34,9 @@ def traces(path: Path) -> Traces:
     newest = checkpoint.newest(path, lambda line: None)
     if newest is None:
         raise Failed("the run left no checkpoint", 1)
-    weights, optimizer = (dict(newest.state.tensors.get(stem, {}).items()) for stem in ("model", "optimizer"))
+    weights, optimizer = (
+        {name: tensor.read() for name, tensor in newest.state.part(part).items()} for part in ("model", "optimizer")
+    )
     norms = curves_of(path).get("train/grad_norm", ([], [], []))[2]
     return Traces([float(row["train_loss"]) for row in steps_of(path)], norms, weights, optimizer)
 

@@ -1,0 +1,187 @@
+"""What a run saves of a step: copied to host memory while training stands still, and written while it goes on.
+
+Collective: all ranks call these at the same step, and each writes what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.data.photos.photo_reader import shorter_side_of
+from trainer.errors import NotFiniteError
+from trainer.models.zoo import bare
+from trainer.optim.optimizers import optimizer_state
+from trainer.processes.rank import job_id
+from trainer.saving.checkpoint import OF_RANK, State, begin, is_saved
+from trainer.saving.files import writing
+from trainer.saving.saver import Save
+from trainer.saving.tensor_files import Piece, require_finite
+from trainer.telemetry.clocks import synchronise
+from trainer.training.randomness import random_states
+from trainer.training.resuming import bound_to, part_of_rank, private_tensors
+from trainer.training.run import Run
+
+Parts = dict[str, dict[str, Piece]]  # by the name of a file without its ending, then by plain name
+
+
+def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
+    """Begin to save this very step: a checkpoint, and files of weights by their names. The save before is waited for.
+
+    Raises:
+        NotFiniteError: a weight, buffer or optimizer state is NaN or infinite.
+        TrainerError: this save cannot begin, or the one before failed. All of it on every rank.
+    """
+    if run.speed_only:
+        return
+    begun = time.perf_counter()
+    with run.interrupts.saving():
+        finish_saving(run)
+        parts = _copied(run, sealed)
+        draft, sealed = run.world.broadcast_object(run.world.on_main(lambda: _begin(run, sealed)))
+        parts, writers = _sent(run, parts, draft)
+        if run.world.rank in writers:
+            files = {run.tracker.path / f"{name}.safetensors": _metadata(run) for name in weights if run.tracker.path}
+            evaluated = "ema" if run.average is not None else "model"
+            peers, state, check = writers - {0}, _state(run, parts), run.tracker.folder.check
+            work = Save(draft, sealed, state, peers, files, evaluated, run.recipe.save.keep, check)
+            run.saver.start(work, begun)
+    run.saver.blocked.append(time.perf_counter() - begun)
+    run.timer.start()
+
+
+def finish_saving(run: Run) -> None:
+    """Wait for what is being written.
+
+    Raises:
+        TrainerError: on every rank, where it failed on one.
+    """
+    run.saver.wait()
+    run.world.raise_any(run.saver.error)
+
+
+def raise_failure(run: Run) -> None:
+    """End what is being written, which failed on some rank, and raise on all."""
+    with run.interrupts.saving():
+        run.saver.leave(patience=0.0)
+        run.world.barrier()
+        run.saver.remove_draft()  # what others still wrote while rank 0 removed it
+    run.world.raise_any(run.saver.error)
+
+
+def _copied(run: Run, sealed: bool) -> Parts:
+    """What this rank adds to the whole model's state, in host memory; of a checkpoint also what it has for itself."""
+    averages = run.average.tensors() if run.average is not None else {}
+    run.strategy.settle(averages)
+    run.world.heartbeat()
+    parts = {"ema": run.strategy.pieces(averages)}
+    if sealed or not averages:
+        parts["model"] = run.strategy.pieces(run.weights())
+    if sealed:
+        parts["optimizer"] = run.strategy.pieces(optimizer_state(run.optimizer, run.parameters))
+    error = None
+    try:
+        for name, pieces in parts.items():
+            require_finite(name, {key: piece.local for key, piece in pieces.items()})
+    except NotFiniteError as caught:
+        error = caught
+    run.world.raise_any(error)
+    if run.world.grid.size("replicas") < run.world.size:
+        parts = {f"{name}-{run.world.rank:05d}": pieces for name, pieces in parts.items()}
+    if sealed:
+        unlogged = torch.stack(run.unlogged) if run.unlogged else torch.zeros(0)
+        mine = {**random_states(run.world.drives), "unlogged": unlogged, **private_tensors(run)}
+        parts[part_of_rank(run.world.rank)] = _uncut(mine)
+    if sealed and run.world.is_main:
+        parts |= {"scaler": _uncut(run.updater.state()), "samples": _uncut(run.samples)}
+    copies = {
+        stem: {
+            name: piece._replace(local=run.saver.to_host(stem, name, piece.local))
+            for name, piece in pieces.items()
+            if piece.is_whole or len(piece.local)
+        }
+        for stem, pieces in parts.items()
+    }
+    synchronise(run.world.drives)
+    return {stem: pieces for stem, pieces in copies.items() if pieces}
+
+
+def _uncut(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    return {name: Piece(tensor, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _begin(run: Run, sealed: bool) -> tuple[Path | None, bool]:
+    """On rank 0: where files of a checkpoint go, if any do, and whether it is to be one.
+
+    What is logged so far is on the disk before: a checkpoint that is continued has all its rows, wherever it is killed.
+    """
+    folder = run.tracker.path
+    assert folder is not None
+    run.tracker.folder.check()
+    run.tracker.flush()
+    with writing(folder):
+        sealed = sealed and not is_saved(folder, run.position.step)
+        cut = run.world.grid.size("replicas") < run.world.size
+        return (begin(folder, run.position.step) if sealed or cut else None), sealed
+
+
+def _sent(run: Run, parts: Parts, draft: Path | None) -> tuple[Parts, frozenset[int]]:
+    """What this rank is to write, and the ranks that write. One that does not see the draft, as on a machine that does
+    not share the run folder, has sent what it has to rank 0."""
+    world = run.world
+    sees = torch.zeros(world.size)
+    sees[world.rank] = world.is_main or (draft is not None and os.access(draft, os.W_OK))
+    writers = frozenset(world.sum_(sees).nonzero().flatten().tolist())
+    if draft is None or len(writers) == world.size:
+        return parts, writers
+    away = {} if world.rank in writers else {(stem, name): p for stem in parts for name, p in parts[stem].items()}
+    places = world.gather({key: (piece.shape, piece.start) for key, piece in away.items()})
+    tensors = world.gather_tensors({"/".join(key): piece.local for key, piece in away.items()})
+    for place, named in zip(places, tensors, strict=True):
+        for (stem, name), (shape, start) in place.items():
+            parts.setdefault(stem, {})[name] = Piece(named[f"{stem}/{name}"], shape, start)
+    return parts, writers
+
+
+def _state(run: Run, parts: Parts) -> State:
+    of_ranks = {stem: pieces for stem, pieces in parts.items() if OF_RANK.fullmatch(stem)}
+    tensors = {
+        stem: {name: piece.local for name, piece in pieces.items()}
+        for stem, pieces in parts.items()
+        if stem not in of_ranks
+    }
+    facts = {
+        "history": {**vars(run.history), "seconds": run.seconds()},
+        "topology": bound_to(run.recipe, run.world),
+        "steps_per_epoch": run.steps_per_epoch,
+        "classes": run.datasets.classes,
+        "run_id": job_id(),
+    }
+    return State(run.position, tensors, facts, of_ranks)
+
+
+def _metadata(run: Run) -> dict[str, str]:
+    """What is to be known of weights, besides their values, to use them elsewhere."""
+    data = run.datasets
+    model = bare(run.recipe.model, run.num_classes, data.image_size, data.channels)
+    return {
+        "format": "pt",
+        **({"model": model} if model else {}),
+        "step": str(run.position.step),
+        "ema": str(run.average is not None).lower(),
+        "num_classes": str(run.num_classes),
+        "channels": str(data.channels),
+        "image_size": str(data.image_size),
+        **({} if data.plain else {"shorter_side": str(shorter_side_of(data))}),
+        "inputs": data.inputs.to_json(),
+        "mean": json.dumps(data.mean),
+        "std": json.dumps(data.std),
+        "classes": json.dumps(data.classes),
+        "recipe": json.dumps(run.recipe.for_others()),
+    }

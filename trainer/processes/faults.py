@@ -1,8 +1,8 @@
 """Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`.
 
 Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (a step's inputs), `oom` and `full` (raise what
-torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`. Beside steps
-there is `trial-4`, a pipeline's measurement of 4 micro-batches.
+torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`; `save#1` is
+that of rank 1 alone. Beside steps there is `trial-4`, a pipeline's measurement of 4 micro-batches.
 A job that torchrun has restarted is left alone, so that its recovery can be watched.
 Unset, `active` is False and every call site is a single falsy test.
 """
@@ -24,7 +24,7 @@ active = bool(os.environ.get("TRAINER_FAULT")) and os.environ.get("TORCHELASTIC_
 
 def at_a_step() -> bool:
     """Whether it is a step at which something is to happen."""
-    return active and not os.environ["TRAINER_FAULT"].partition("@")[2].startswith("save:")
+    return active and not os.environ["TRAINER_FAULT"].partition("@")[2].startswith("save")
 
 
 def inject(inputs: Tensor, step: int) -> None:
@@ -39,7 +39,7 @@ def fault(place: object, moment: object) -> bool:
     Returns True when the kind is one that the caller must act out itself (`nan`).
     """
     kind, _, where = os.environ.get("TRAINER_FAULT", "").partition("@")
-    if where != f"{place}:{moment}":
+    if where not in (f"{place}:{moment}", f"{place}#{os.environ.get('RANK', '0')}:{moment}"):
         return False
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -85,7 +85,7 @@ _KEYS = {
     "es_patience",
     "save.every_epochs": "save_period save_epochs checkpoint_interval save_freq every_n_epochs save_every "
     "save_interval checkpoint.every checkpoint.interval checkpoint.epochs checkpoint.every_epochs checkpoint.freq "
-    "save.every save.interval save.epochs",
+    "save.interval save.epochs",
     "save.every_steps": "save_steps checkpoint_steps every_n_train_steps checkpointing_steps checkpoint.steps "
     "checkpoint.every_steps checkpoint.every_n_steps save.steps",
     "save.keep": "save_total_limit save_top_k checkpoint_hist checkpoints_total_limit total_limit checkpoint.keep "

@@ -216,6 +216,8 @@ class SaveRecipe(_Section):
 
     every_epochs: Positive | None = key(1, "epochs between checkpoints; null: none at the end of epochs")
     every_steps: Positive | None = key(None, "steps between checkpoints within epochs; null: none")
+    every: Literal["auto"] | None = key(None, "auto: saves within epochs too, as often as costs the least time")
+    mttf_hours: float = key(24.0, "hours between failures of this machine in the mean, for save.every=auto", gt=0)
     keep: int = key(2, "newest checkpoints that stay", ge=2)
 
 

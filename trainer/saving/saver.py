@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,13 +52,23 @@ class Save:
     check: Callable[[], None]
 
 
+class Cost(NamedTuple):
+    """What a save took: seconds until its files had their names, of a core, and for which training stood still."""
+
+    step: int
+    seconds: float
+    cpu: float
+    blocked: float
+
+
 class Saver:
     """Writes one save at a time, in a thread.
 
     Attributes:
         error: why the last save failed.
-        blocked: seconds for which training stood still for each save.
-        seconds: from the step of each save until its files had their names.
+        costs: of each save that is done.
+        begun: `time.perf_counter()` of when the last save was asked for.
+        blocked: seconds for which training stood still for it.
     """
 
     def __init__(self, folder: Path, rank: int, timeout: float) -> None:
@@ -65,8 +76,9 @@ class Saver:
         has written its own."""
         self.folder, self.rank, self.timeout = folder, rank, timeout
         self.error: Exception | None = None
-        self.blocked: list[float] = []
-        self.seconds: list[float] = []
+        self.costs: list[Cost] = []
+        self.begun, self.blocked = time.perf_counter(), 0.0
+        self._took: tuple[int, float, float]
         self._thread: threading.Thread | None = None
         self._draft: Path | None = None
         self._until = float("inf")
@@ -87,12 +99,13 @@ class Saver:
     def start(self, save: Save, begun: float) -> None:
         """Write `save`; `begun` is `time.perf_counter()` of when it was asked for."""
         assert self._thread is None, "one save at a time"
+        self.begun = begun
 
         def work() -> None:
             try:
                 with writing(self.folder):
                     self._write(save)
-                self.seconds.append(time.perf_counter() - begun)
+                self._took = save.state.position.step, time.perf_counter() - begun, time.thread_time()
             except Exception as error:  # raised where the ranks synchronise
                 self.error = error
 
@@ -102,11 +115,20 @@ class Saver:
         if faults.at_a_step():  # a test is to know what is there when it strikes
             self._thread.join()
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def wait(self) -> Cost | None:
+        """Until nothing is being written; what it took, where something was."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        if self.error is not None:
+            return None
+        self.costs.append(Cost(*self._took, self.blocked))
+        return self.costs[-1]
+
+    def done(self) -> Cost | None:
+        """As `wait`, where that takes no time."""
+        return self.wait() if self._thread is not None and not self._thread.is_alive() else None
 
     def leave(self, patience: float = LEAVING) -> None:
         """As `wait`, where ranks end with an error: what others have not written in so many seconds is given up."""

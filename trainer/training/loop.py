@@ -128,6 +128,7 @@ def train_epoch(run: Run, epoch: int) -> None:
             if over:
                 run.total_steps = step
                 return
+            save = save or (agreed.save and step_in_epoch < stop)
         if save:
             with run.ledger.span("saving"):
                 snapshots.save(run)

@@ -22,6 +22,7 @@ class Agreed:
         finite: whether all losses and gradients were.
         stop: the signal to stop at, if one came.
         late: whether a mere measurement of speed has used up its time.
+        save: whether it is time to.
         window: this rank's steps, seconds, and seconds of waiting for data since the last logged step, without warm-up.
     """
 
@@ -29,6 +30,7 @@ class Agreed:
     finite: bool
     stop: type[TrainerError] | None
     late: bool
+    save: bool
     window: tuple[int, float, float] = (0, 0.0, 0.0)
 
     def check(self, run: Run) -> None:
@@ -83,9 +85,10 @@ class RankSync:
         received = run.interrupts.received
         measured = [*run.timer.early, *run.timer.steps][1:]  # without the first two steps, in which all is made ready
         late = run.speed_only and run.world.is_main and sum(measured) > SECONDS
+        due = run.world.is_main and snapshots.is_due(run)
         signals = (received is not None and received.name == "SIGINT", received is not None)
-        mine = torch.tensor([loss, seconds, bad, *signals, late, run.saver.error is not None], dtype=torch.float64)
-        loss, seconds, wrong, interrupted, stopped, over, unsaved = run.world.sum_(mine).tolist()
+        mine = torch.tensor([loss, seconds, bad, *signals, late, run.saver.error is not None, due], dtype=torch.float64)
+        loss, seconds, wrong, interrupted, stopped, over, unsaved, save = run.world.sum_(mine).tolist()
         if unsaved:
             snapshots.raise_failure(run)
         seconds /= run.world.size
@@ -94,7 +97,7 @@ class RankSync:
         if not first and (slow := run.interrupts.too_slow(seconds)):
             run.tracker.say(slow)
         stop = Interrupted if interrupted else Preempted if stopped else None
-        return Agreed(loss, not wrong and math.isfinite(loss), stop, over > 0, window)
+        return Agreed(loss, not wrong and math.isfinite(loss), stop, over > 0, save > 0, window)
 
 
 def save_and_stop(run: Run, stop: type[TrainerError]) -> None:

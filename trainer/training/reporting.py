@@ -220,6 +220,15 @@ def parts(run: Run) -> dict[str, float]:
     return {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
 
 
+def saves(run: Run) -> dict[str, float] | None:
+    """How many saves this part of the run has done, and the mean seconds that one held training and took."""
+    costs, count = run.saver.costs, len(run.saver.costs)
+    if not count:
+        return None
+    blocked, seconds = sum(cost.blocked for cost in costs), sum(cost.seconds for cost in costs)
+    return {"count": count, "blocked_s": blocked / count, "seconds": seconds / count}
+
+
 def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> Result:
     """What result.json holds; its keys are stable. `exit_code` is null while running."""
     history, recipe, data = run.history, run.recipe, run.datasets
@@ -266,6 +275,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "losses": history.losses,
             "seconds": run.seconds(),
             "seconds_in": parts(run),
+            "save": saves(run),
             "verdict": None,
             "versions": versions(),
             "output": str(run.tracker.path) if run.tracker.path else None,

@@ -81,6 +81,11 @@ class Result(Metrics):
     losses: Annotated[list[float], "mean training loss of each epoch"]
     seconds: Annotated[float, "of all the run's parts"]
     seconds_in: Annotated[dict[str, float], "of the last part: start-up, steps, evaluation, averaging, saving"]
+    save: Annotated[
+        dict[str, float] | None,
+        "of the last part: how many saves (`count`), mean seconds for which one held training (`blocked_s`) and until "
+        "its files were written (`seconds`)",
+    ]
     verdict: Annotated[dict[str, Any] | None, "what bounds the step; null where nothing was measured"]
     versions: Annotated[dict[str, str | None], "of what computed it: trainer, python, torch, torchvision, cuda"]
     output: Annotated[str | None, "the run folder"]

@@ -1,0 +1,188 @@
+"""What ranks write beside training: each its part, sealed by rank 0, whatever happens to one of them meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.saving.states import names, newest_state, refuse
+from trainer.errors import DiskFullError, PeerError, SetupError
+from trainer.saving import checkpoint, saver
+from trainer.saving.checkpoint import Position, State, begin, commit
+from trainer.saving.saver import Save, Saver
+from trainer.saving.tensor_files import Piece
+from trainer.saving.weights import read_weights
+
+WHOLE = {"fc.weight": torch.arange(12.0).view(6, 2), "fc.bias": torch.arange(3.0), "step": torch.tensor(7)}
+
+
+def shards_of(rank: int, ranks: int) -> dict[str, Piece]:
+    """Rows of each tensor as by `torch.chunk`, and what has no rows on rank 0."""
+    pieces = {}
+    for name, tensor in WHOLE.items():
+        rows = -(-len(tensor) // ranks) if tensor.dim() else 0
+        local = tensor[rows * rank : rows * (rank + 1)] if rows else tensor
+        if len(local) if rows else rank == 0:
+            pieces[name] = Piece(local, tensor.shape, rows * rank)
+    return pieces
+
+
+def save_of(folder: Path, rank: int, ranks: int, step: int = 1, sealed: bool = True, draft: Path | None = None) -> Save:
+    stems = {f"model-{rank:05d}": pieces for pieces in [shards_of(rank, ranks)] if pieces}
+    state = State(Position(step, 0, step), {}, {"step": step}, stems)
+    weights = {} if rank else {folder / "last.safetensors": {"step": str(step)}}
+    return Save(draft, sealed, state, frozenset(range(1, ranks)), weights, "model", 2, lambda: None)
+
+
+def written(folder: Path, ranks: int, step: int = 1, sealed: bool = True, order: int = 1) -> list[Saver]:
+    """The savers of all ranks, once they have written."""
+    draft, savers = begin(folder, step), [Saver(folder, rank, 20.0) for rank in range(ranks)]
+    for rank in range(ranks)[::order]:
+        savers[rank].start(save_of(folder, rank, ranks, step, sealed, draft), time.perf_counter())
+    for each in savers:
+        each.wait()
+    return savers
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parts_of_all_ranks_become_one_checkpoint_and_one_file_of_weights(
+    ranks: int, order: int, tmp_path: Path
+) -> None:
+    assert [each.error for each in written(tmp_path, ranks, order=order)] == [None] * ranks
+    assert names(tmp_path) == ["step-00000001"], "no draft is left"
+    state = newest_state(tmp_path, refuse)
+    assert state is not None
+    joined = {name: tensor.read() for name, tensor in state.part("model").items()}
+    weights, metadata = read_weights(tmp_path / "last.safetensors")
+    folder, _ = read_weights(tmp_path / "checkpoints" / "step-00000001")
+    assert metadata["step"] == "1" and joined.keys() == weights.keys() == folder.keys() == WHOLE.keys()
+    for name, tensor in WHOLE.items():
+        assert torch.equal(joined[name], tensor) and torch.equal(weights[name], tensor)
+        assert torch.equal(folder[name], tensor)
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text())
+    assert manifest["format"] == 2 and sorted(manifest["files"]) == [
+        f"model-{rank:05d}.safetensors" for rank in range(ranks) if shards_of(rank, ranks)
+    ]
+
+
+def test_outsiders_read_a_part_and_learn_which_rows_it_has(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "checkpoints" / "step-00000001" / "model-00001.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["slices"]) == {"fc.bias": [2, [3]], "fc.weight": [3, [6, 2]]}
+        assert torch.equal(file.get_tensor("fc.weight"), WHOLE["fc.weight"][3:])
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("length", range(7))
+def test_rows_are_read_from_the_files_that_have_them(start: int, length: int, tmp_path: Path) -> None:
+    written(tmp_path, 4)
+    state = newest_state(tmp_path, refuse)
+    assert state is not None
+    rows = state.part("model")["fc.weight"].narrow(start, min(length, 6 - start))
+    assert torch.equal(rows, WHOLE["fc.weight"][start : start + length])
+
+
+@pytest.mark.parametrize("lost", ["a file", "rows", "rows twice"])
+def test_parts_that_are_no_whole_are_no_checkpoint(lost: str, tmp_path: Path) -> None:
+    pieces = {rank: shards_of(rank, 2) for rank in range(2)}
+    if lost == "rows":
+        first = pieces[0]["fc.weight"]
+        pieces[0]["fc.weight"] = first._replace(local=first.local[:-1])
+    if lost == "rows twice":
+        pieces[1]["fc.weight"] = pieces[0]["fc.weight"]
+    if lost == "a file":
+        del pieces[1]
+    stems = {f"model-{rank:05d}": part for rank, part in pieces.items()}
+    path = commit(tmp_path, State(Position(1, 0, 1), {}, {}, stems), keep=2)
+    with pytest.raises(checkpoint.CheckpointError, match=r"model: row \d+ of"):
+        checkpoint.load(path).part("model")
+
+
+def test_weights_alone_leave_no_checkpoint(tmp_path: Path) -> None:
+    written(tmp_path, 2, sealed=False)
+    assert names(tmp_path) == []
+    assert torch.equal(read_weights(tmp_path / "last.safetensors")[0]["fc.weight"], WHOLE["fc.weight"])
+
+
+def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_and_not_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, 2, step=1)
+    before = (tmp_path / "last.safetensors").read_bytes()
+    real = saver.write_files
+
+    def full(draft: Path, state: State) -> dict[str, checkpoint.File]:
+        if "model-00001" in state.pieces:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(draft, state)
+
+    monkeypatch.setattr(saver, "write_files", full)
+    draft, savers = begin(tmp_path, 2), [Saver(tmp_path, rank, 20.0) for rank in range(2)]
+    for rank in range(2):
+        savers[rank].start(save_of(tmp_path, rank, 2, 2, True, draft), time.perf_counter())
+    savers[1].wait()
+    assert isinstance(savers[1].error, DiskFullError) and savers[0].error is None, "rank 0 waits for it"
+    savers[0].leave(patience=0.0)
+    assert isinstance(savers[0].error, PeerError)
+    assert names(tmp_path) == ["step-00000001"] and (tmp_path / "last.safetensors").read_bytes() == before
+
+
+def test_a_rank_that_never_writes_is_waited_for_so_long(tmp_path: Path) -> None:
+    draft, alone = begin(tmp_path, 1), Saver(tmp_path, 0, timeout=0.2)
+    alone.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())
+    alone.wait()
+    assert isinstance(alone.error, PeerError) and "rank 1" in str(alone.error) and names(tmp_path) == []
+
+
+def test_a_part_that_this_machine_sees_otherwise_is_not_sealed(tmp_path: Path) -> None:
+    draft, first, second = begin(tmp_path, 1), Saver(tmp_path, 0, 20.0), Saver(tmp_path, 1, 20.0)
+    second.start(save_of(tmp_path, 1, 2, draft=draft), time.perf_counter())
+    second.wait()
+    with (draft / "model-00001.safetensors").open("ab") as file:
+        file.write(b"more")
+    first.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())
+    first.wait()
+    assert isinstance(first.error, SetupError) and "rank 1" in str(first.error) and names(tmp_path) == []
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is what was there when it was asked for."""
+    real, go = saver.write_files, threading.Event()
+    monkeypatch.setattr(saver, "write_files", lambda *words: go.wait(20) and real(*words))
+    alone, weight = Saver(tmp_path, 0, 20.0), torch.ones(3)
+    copy = alone.to_host("model", "w", weight)
+    state = State(Position(1, 0, 1), {"model": {"w": copy}}, {})
+    save = Save(begin(tmp_path, 1), True, state, frozenset(), {}, "model", 2, lambda: None)
+    alone.start(save, time.perf_counter())
+    weight.zero_()
+    assert [name for name in names(tmp_path) if ".tmp-" not in name] == [] and not alone.costs
+    go.set()
+    alone.wait()
+    found = newest_state(tmp_path, refuse)
+    assert found is not None and torch.equal(found.tensors["model"]["w"], torch.ones(3)) and len(alone.costs) == 1
+
+
+def test_what_this_process_has_verified_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+    real = checkpoint._check_files
+    monkeypatch.setattr(checkpoint, "_check_files", lambda path, files: (hashed.append(path), real(path, files)))
+    for step in range(1, 6):
+        commit(tmp_path, State(Position(step, 0, step), {"model": WHOLE}, {}), keep=2)
+    assert len(hashed) == 5 and all(".tmp-" in path.name for path in hashed), "each once, before it has its name"
+    path = tmp_path / "checkpoints" / "step-00000005" / "model.safetensors"
+    data = path.read_bytes()
+    at = path.stat()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
+    with pytest.raises(checkpoint.CheckpointError, match="SHA-256"):
+        checkpoint.load(path.parent)

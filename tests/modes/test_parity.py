@@ -51,8 +51,9 @@ def norms(folder):
 
 def tensors(folder):
     """The newest checkpoint's, by kind."""
-    kept = checkpoint.newest(folder, print).state.tensors
-    return {kind: dict(kept[kind].items()) for kind in ("model", "optimizer", "ema")}
+    kept = checkpoint.newest(folder, print).state
+    kinds = ("model", "optimizer", "ema")
+    return {kind: {name: tensor.read() for name, tensor in kept.part(kind).items()} for kind in kinds}
 
 
 def distances(trained, reference):

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 from tests import warm
 from tests.command_line import environment
+from tests.worlds import gathered
 from trainer.models.shapes import built_on_meta, description, without_values
 
 
@@ -131,7 +132,7 @@ def ranks(path):
         inputs = torch.linspace(-1, 1, data.example(4).inputs.bytes).view(4, *data.example(4).shape[1:])
         strategy.train(False)
         out = strategy.forward(inputs)
-        whole = strategy.gather(strategy.named_parameters()) or dict(single.named_parameters())
+        whole = gathered(strategy, strategy.named_parameters()) or dict(single.named_parameters())
         every = {**whole, **dict(strategy.module.named_buffers())}
         wanted = {**dict(single.named_parameters()), **dict(single.named_buffers())}
         told[name] = {

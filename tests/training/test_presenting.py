@@ -101,7 +101,7 @@ def test_the_first_group_is_the_overview_and_memory_is_last(page, run):
     tags = page.ask("plugin/timeseries/tags")["scalars"]["runTagInfo"][run]
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in sorted(tags)))
     pipeline = ["z_pipeline"] if run == "pipe" else []
-    assert groups == ["overview", "speed", "train", "val", "z_memory", *pipeline, "z_step", "z_summary"]
+    assert groups == ["overview", "save", "speed", "train", "val", "z_memory", *pipeline, "z_step", "z_summary"]
     assert [tag.removeprefix("overview/") for tag in sorted(tags) if tag.startswith("overview/")] == FIRST
     for tag, twin in (("1_train_loss", "train/loss"), ("3_val_top1", "val/top1")):
         assert page.steps(run, f"overview/{tag}") == page.steps(run, twin) != []

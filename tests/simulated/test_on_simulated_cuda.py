@@ -42,7 +42,7 @@ CARD = torch.device("cuda", 0)
 TWO, SAME, THREE = (f"devices=[{','.join(f'cuda:{k}' for k in cards)}]" for cards in ((0, 1), (0, 0), (0, 1, 2)))
 EVERYTHING = (
     "clip_grad_norm=1 ema=0.9 accumulate=2 augment.mixup=0.2 augment.cutmix=0.2 augment.erase=0.5 augment.crop=pad "
-    "augment.hflip=0.5 save.every_steps=1"
+    "augment.hflip=0.5 save.every_steps=1 save.every=auto"
 )
 RUNS = [
     f"mode=single {EVERYTHING}",

@@ -32,7 +32,10 @@ from trainer.pool.worker import Caller
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
+from trainer.saving.saver import Saver
+from trainer.saving.tensor_files import Piece
 from trainer.telemetry.clocks import Ledger, StepTimer, Stopwatch
+from trainer.training import snapshots
 
 CARD = torch.device("cuda", 0)
 ROWS = 8
@@ -147,6 +150,15 @@ def sent(machine):
     expect(pack_rows([x[0], x[1]]).buffers[0].values.sum().item() == 15)
 
 
+def saved(machine):
+    """Weights in host memory, twice: the second save takes the buffers of the first."""
+    saver = Saver(Path(), 0, 1.0)
+    for number in range(2):
+        weight = torch.arange(6.0, device=CARD) + number
+        copies = snapshots.on_host(saver, {"model": {"w": Piece(weight, weight.shape)}}, [CARD])
+        expect(copies["model"]["w"].local.tolist() == [number + n for n in range(6)])
+
+
 def broken(machine):
     with mock.patch("trainer.pool.worker._here", threading.local()):  # this process is no worker afterwards
         caller = Caller(lambda item: item, (), CARD)
@@ -218,7 +230,8 @@ USES = {
     "devices/health.py": [hung],
     "models/balance.py": [costs],
     "data/photos/copies.py": [copied],
-    "telemetry/clocks.py": [timed, communicated, probed],
+    "telemetry/clocks.py": [timed, communicated, probed, saved],
+    "training/snapshots.py": [saved],
     "commands/plan/speed_probe.py": [probed],
     "commands/prove/bare_loop.py": [proved],
     "commands/prove/prove_probe.py": [proved],

@@ -210,6 +210,7 @@ class RunFolder(NullFolder):
             write_atomically(self.path / "recipe.yaml", again.to_yaml())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
+        self.check()  # and again when it is written, which takes time
         text = json.dumps(result, indent=2, allow_nan=False, default=str) + "\n"
         write_atomically(self.path / "result.json", text, self.check)
 

@@ -22,7 +22,7 @@ from trainer.optim.optimizers import optimizer_state
 from trainer.processes.rank import job_id
 from trainer.saving.checkpoint import OF_RANK, State, begin, is_saved
 from trainer.saving.files import writing
-from trainer.saving.saver import Cost, Save
+from trainer.saving.saver import Cost, Save, Saver
 from trainer.saving.tensor_files import Piece, require_finite
 from trainer.telemetry.clocks import synchronise
 from trainer.training.randomness import random_states
@@ -134,15 +134,20 @@ def _copied(run: Run, sealed: bool) -> Parts:
         parts[part_of_rank(run.world.rank)] = _uncut(mine)
     if sealed and run.world.is_main:
         parts |= {"scaler": _uncut(run.updater.state()), "samples": _uncut(run.samples)}
+    return on_host(run.saver, parts, run.world.drives)
+
+
+def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:
+    """Copies that stay as they are while training goes on; what is empty is left out."""
     copies = {
         stem: {
-            name: piece._replace(local=run.saver.to_host(stem, name, piece.local))
+            name: piece._replace(local=saver.to_host(stem, name, piece.local))
             for name, piece in pieces.items()
             if piece.is_whole or len(piece.local)
         }
         for stem, pieces in parts.items()
     }
-    synchronise(run.world.drives)
+    synchronise(devices)
     return {stem: pieces for stem, pieces in copies.items() if pieces}
 
 

@@ -52,7 +52,7 @@ IN_A_STEP = "training.loop.train_epoch"
 NOT_EVERY_STEP = (
     "training.rank_sync.RankSync.after_step",
     "training.reporting.log_step",
-    "training.resuming.save",
+    "training.snapshots.save",
     "telemetry.clocks.Ledger.span",
 )
 

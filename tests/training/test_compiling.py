@@ -25,8 +25,9 @@ WAYS = {
     "interleaved1f1b": ["mode=pipeline", "nproc=2", "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=2"],
     "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
     "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "fsdp": ["mode=fsdp", "nproc=2"],
 }
-OFTEN = ("single", "ddp", "streams", "1f1b")
+OFTEN = ("single", "ddp", "streams", "1f1b", "fsdp")
 
 
 def counted(path, *words, **env):
@@ -43,7 +44,7 @@ def counted(path, *words, **env):
 def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
     """With an evaluation between two epochs, accumulation, averages that are swapped in, mixed images; and resumed."""
     ranks = 2 if "nproc=2" in WAYS[way] else 1
-    stages = {"split": 2, "recomputed": 2, "streams": 2, "interleaved1f1b": 2}.get(way, 1)  # a rank
+    stages = {"split": 2, "recomputed": 2, "streams": 2, "interleaved1f1b": 2, "fsdp": 4}.get(way, 1)  # a rank; units
     expected = {(str(rank), training): stages for rank in range(ranks) for training in (True, False)}
     words = [*WAYS[way], *ALL_ON, f"output={tmp_path / 'run'}", "epochs=3"]
     if full or way == "single":

@@ -22,10 +22,11 @@ from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models.norms import training_norms
 from trainer.models.shapes import give_values
-from trainer.modes.base import Communication, Strategy, compile_in_place
+from trainer.modes.base import Communication, Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.fsdp_units import (
     Storage,
+    compile_forward,
     copy_views,
     kept_whole,
     storages,
@@ -92,10 +93,9 @@ class FullyShardedDataParallel(Strategy):
                 self._receive(whole_parameters(unit).values())
                 whole += storages(unit, name)
                 unit.register_forward_hook(copy_views)
+                watch(unit, self._refusal)
                 if self.recipe.compile and name:
-                    compile_in_place(unit)
-                elif not self.recipe.compile:
-                    watch(unit, self._refusal)
+                    compile_forward(unit, name)
                 fully_shard(unit, mesh=mesh, reshard_after_forward=self.recipe.fsdp.reshard and bool(name))
         for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
             sharded.set_gradient_divide_factor(1.0)

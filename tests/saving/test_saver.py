@@ -38,12 +38,12 @@ def save_of(folder: Path, rank: int, ranks: int, step: int = 1, sealed: bool = T
     stems = {f"model-{rank:05d}": pieces for pieces in [shards_of(rank, ranks)] if pieces}
     state = State(Position(step, 0, step), {}, {"step": step}, stems)
     weights = {} if rank else {folder / "last.safetensors": {"step": str(step)}}
-    return Save(draft, sealed, state, frozenset(range(1, ranks)), weights, "model", 2, lambda: None)
+    return Save(folder, draft, sealed, state, frozenset(range(1, ranks)), weights, "model", 2, lambda: None)
 
 
 def written(folder: Path, ranks: int, step: int = 1, sealed: bool = True, order: int = 1) -> list[Saver]:
     """The savers of all ranks, once they have written."""
-    draft, savers = begin(folder, step), [Saver(folder, rank, 20.0) for rank in range(ranks)]
+    draft, savers = begin(folder, step), [Saver(rank, 20.0) for rank in range(ranks)]
     for rank in range(ranks)[::order]:
         savers[rank].start(save_of(folder, rank, ranks, step, sealed, draft), time.perf_counter())
     for each in savers:
@@ -127,31 +127,34 @@ def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_and_not_the_one_b
         return real(draft, state)
 
     monkeypatch.setattr(saver, "write_files", full)
-    draft, savers = begin(tmp_path, 2), [Saver(tmp_path, rank, 20.0) for rank in range(2)]
+    draft, savers = begin(tmp_path, 2), [Saver(rank, 20.0) for rank in range(2)]
     for rank in range(2):
         savers[rank].start(save_of(tmp_path, rank, 2, 2, True, draft), time.perf_counter())
     savers[1].wait()
     assert isinstance(savers[1].error, DiskFullError) and savers[0].error is None, "rank 0 waits for it"
     savers[0].leave(patience=0.0)
+    savers[0].remove_draft()
     assert isinstance(savers[0].error, PeerError)
     assert names(tmp_path) == ["step-00000001"] and (tmp_path / "last.safetensors").read_bytes() == before
 
 
 def test_a_rank_that_never_writes_is_waited_for_so_long(tmp_path: Path) -> None:
-    draft, alone = begin(tmp_path, 1), Saver(tmp_path, 0, timeout=0.2)
+    draft, alone = begin(tmp_path, 1), Saver(0, timeout=0.2)
     alone.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())
     alone.wait()
+    alone.remove_draft()
     assert isinstance(alone.error, PeerError) and "rank 1" in str(alone.error) and names(tmp_path) == []
 
 
 def test_a_part_that_this_machine_sees_otherwise_is_not_sealed(tmp_path: Path) -> None:
-    draft, first, second = begin(tmp_path, 1), Saver(tmp_path, 0, 20.0), Saver(tmp_path, 1, 20.0)
+    draft, first, second = begin(tmp_path, 1), Saver(0, 20.0), Saver(1, 20.0)
     second.start(save_of(tmp_path, 1, 2, draft=draft), time.perf_counter())
     second.wait()
     with (draft / "model-00001.safetensors").open("ab") as file:
         file.write(b"more")
     first.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())
     first.wait()
+    first.remove_draft()
     assert isinstance(first.error, SetupError) and "rank 1" in str(first.error) and names(tmp_path) == []
 
 
@@ -159,10 +162,10 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
     """What is written is what was there when it was asked for."""
     real, go = saver.write_files, threading.Event()
     monkeypatch.setattr(saver, "write_files", lambda *words: go.wait(20) and real(*words))
-    alone, weight = Saver(tmp_path, 0, 20.0), torch.ones(3)
+    alone, weight = Saver(0, 20.0), torch.ones(3)
     copy = alone.to_host("model", "w", weight)
     state = State(Position(1, 0, 1), {"model": {"w": copy}}, {})
-    save = Save(begin(tmp_path, 1), True, state, frozenset(), {}, "model", 2, lambda: None)
+    save = Save(tmp_path, begin(tmp_path, 1), True, state, frozenset(), {}, "model", 2, lambda: None)
     alone.start(save, time.perf_counter())
     weight.zero_()
     assert [name for name in names(tmp_path) if ".tmp-" not in name] == [] and not alone.costs

@@ -152,7 +152,7 @@ def sent(machine):
 
 def saved(machine):
     """Weights in host memory, twice: the second save takes the buffers of the first."""
-    saver = Saver(Path(), 0, 1.0)
+    saver = Saver(0, 1.0)
     for number in range(2):
         weight = torch.arange(6.0, device=CARD) + number
         copies = snapshots.on_host(saver, {"model": {"w": Piece(weight, weight.shape)}}, [CARD])

@@ -61,7 +61,8 @@ def test_a_save_that_fails_on_one_rank_is_heard_by_all_and_costs_that_save(
     if mode not in undisturbed:
         ok(*RUN, *MODES[mode], f"output={tmp_path / 'whole'}")
         undisturbed[mode] = load_file(tmp_path / "whole" / "last.safetensors")
-    torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed[mode], rtol=0, atol=0)
+    atol = 1e-6 if mode == "pipeline" else 0  # where it is cut is measured in each run
+    torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed[mode], rtol=0, atol=atol)
 
 
 def test_saving_is_told_with_what_it_cost(tmp_path: Path) -> None:

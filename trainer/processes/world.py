@@ -307,15 +307,17 @@ class World:
         return made
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise on every rank where one has an error: its own, or else the first rank's. Collective."""
+        """Raise on every rank where one has an error: that of the first rank whose own it is. Collective."""
         import torch
 
         if not self.max_(torch.tensor(float(error is not None))).item():
             return
         shown = error if isinstance(error, TrainerError) or error is None else TrainerError(in_one_line(error)[0])
-        errors = [each for each in self.gather(shown) if each is not None]
-        first = self.broadcast_object(min(errors, key=lambda each: isinstance(each, PeerError), default=None))
-        raise error if error is not None and not isinstance(error, PeerError) else first
+        errors = [(rank, each) for rank, each in enumerate(self.gather(shown)) if each is not None]
+        rank, first = self.broadcast_object(
+            min(errors, key=lambda found: isinstance(found[1], PeerError), default=(0, None))
+        )
+        raise error if error is not None and rank == self.rank else first
 
     def on_main(self, make: Callable[[], Made]) -> Made | None:
         """What `make` gives on rank 0, None elsewhere; where it fails, every rank raises. Collective."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.errors import PeerError, SetupError
 from trainer.processes import faults
-from trainer.saving.checkpoint import OF_RANK, File, State, prune, removed_unless_sealed, seal, write_files
+from trainer.saving.checkpoint import OF_RANK, File, State, prune, seal, write_files
 from trainer.saving.files import read_json, remove, write_atomically, writing
 from trainer.saving.tensor_files import mapped_pieces
 from trainer.saving.weights import save_weights
@@ -32,6 +32,7 @@ class Save:
     """What a rank writes of one step.
 
     Attributes:
+        folder: of the run.
         draft: where files of a checkpoint go, which rank 0 has made; None where none are needed.
         sealed: whether the draft becomes a checkpoint, and is not only read for files of weights.
         state: what this rank has of it, in host memory.
@@ -42,6 +43,7 @@ class Save:
         check: raises where nothing may be saved any more.
     """
 
+    folder: Path
     draft: Path | None
     sealed: bool
     state: State
@@ -71,10 +73,9 @@ class Saver:
         blocked: seconds for which training stood still for it.
     """
 
-    def __init__(self, folder: Path, rank: int, timeout: float) -> None:
-        """`folder`: of the run, for messages; `timeout`: seconds that rank 0 waits for the files of the others once it
-        has written its own."""
-        self.folder, self.rank, self.timeout = folder, rank, timeout
+    def __init__(self, rank: int, timeout: float) -> None:
+        """`timeout`: seconds that rank 0 waits for the files of the others once it has written its own."""
+        self.rank, self.timeout = rank, timeout
         self.error: Exception | None = None
         self.costs: list[Cost] = []
         self.begun, self.blocked = time.perf_counter(), 0.0
@@ -103,7 +104,7 @@ class Saver:
 
         def work() -> None:
             try:
-                with writing(self.folder):
+                with writing(save.folder):
                     self._write(save)
                 self._took = save.state.position.step, time.perf_counter() - begun, time.thread_time()
             except Exception as error:  # raised where the ranks synchronise
@@ -136,8 +137,8 @@ class Saver:
         self.wait()
 
     def remove_draft(self) -> None:
-        """On rank 0, of a save that failed."""
-        if self._draft is not None and self.rank == 0:
+        """On rank 0, once no rank writes into it any more: that of a save that failed."""
+        if self._draft is not None and self.rank == 0 and self.error is not None:
             remove(self._draft)
 
     def _write(self, save: Save) -> None:
@@ -149,8 +150,7 @@ class Saver:
         elif save.draft is None:
             _write_weights(save, save.state)
         else:
-            with removed_unless_sealed(save.draft):
-                self._write_all(save, save.draft)
+            self._write_all(save, save.draft)
 
     def _write_all(self, save: Save, draft: Path) -> None:
         """On rank 0: files of weights come before the seal, so that a finished run which is killed has both or none."""

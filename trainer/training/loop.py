@@ -48,6 +48,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             if this is not None:
                 with interrupts.saving():
                     this.saver.leave()
+                    this.saver.remove_draft()
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 with suppress(TrainerError):  # where the folder is what failed, the first error tells

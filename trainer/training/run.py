@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import InitVar, dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,7 @@ class Run:
         self.num_classes = self.recipe.model.num_classes or len(self.datasets.classes)
         self.timer = StepTimer(self.world.drives, self.recipe.logging.warmup_steps)
         self.ledger = Ledger(self.world.drives)
-        self.saver = Saver(self.tracker.path or Path(), self.world.rank, self.recipe.timeout)
+        self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()
 
     def weights(self) -> dict[str, Tensor]:

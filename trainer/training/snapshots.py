@@ -46,13 +46,13 @@ def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
     with run.interrupts.saving():
         finish_saving(run)
         parts = _copied(run, sealed)
-        draft, sealed = run.world.broadcast_object(run.world.on_main(lambda: _begin(run, sealed)))
+        folder, draft, sealed = run.world.broadcast_object(run.world.on_main(lambda: _begin(run, sealed)))
         parts, writers = _sent(run, parts, draft)
         if run.world.rank in writers:
             files = {run.tracker.path / f"{name}.safetensors": _metadata(run) for name in weights if run.tracker.path}
             evaluated = "ema" if run.average is not None else "model"
             peers, state, check = writers - {0}, _state(run, parts), run.tracker.folder.check
-            work = Save(draft, sealed, state, peers, files, evaluated, run.recipe.save.keep, check)
+            work = Save(folder, draft, sealed, state, peers, files, evaluated, run.recipe.save.keep, check)
             run.saver.start(work, begun)
     run.saver.blocked = time.perf_counter() - begun
     run.timer.start()
@@ -65,7 +65,7 @@ def finish_saving(run: Run) -> None:
         TrainerError: on every rank, where it failed on one.
     """
     _log_cost(run, run.saver.wait())
-    run.world.raise_any(run.saver.error)
+    _raise_failure(run)
 
 
 def is_due(run: Run) -> bool:
@@ -104,9 +104,16 @@ def raise_failure(run: Run) -> None:
     """End what is being written, which failed on some rank, and raise on all."""
     with run.interrupts.saving():
         run.saver.leave(patience=0.0)
-        run.world.barrier()
-        run.saver.remove_draft()  # what others still wrote while rank 0 removed it
-    run.world.raise_any(run.saver.error)
+        _raise_failure(run)
+
+
+def _raise_failure(run: Run) -> None:
+    """Once no rank writes any more."""
+    try:
+        run.world.raise_any(run.saver.error)
+    except Exception:
+        run.saver.remove_draft()
+        raise
 
 
 def _copied(run: Run, sealed: bool) -> Parts:
@@ -155,8 +162,8 @@ def _uncut(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     return {name: Piece(tensor, tensor.shape) for name, tensor in tensors.items()}
 
 
-def _begin(run: Run, sealed: bool) -> tuple[Path | None, bool]:
-    """On rank 0: where files of a checkpoint go, if any do, and whether it is to be one.
+def _begin(run: Run, sealed: bool) -> tuple[Path, Path | None, bool]:
+    """On rank 0: the run folder, where files of a checkpoint go, if any do, and whether it is to be one.
 
     What is logged so far is on the disk before: a checkpoint that is continued has all its rows, wherever it is killed.
     """
@@ -167,7 +174,7 @@ def _begin(run: Run, sealed: bool) -> tuple[Path | None, bool]:
     with writing(folder):
         sealed = sealed and not is_saved(folder, run.position.step)
         cut = run.world.grid.size("replicas") < run.world.size
-        return (begin(folder, run.position.step) if sealed or cut else None), sealed
+        return folder, (begin(folder, run.position.step) if sealed or cut else None), sealed
 
 
 def _sent(run: Run, parts: Parts, draft: Path | None) -> tuple[Parts, frozenset[int]]:

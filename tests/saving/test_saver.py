@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.saving.states import names, newest_state, refuse
+from tests.saving.states import flip, names, newest_state, refuse
 from trainer.errors import DiskFullError, PeerError, SetupError
 from trainer.saving import checkpoint, saver
-from trainer.saving.checkpoint import Position, State, begin, commit
+from trainer.saving.checkpoint import File, Position, State, begin, commit
 from trainer.saving.saver import Save, Saver
-from trainer.saving.tensor_files import Piece
+from trainer.saving.tensor_files import Piece, serialised, write_synced
 from trainer.saving.weights import read_weights
 
 WHOLE = {"fc.weight": torch.arange(12.0).view(6, 2), "fc.bias": torch.arange(3.0), "step": torch.tensor(7)}
@@ -106,6 +107,34 @@ def test_parts_that_are_no_whole_are_no_checkpoint(lost: str, tmp_path: Path) ->
     path = commit(tmp_path, State(Position(1, 0, 1), {}, {}, stems), keep=2)
     with pytest.raises(checkpoint.CheckpointError, match=r"model: row \d+ of"):
         checkpoint.load(path).part("model")
+
+
+@pytest.mark.parametrize(
+    "slices", ['{"b": [0, [2]]}', '{"a": [0, []]}', '{"a": [3, [4, 2]]}', '{"a": [-1, [9, 2]]}', "[", "1"]
+)
+def test_slices_that_make_no_sense_are_one_error(slices: str, tmp_path: Path) -> None:
+    """As another program, or a bad hand, may write them; the seal is theirs."""
+    draft = begin(tmp_path, 1)
+    content = serialised({"a": torch.ones(3, 2)}, {"slices": slices})
+    size, sha256 = write_synced(draft / "model-00000.safetensors", content, "save")
+    state = State(Position(1, 0, 1), {}, {})
+    path = checkpoint.seal(draft, state, {"model-00000.safetensors": File(size=size, sha256=sha256)}, lambda: None)
+    with pytest.raises(checkpoint.CheckpointError, match=r"model-00000\.safetensors") as caught:
+        checkpoint.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_flipped_bit_in_any_part_is_found(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    path, draws = tmp_path / "checkpoints" / "step-00000001", random.Random(0)
+    for _ in range(60):
+        part = draws.choice(sorted(path.glob("*.safetensors")))
+        at, bit = draws.randrange(part.stat().st_size), draws.randrange(8)
+        flip(part, at, bit)
+        with pytest.raises(checkpoint.CheckpointError, match="SHA-256"):
+            checkpoint.load(path)
+        flip(part, at, bit)
+    checkpoint.load(path)
 
 
 def test_weights_alone_leave_no_checkpoint(tmp_path: Path) -> None:

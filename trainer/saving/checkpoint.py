@@ -341,7 +341,10 @@ def _is_good(path: Path) -> bool:
 def _verify(path: Path) -> Manifest:
     """What a checkpoint is whose files are all as its manifest says. One that is as it was then is not hashed again."""
     manifest = understood(path, manifest_bytes(path))
-    now = fingerprint(path)
+    try:
+        now = fingerprint(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
     if _verified.get(path.absolute()) != now:
         _check_files(path, manifest.files)
         _verified[path.absolute()] = now

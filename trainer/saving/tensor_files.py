@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from pydantic import NonNegativeInt, TypeAdapter
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -179,10 +179,17 @@ def mapped_pieces(path: str | Path) -> dict[str, Piece]:
     """As `mapped`, of what `serialised_pieces` made."""
     tensors = mapped(path)
     with safe_open(path, "pt") as file:
-        slices = _SLICES.validate_json((file.metadata() or {}).get("slices", "{}"))
+        metadata = file.metadata() or {}
+    try:
+        slices = _SLICES.validate_json(metadata.get("slices", "{}"))
+    except ValidationError:
+        raise ValueError("its slices make no sense") from None
     pieces = {name: Piece(tensor, tensor.shape) for name, tensor in tensors.items()}
     for name, (start, shape) in slices.items():
-        pieces[name] = Piece(tensors[name], torch.Size(shape), start)
+        local = tensors.get(name, torch.tensor(0))
+        if not shape or not local.dim() or start + len(local) > shape[0] or [*local.shape[1:]] != shape[1:]:
+            raise ValueError(f"its slice of {name} is none of a tensor there")
+        pieces[name] = Piece(local, torch.Size(shape), start)
     return pieces
 
 

@@ -167,6 +167,22 @@ def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_and_not_the_one_b
     assert names(tmp_path) == ["step-00000001"] and (tmp_path / "last.safetensors").read_bytes() == before
 
 
+def test_seconds_in_which_the_job_was_stopped_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, (first, second) = begin(tmp_path, 1), (Saver(0, 20.0), Saver(1, 20.0))
+    real, stopped = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + stopped[0])
+    first.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())
+    while not any(draft.glob("*.safetensors")):  # then rank 0 waits for the other
+        time.sleep(0.01)
+    for _ in range(3):
+        time.sleep(0.1)
+        stopped[0] += 1000.0
+    second.start(save_of(tmp_path, 1, 2, draft=draft), time.perf_counter())
+    second.wait()
+    first.wait()
+    assert first.error is None and names(tmp_path) == ["step-00000001"]
+
+
 def test_a_rank_that_never_writes_is_waited_for_so_long(tmp_path: Path) -> None:
     draft, alone = begin(tmp_path, 1), Saver(0, timeout=0.2)
     alone.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())

@@ -29,6 +29,23 @@ POLL = 0.1  # seconds between two looks at a thread that may hang
 BUSY = 0.001  # seconds of a processor within a tick: this thread works
 
 
+class AwakeClock:
+    """Counts seconds in which this process was awake, for a loop that asks more often than every half second.
+
+    A wait that ends by the system's clock would end at once when a whole job goes on after it was stopped.
+    """
+
+    def __init__(self) -> None:
+        self._looked, self._awake = time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        """Since this clock was made."""
+        now = time.monotonic()
+        self._awake += min(now - self._looked, 2 * TICK)  # more: this process was stopped
+        self._looked = now
+        return self._awake
+
+
 @dataclass(eq=False)
 class Wait:
     """A block of a thread that may wait for other ranks."""
@@ -88,13 +105,13 @@ def end(wait: Wait | None) -> float | None:
 
 
 def _count() -> None:
-    before = time.monotonic()
+    clock, before = AwakeClock(), 0.0
     while True:
         time.sleep(TICK)
-        now = time.monotonic()
-        awake, before = min(now - before, 2 * TICK), now  # more: this process was stopped
-        if any([wait.look(awake) for wait in list(_waits)]):
+        awake = clock.seconds()
+        if any([wait.look(awake - before) for wait in list(_waits)]):
             _shut_down_reads()
+        before = awake
 
 
 def _shut_down_reads() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer.errors import PeerError, SetupError
 from trainer.processes import faults
+from trainer.processes.silence import AwakeClock
 from trainer.saving.checkpoint import OF_RANK, File, State, prune, seal, write_files
 from trainer.saving.files import read_json, remove, write_atomically, writing
 from trainer.saving.tensor_files import mapped_pieces
@@ -82,7 +83,7 @@ class Saver:
         self._took: tuple[int, float, float]
         self._thread: threading.Thread | None = None
         self._draft: Path | None = None
-        self._until = float("inf")
+        self._left: tuple[AwakeClock, float] | None = None  # since the ranks end with an error, and for how long
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def to_host(self, part: str, name: str, tensor: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class Saver:
             except Exception as error:  # raised where the ranks synchronise
                 self.error = error
 
-        self._draft, self._until = save.draft, float("inf")
+        self._draft = save.draft
         self._thread = threading.Thread(target=work, name="saver", daemon=True)
         self._thread.start()
         if faults.at_a_step():  # a test is to know what is there when it strikes
@@ -133,7 +134,7 @@ class Saver:
 
     def leave(self, patience: float = LEAVING) -> None:
         """As `wait`, where ranks end with an error: what others have not written in so many seconds is given up."""
-        self._until = time.monotonic() + patience
+        self._left = AwakeClock(), patience
         self.wait()
 
     def remove_draft(self) -> None:
@@ -172,9 +173,10 @@ class Saver:
             PeerError: it has not in time.
             SetupError: this machine sees it otherwise.
         """
-        path, until = _list_of(rank, draft), time.monotonic() + self.timeout
+        path, clock = _list_of(rank, draft), AwakeClock()
         while not path.exists():
-            if time.monotonic() > min(until, self._until):
+            limits = [(clock, self.timeout), *([self._left] if self._left else [])]
+            if any(clock.seconds() > limit for clock, limit in limits):
                 raise PeerError(f"rank {rank} did not write its part of a checkpoint within {self.timeout:g} s")
             time.sleep(0.01)
         files = {name: File.model_validate(entry) for name, entry in read_json(path).items()}

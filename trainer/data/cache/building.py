@@ -29,6 +29,7 @@ from trainer.devices import host
 from trainer.errors import DiskFullError, PeerError, SetupError, is_disk_full
 from trainer.processes import fork_server
 from trainer.processes.resources import PHOTOS, keep_freed_memory
+from trainer.processes.silence import AwakeClock
 from trainer.saving import locks
 from trainer.telemetry.readable import as_size, duration
 from trainer.telemetry.tracking import bar_kind
@@ -85,7 +86,7 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     absent = missing(packing, home)
     if not absent:
         return
-    progress, moved, written = BuildProgress(len(absent), show), time.monotonic(), _drafted(home)
+    progress, since_moved, written = BuildProgress(len(absent), show), AwakeClock(), _drafted(home)
     exchanged: set[int] = set()  # blocks whose photos changed meanwhile: these are not cached
     context = fork_server.context("torchvision", "trainer.data.cache.building")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
@@ -101,8 +102,8 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
             before, absent = len(absent), [n for n in missing(packing, home) if n not in exchanged]
             drafts, written = written, _drafted(home)
             if len(absent) < before or written != drafts:
-                moved = time.monotonic()
-            elif time.monotonic() - moved > patience:
+                since_moved = AwakeClock()
+            elif since_moved.seconds() > patience:
                 raise PeerError(
                     f"{home}: another process began {len(absent)} blocks of the cache {patience:g} seconds "
                     "ago and finished none: end it, or set data.cache=off"

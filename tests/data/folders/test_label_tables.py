@@ -114,14 +114,14 @@ def test_what_is_no_table(photos, text, words, says):
 
 def test_tables_that_cannot_be_read(photos):
     words = ["data.name=imagefolder", f"data.root={photos}"]
-    with pytest.raises(SetupError, match=r"nowhere.csv cannot be read \(No such file"):
+    with pytest.raises(SetupError, match=r"nowhere\.csv .*No such file"):
         open_datasets(load(None, *words, "data.labels=nowhere.csv"))
     (photos / "odd.csv").write_bytes(np.arange(128, 256, dtype=np.uint8).tobytes())
-    with pytest.raises(SetupError, match=r"odd.csv cannot be read"):
+    with pytest.raises(SetupError, match=r"odd\.csv .*read"):
         open_datasets(load(None, *words, "data.labels=odd.csv"))
-    with pytest.raises(SetupError, match=r"type data.root=FOLDER"):
+    with pytest.raises(SetupError, match=r"type data\.root="):
         open_datasets(load(None, "data.name=imagefolder", "data.labels=odd.csv"))
-    with pytest.raises(RecipeError, match=r"use data.name=imagefolder"):
+    with pytest.raises(RecipeError, match=r"data\.name=imagefolder"):
         open_datasets(load(None, "data.name=digits", "data.labels=odd.csv"))
 
 
@@ -131,10 +131,10 @@ CATS = ["cat", "dog"] * 4
 def test_a_table_without_a_header_loses_no_image(photos):
     found = opened(photos, table("", CATS).lstrip())
     assert len(found.train) == 4 and found.train.labels.tolist() == [0, 1, 0, 1]
-    assert found.notes["labels"] == "there is no header, line 1 names an image too"
+    assert "header" in found.notes["labels"] and "line 1 " in found.notes["labels"]
     found = opened(photos, table("", ["cat;dog", ""] * 4).lstrip(), "task.name=multilabel")
     assert found.train.labels.tolist() == [[1, 1], [0, 0]] * 2
-    with pytest.raises(SetupError, match="line 1 names an image: put a header above it, such as file,a,b"):
+    with pytest.raises(SetupError, match=r"line 1 .*\bfile,a,b\b"):
         opened(photos, table("", ["1,2"] * 8).lstrip(), "task.name=regression")
 
 
@@ -144,11 +144,11 @@ def test_an_image_has_one_line(photos):
     found = opened(photos, f"{text}./val/0.png,cat\nval/1.png,dog\n")
     assert (len(found.train), len(found.val)) == (4, 4)
     assert found.notes["labels"] == "2 repeated lines left out"
-    with pytest.raises(SetupError, match=r"line 10: train/0.png is there already \(line 2\), as cat: keep one of them"):
+    with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bline 2\b.*\bcat\b"):
         opened(photos, f"{text}train/0.png,dog\n")
-    with pytest.raises(SetupError, match=r"line 10: .* as cat: write its classes in one line, as cat;dog"):
+    with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bcat;dog$"):
         opened(photos, f"{text}train/0.png,dog\n", "task.name=multilabel")
-    with pytest.raises(SetupError, match=r"line 10: train/0.png is there already \(line 2\), as val"):
+    with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bline 2\b.*\bval\b"):
         parts = [f"cat,{part}" for part in ("val", "train") * 4]
         opened(photos, table("file,label,split", parts) + "train/0.png,cat,train\n")
 
@@ -179,7 +179,7 @@ def test_the_index_of_pandas_is_not_looked_at(photos, name):
     rows = [f"{n},{file},{label}" for n, (file, label) in enumerate(zip(NAMES, CATS, strict=True))]
     found = opened(photos, "\n".join([f"{name},file,label", *rows]))
     assert found.classes == ("cat", "dog") and len(found.val) == 4
-    assert found.notes["labels"] == "column file names the images"
+    assert "column file " in found.notes["labels"]
     rows = [f"{n},{file},{n / 2}" for n, file in enumerate(NAMES, 1)]
     found = opened(photos, "\n".join([f"{name},file,height", *rows]), "task.name=regression")
     assert found.classes == ("height",) and found.val.labels.tolist() == [[2.5], [3], [3.5], [4]]
@@ -187,7 +187,7 @@ def test_the_index_of_pandas_is_not_looked_at(photos, name):
 
 def test_a_split_that_counts_the_rows_is_no_index(photos):
     rows = [f"{n},{file},{label},1" for n, (file, label) in enumerate(zip(NAMES, CATS, strict=True))]
-    with pytest.raises(SetupError, match=r"line 2: nothing says whether train/0.png is for training"):
+    with pytest.raises(SetupError, match=r"line 2: .*\btrain/0\.png\b"):
         opened(photos, "\n".join(["split,file,label,other", *rows]))
 
 
@@ -313,7 +313,7 @@ def test_names_with_blanks_and_commas_are_names(photos, labels, names):
 
 
 def test_several_classes_where_one_is_learned_are_told(photos):
-    with pytest.raises(SetupError, match=r"'cat;animal' looks like several classes: add task.name=multilabel"):
+    with pytest.raises(SetupError, match=r"'cat;animal' .*task\.name=multilabel"):
         opened(photos, table("file,labels", ["cat;animal", "dog;animal"] * 4))
     assert opened(photos, table("file,labels", ["a;b", "c"] * 4)).classes == ("a;b", "c")
 
@@ -330,7 +330,7 @@ def test_columns_of_true_and_false_are_classes(photos, yes, no):
 def test_columns_are_chosen_by_name(photos):
     rows = [f"{9 - n},cat{n % 2},{n / 2},{name},{name}" for n, name in enumerate(NAMES)]
     text = "\n".join(["row,Breed,weight,thumb,photo", *rows])
-    with pytest.raises(SetupError, match=r"both columns thumb and photo name images: data.image_column=thumb takes"):
+    with pytest.raises(SetupError, match=r"\bthumb and photo\b.*data\.image_column=thumb\b"):
         opened(photos, text)
     words = "data.image_column=photo"
     says = r"its other columns are row, Breed, weight, thumb: data.label_column=row"
@@ -341,18 +341,18 @@ def test_columns_are_chosen_by_name(photos):
     assert "column photo names" in found.notes["labels"]
     found = opened(photos, text, words, "data.label_column=[weight,row]", "task.name=regression")
     assert found.classes == ("weight", "row") and found.val.labels.tolist() == [[2, 5], [2.5, 4], [3, 3], [3.5, 2]]
-    with pytest.raises(SetupError, match=r"data.label_column=kind is no column of .*; its columns are row, Breed, wei"):
+    with pytest.raises(SetupError, match=r"data\.label_column=kind .*\brow, Breed, weight"):
         opened(photos, text, words, "data.label_column=kind")
-    with pytest.raises(SetupError, match=r"data.image_column=file is no column of"):
+    with pytest.raises(SetupError, match=r"data\.image_column=file .*\brow, Breed, weight"):
         opened(photos, text, "data.image_column=file")
-    with pytest.raises(SetupError, match=r"not all numbers; data.label_column=\[row,Breed\] takes only these columns"):
+    with pytest.raises(SetupError, match=r"numbers.*data\.label_column=\[row,Breed\]"):
         opened(photos, text, words, "task.name=regression")
-    with pytest.raises(RecipeError, match=r"data.label_column names a column of a table of labels: add data.labels="):
+    with pytest.raises(RecipeError, match=r"data\.label_column .*data\.labels="):
         open_datasets(load(None, "data.name=imagefolder", f"data.root={photos}", "data.label_column=breed"))
 
 
 def test_the_likeliest_column_is_the_one_to_type(photos):
-    with pytest.raises(SetupError, match=r"columns are colour, label, x: data.label_column=label takes that"):
+    with pytest.raises(SetupError, match=r"\bcolour, label, x\b.*data\.label_column=label\b"):
         opened(photos, table("file,colour,label,x", ["red,cat,1", "blue,dog,2"] * 4))
 
 
@@ -375,7 +375,7 @@ def test_tables_as_programs_write_them(photos, text):
 def test_images_that_no_line_names_are_counted(photos):
     """Of the folders that lines name images of: others may be for something else."""
     found = opened(photos, table("file,label", CATS[:5], NAMES[:5]))
-    assert found.notes["labels"] == "3 images beside these in no line, and left out"
+    assert found.notes["labels"].startswith("3 images ")
     assert "labels" not in opened(photos, table("file,label", CATS)).notes
 
 

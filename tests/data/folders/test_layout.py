@@ -37,7 +37,7 @@ def test_a_test_folder_of_images_without_classes_is_left_alone(tmp_path):
         assert len(opened(root).train) == 8 and opened(root).split.startswith("0.2 of each class of ")
     assert opened(tmp_path).notes["beside"] == f"not looked at in {tmp_path}: test"
     (tmp_path / "test").rename(tmp_path / "val")
-    with pytest.raises(SetupError, match="val holds 1 image and no class folders; put each class's images"):
+    with pytest.raises(SetupError, match=r"\bval .*\b1 image\b"):
         opened(tmp_path)
 
 
@@ -46,7 +46,7 @@ def test_without_a_held_out_part_a_fifth_of_each_class_is(tmp_path, parts):
     found = opened(photo_set(tmp_path, PETS, split=bool(parts), parts=parts))
     assert (len(found.train), len(found.val)) == (8, 2) and found.val.labels.tolist() == [0, 1]
     assert found.split.startswith("0.2 of each class of ")
-    assert found.notes["classes"] == "cat 4 + 1, dog 4 + 1 (training + held out)"
+    assert found.notes["classes"].startswith("cat 4 + 1, dog 4 + 1 ")
 
 
 def test_the_training_folder_itself_finds_what_is_held_out_beside_it(tmp_path):
@@ -172,12 +172,9 @@ def test_what_was_to_be_typed_helps(tmp_path):
 
 def test_a_class_with_one_image_trains_and_is_told(tmp_path):
     found = opened(photo_set(tmp_path, {"cat": 1, "dog": 9}))
-    assert found.notes["classes"] == "cat 1 + 0, dog 7 + 2 (training + held out)"
+    assert found.notes["classes"].startswith("cat 1 + 0, dog 7 + 2 ")
     assert "balance" not in opened(tmp_path, "data.balance=true").notes
-    assert (
-        found.notes["balance"]
-        == "dog has 7 times as many images as cat: data.balance=true draws all classes equally often"
-    )
+    assert re.search(r"\bdog .*\b7 .*\bcat\b.*data\.balance=true", found.notes["balance"])
 
 
 def test_what_lies_beside_the_classes_is_counted_once(tmp_path):
@@ -186,9 +183,7 @@ def test_what_lies_beside_the_classes_is_counted_once(tmp_path):
         photo(root / "loose.jpg")
         for name in (".DS_Store", "notes.txt"):
             (root / name).write_text("junk")
-        assert opened(root).notes["ignored"] == (
-            "1 image outside the class folders; 1 hidden file of other programs (.DS_Store); 1 other file (.txt)"
-        )
+        assert re.fullmatch(r"1 image [^;]*; 1 [^;]*\(\.DS_Store\); 1 [^;]*\(\.txt\)", opened(root).notes["ignored"])
 
 
 def test_of_many_classes_the_smallest_and_the_largest_are_told(tmp_path):

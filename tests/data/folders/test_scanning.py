@@ -37,12 +37,10 @@ def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
     monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
     whole, counted = opened(root), opened(clutter(root))
     assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
-    assert counted.notes["ignored"] == (
-        "3 .HEIC files: pip install pillow-heif; 1 image outside the class folders; 1 empty file; "
-        "1 link to files that are not there; "
-        "5 hidden files of other programs (.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db); "
-        "2 other files (.txt, without a suffix)"
-    )
+    kinds = ["3 .HEIC", "1 image", "1 empty", "1 link", "5 hidden", "2 other"]
+    assert [" ".join(kind.split()[:2]) for kind in counted.notes["ignored"].split("; ")] == kinds
+    assert "pip install pillow-heif;" in counted.notes["ignored"] and "(.txt, " in counted.notes["ignored"]
+    assert "(.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db)" in counted.notes["ignored"]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +61,7 @@ def test_a_class_of_nothing_but_such_photos_says_so(root, monkeypatch):
     monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
     for image in (root / "train" / "dog").iterdir():
         image.rename(image.with_suffix(".heic"))
-    with pytest.raises(
-        SetupError, match=r"dog holds no images that can be read here \(4 .heic files: pip install pill"
-    ):
+    with pytest.raises(SetupError, match=r"\bdog .*\b4 \.heic .*pip install pillow-heif"):
         opened(root)
 
 
@@ -73,8 +69,8 @@ def test_predict_counts_them_too_and_gives_an_empty_file_its_row(root, monkeypat
     monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
     inputs = image_files(str(clutter(root) / "train" / "cat"), ())
     assert inputs.total == 6 and any(item.path.endswith("empty.jpg") for item in inputs.items)
-    assert inputs.ignored.startswith("3 .HEIC files: pip install pillow-heif; 4 hidden files")
-    with pytest.raises(SetupError, match=r"no images that can be read here \(1 .HEIC file: pip install pillow-heif\)"):
+    assert inputs.ignored.startswith("3 .HEIC ") and "pip install pillow-heif; 4 hidden " in inputs.ignored
+    with pytest.raises(SetupError, match=r"IMG_0\.HEIC.*pip install pillow-heif"):
         image_files(str(root / "train" / "cat" / "IMG_0.HEIC"), ())
 
 
@@ -83,10 +79,10 @@ def test_a_link_to_nothing_is_no_image(root, target):
     """As where a disk is not mounted: a whole class of them is none."""
     (root / "train" / "cat" / "gone.jpg").symlink_to(target)
     found = opened(root)
-    assert len(found.train) == 8 and found.notes["ignored"] == "1 link to files that are not there"
+    assert len(found.train) == 8 and found.notes["ignored"].startswith("1 link ")
     for image in (root / "train" / "cat").glob("?.jpg"):
         image.unlink()
-    with pytest.raises(SetupError, match=r"cat holds no images that can be read here \(1 link to files that are not"):
+    with pytest.raises(SetupError, match=r"\bcat .*\b1 link "):
         opened(root)
 
 

@@ -57,7 +57,7 @@ def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
     photo_set(tmp_path, {"cat": 30, "dog": 30})
     again = opened(tmp_path, "seed=5", before=before)
     assert names_of(again.val) == before.held_out and len(again.train) == 56
-    with pytest.raises(SetupError, match="none is there: put them back, or choose another output="):
+    with pytest.raises(SetupError, match=r"split\.csv.*\boutput="):
         opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"})))
     other = opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"}), elsewhere=True))
     assert len(other.val) == 60 and other.split == f"all of {tmp_path}"
@@ -101,7 +101,7 @@ def test_a_damaged_list_is_named(tmp_path):
     assert held_out_of(tmp_path) is None
     for damage in (b"file\nx\n", b"\xff\xfe\xff", b"file,label\n1,2\n"):
         (tmp_path / SPLIT_FILE).write_bytes(damage)
-        with pytest.raises(SetupError, match=r"split\.csv cannot be read .*: remove it"):
+        with pytest.raises(SetupError, match=r"split\.csv .*remove"):
             held_out_of(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_a_run_remembers_its_split(tmp_path):
     words = ["mode=single", "model.name=mlp", "data.name=imagefolder", f"data.root={photos}", "data.image_size=8"]
     words += ["batch_size=8", "optimizer.lr=0.01", f"output={run}", *QUIET]
     said = ok(*words, "epochs=2").stdout
-    assert "16 training images, 4 held out: 0.2 of each class" in said and "blue 8 + 2, red 8 + 2" in said
+    assert "16 training images, 4 held out: 0.2 " in said and "blue 8 + 2, red 8 + 2" in said
     with (run / SPLIT_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
     held_out = [row["file"] for row in rows if row["split"] == "val"]
@@ -131,7 +131,7 @@ def test_a_run_remembers_its_split(tmp_path):
     )
     shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if killed in the second epoch
     said = ok(*words, "epochs=2", "resume=auto").stdout
-    assert "26 training images, 4 held out: 4 of " in said and "as when the run began (split.csv)" in said
+    assert "26 training images, 4 held out: 4 of " in said and "(split.csv)" in said
     elsewhere = tmp_path / "elsewhere"
     coloured(elsewhere / "blue" / "x.jpg", (0, 0, 200))
     coloured(elsewhere / "red" / "x.jpg", (200, 0, 0))
@@ -139,4 +139,4 @@ def test_a_run_remembers_its_split(tmp_path):
     again = trainer(
         *words[: -len(QUIET) - 1], f"data.labels={run / SPLIT_FILE}", "max_steps=1", f"output={tmp_path / 'again'}"
     )
-    assert "16 training images, 4 held out: the held-out rows of" in again.stdout
+    assert "16 training images, 4 held out: " in again.stdout and "split.csv" in again.stdout

@@ -26,7 +26,7 @@ def test_parts_by_the_names_of_shards(tmp_path):
     found = opened(tmp_path)
     assert (len(found.train), len(found.val), found.classes) == (30, 3, ("cat", "dog"))
     assert found.split == f"what is called val in {tmp_path}" and found.split_table is None
-    assert found.notes["classes"] == "cat 15 + 2, dog 15 + 1 (training + held out)"
+    assert found.notes["classes"].startswith("cat 15 + 2, dog 15 + 1 ")
     assert found.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
     only = opened(tmp_path / "pets-train-{000000..000002}.tar")
     assert (len(only.train), len(only.val)) == (24, 6) and only.split_table is not None
@@ -73,7 +73,7 @@ def test_other_data_without_a_train_part_is_held_out_whole(tmp_path):
     tarred(tmp_path / "val-0.tar", in_folders(PETS))
     assert len(opened(tmp_path, before=Before(None, True)).val) == 10
     tarred(tmp_path / "test-0.tar", in_folders(PETS))
-    with pytest.raises(SetupError, match="holds val and test and no train: name one"):
+    with pytest.raises(SetupError, match=r"\bval and test\b.*\btrain\b"):
         opened(tmp_path)
 
 
@@ -147,35 +147,35 @@ def test_folders_that_are_numbers_are_names(tmp_path):
 def test_samples_without_a_class(tmp_path):
     members = [*with_classes([0, 1] * 4), ("cat/x.jpg", jpeg()), ("y.jpg", jpeg()), ("y.cls", b"-1")]
     path = tarred(tmp_path / "a.tar", members)
-    with pytest.raises(SetupError, match=r"2 samples have no class \(.*a.tar/cat/x.jpg\); data.on_error=skip leaves"):
+    with pytest.raises(SetupError, match=r"\b2 .*a\.tar/cat/x\.jpg.*data\.on_error=skip"):
         opened(path)
     found = opened(path, "data.on_error=skip")
-    assert len(found.train) + len(found.val) == 8 and "2 samples have no class" in found.notes["left out"]
+    assert len(found.train) + len(found.val) == 8 and "2 samples" in found.notes["left out"]
 
 
 def test_nothing_tells_the_classes(tmp_path):
-    with pytest.raises(SetupError, match=r"its images have no classes: put a \.cls beside each image"):
+    with pytest.raises(SetupError, match=r"\.cls beside"):
         opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("1.jpg", jpeg())]), "data.on_error=skip")
-    with pytest.raises(SetupError, match="its images have no classes"):
+    with pytest.raises(SetupError, match=r"\.cls beside"):
         opened(tarred(tmp_path / "b.tar", [("train/0.jpg", jpeg()), ("val/1.jpg", jpeg())]))
 
 
 def test_one_class_and_none(tmp_path):
-    with pytest.raises(SetupError, match="holds one class, 'cat', and a classifier tells classes apart"):
+    with pytest.raises(SetupError, match="'cat'"):
         opened(tarred(tmp_path / "a.tar", in_folders({"cat": 3})))
-    with pytest.raises(SetupError, match=r"holds no images that can be read here \(1 other file \(.txt\)\)"):
+    with pytest.raises(SetupError, match=r"b\.tar.*\b1 .*\.txt"):
         opened(tarred(tmp_path / "b.tar", [("a.txt", b"x")]))
 
 
 def test_a_class_that_nothing_trains(tmp_path):
     tarred(tmp_path / "train-0.tar", in_folders(PETS))
     tarred(tmp_path / "val-0.tar", in_folders({"eel": 1}))
-    with pytest.raises(SetupError, match="no training image has the class 'eel'"):
+    with pytest.raises(SetupError, match="'eel'"):
         opened(tmp_path)
 
 
 def test_a_class_far_too_high(tmp_path):
-    with pytest.raises(SetupError, match="a sample's class is 99999999999999999999, and classes are numbers from 0"):
+    with pytest.raises(SetupError, match="9" * 20):
         opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("0.cls", b"9" * 20), *with_classes([1])]))
 
 
@@ -206,36 +206,34 @@ def test_a_cut_shard_stops_or_is_counted(tmp_path):
     cut = tarred(tmp_path / "a-1.tar", in_folders(PETS, 10))
     whole = cut.read_bytes()
     cut.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        SetupError, match=r"a-1.tar: it ends in the middle of .*; . samples before that are whole; data.on"
-    ):
+    with pytest.raises(SetupError, match=r"a-1\.tar.*\b\d samples .*data\.on_error=skip"):
         opened(tmp_path)
     found = opened(tmp_path, "data.on_error=skip")
-    assert 10 < len(found.train) + len(found.val) < 20 and "it ends in the middle" in found.notes["left out"]
+    assert 10 < len(found.train) + len(found.val) < 20 and "a-1.tar" in found.notes["left out"]
     cut.write_bytes(whole)
     assert len(opened(tmp_path).train) == 16, "the index of the cut one is not taken for the whole one"
 
 
 def test_what_is_no_tar(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(SetupError, match=r"a.tar: it is not a tar file"):
+    with pytest.raises(SetupError, match=r"a\.tar: .*not a tar"):
         opened(tmp_path)
     tarred(tmp_path / "b.tar", in_folders(PETS))
-    assert "it is not a tar file" in opened(tmp_path, "data.on_error=skip").notes["left out"]
+    assert "a.tar: " in opened(tmp_path, "data.on_error=skip").notes["left out"]
     (tmp_path / "c.tar").write_bytes(b"")
     (tmp_path / "a.tar").unlink()
-    with pytest.raises(SetupError, match=r"c.tar: it is empty"):
+    with pytest.raises(SetupError, match=r"c\.tar: .*empty"):
         opened(tmp_path)
 
 
 def test_a_folder_that_is_called_like_a_tar_and_a_link_to_nothing(tmp_path):
     tarred(tmp_path / "b.tar", in_folders(PETS))
     (tmp_path / "c.tar").symlink_to("gone")
-    with pytest.raises(SetupError, match=r"c.tar cannot be read \(No such file"):
+    with pytest.raises(SetupError, match=r"c\.tar.*No such file"):
         opened(tmp_path)
     (tmp_path / "c.tar").unlink()
     os.mkfifo(tmp_path / "c.tar")
-    with pytest.raises(SetupError, match=r"c.tar is not a file"):
+    with pytest.raises(SetupError, match=r"c\.tar .*not a file"):
         opened(tmp_path)
 
 
@@ -264,7 +262,7 @@ def test_the_digest_tells_shards_with_other_images(tmp_path):
 
 
 def test_without_data_root():
-    with pytest.raises(SetupError, match=r"data\.name=shards needs shards: type data\.root="):
+    with pytest.raises(SetupError, match=r"data\.name=shards.*type data\.root="):
         open_datasets(load(None, "data.name=shards"))
 
 

@@ -51,7 +51,7 @@ def test_paths_in_path_of_images_are_told_at_once(tmp_path, known):
     if known:  # one row without an image is told where it is read
         assert len(opened(tmp_path / "a.parquet").train)
         return
-    with pytest.raises(SetupError, match=r"its column image\.bytes holds no bytes"):
+    with pytest.raises(SetupError, match=r"a\.parquet.*\bimage\.bytes\b"):
         opened(tmp_path / "a.parquet")
 
 
@@ -93,7 +93,7 @@ def test_labels_without_names_are_numbers(tmp_path):
 
 def test_rows_without_a_label_or_an_image(tmp_path):
     path = parquet(tmp_path / "a.parquet", [*IMAGES, jpeg(), None], [*LABELS, None, 1])
-    with pytest.raises(SetupError, match="a sample has no class"):
+    with pytest.raises(SetupError, match=r"a\.parquet/25\b"):
         opened(path)
     found = opened(path, "data.on_error=skip")
     assert len(found.train) + len(found.val) == 26
@@ -101,32 +101,32 @@ def test_rows_without_a_label_or_an_image(tmp_path):
         part for part in (found.train, found.val) if "a.parquet/26" in {part.name(n) for n in range(len(part))}
     )
     row = next(n for n in range(len(source)) if source.name(n) == "a.parquet/26")
-    with pytest.raises(ValueError, match="the row holds no image's bytes"):
+    with pytest.raises(ValueError, match="image"):
         source.open(row, 3)
 
 
 def test_what_is_no_such_table(tmp_path):
     pq.write_table(pa.table({"text": ["a"], "label": [0]}), tmp_path / "a.parquet")
-    with pytest.raises(SetupError, match=r"needs a column of encoded images .* its columns are text, label"):
+    with pytest.raises(SetupError, match=r"a\.parquet.*\btext, label"):
         opened(tmp_path / "a.parquet")
     whole = parquet(tmp_path / "b.parquet", IMAGES, LABELS).read_bytes()
     for damaged in (b"", b"no parquet", whole[:-100], b"x" * len(whole)):
         (tmp_path / "b.parquet").write_bytes(damaged)
-        with pytest.raises(SetupError, match=r"b\.parquet: it cannot be read as Parquet"):
+        with pytest.raises(SetupError, match=r"b\.parquet: .*Parquet"):
             opened(tmp_path / "b.parquet")
 
 
 def test_names_that_differ_between_shards(tmp_path):
     parquet(tmp_path / "a.parquet", IMAGES, LABELS, ["cat", "dog"])
     parquet(tmp_path / "b.parquet", IMAGES, LABELS, ["dog", "cat"])
-    with pytest.raises(SetupError, match="its shards name different classes: cat, dog in some and dog, cat in others"):
+    with pytest.raises(SetupError, match=r"\bcat, dog\b.*\bdog, cat\b"):
         opened(tmp_path)
 
 
 def test_a_group_too_large_is_refused_with_what_to_type(tmp_path, monkeypatch):
     path = parquet(tmp_path / "a.parquet", IMAGES, LABELS, ["cat", "dog"])
     monkeypatch.setattr(shards, "GROUP", 10_000)
-    with pytest.raises(SetupError, match=r"a row group holds .* write it anew .*row_group_size=100 of pyarrow"):
+    with pytest.raises(SetupError, match=r"row_group_size=100\b"):
         opened(path)
     pq.write_table(pq.read_table(path), tmp_path / "b.parquet", row_group_size=4)
     assert opened(tmp_path / "b.parquet").classes == ("cat", "dog")
@@ -151,7 +151,7 @@ def test_in_order_each_group_is_read_once(tmp_path, monkeypatch):
 def test_what_it_costs_is_told_where_no_cache_mends_it(tmp_path):
     path = parquet(tmp_path / "a.parquet", [jpeg(n, (300, 200)) for n in range(20)], LABELS[:20], group=10)
     told = opened(path).notes["parquet"]
-    assert told.startswith("each photo is read with its row group, 10 rows of ") and "data.cache=disk" in told
+    assert "10 rows" in told and "data.cache=disk" in told
     assert "parquet" not in opened(path, "data.cache=disk").notes
 
 
@@ -161,7 +161,7 @@ def test_a_shard_that_was_exchanged(tmp_path):
     os.utime(path, ns=(1, 1))
     shards.GROUPS.__init__()
     shards.opened.cache_clear()
-    with pytest.raises(OSError, match="was changed since this run began"):
+    with pytest.raises(OSError, match=r"a\.parquet.* changed"):
         source.open(0, 3)
 
 
@@ -175,7 +175,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
         return importing(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(SetupError, match=r"reads \.parquet files with pyarrow: pip install pyarrow"):
+    with pytest.raises(SetupError, match=r"\.parquet.*pip install pyarrow"):
         opened(path)
 
 

@@ -57,7 +57,7 @@ def test_a_shard_that_was_exchanged_is_noticed(tmp_path):
     (shard,) = shards(tmp_path, 1)
     again = pickle.loads(pickle.dumps(shard))
     os.utime(tmp_path / "0", ns=(1, 1))
-    with pytest.raises(OSError, match="changed since this run began"):
+    with pytest.raises(OSError, match=r"0\b.* changed"):
         again.read(0, 4)
     os.utime(tmp_path / "0", ns=(1, shard.time))
     assert shard.read(0, 4).tobytes() == b"0000"

@@ -104,7 +104,7 @@ def test_unreadable_tiny_images_stop_or_are_skipped(folder):
     bad.write_bytes(b"no image")
     (folder / "val" / "bee" / "2.jpg").write_bytes(b"")
     words = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
-    with pytest.raises(SetupError, match=r"ant/1\.jpg cannot be read .*data\.on_error=skip"):
+    with pytest.raises(SetupError, match=r"ant/1\.jpg.*data\.on_error=skip"):
         opened(*words)
     found = opened(*words, "data.on_error=skip")
     assert (len(found.train), len(found.val)) == (6, 5)
@@ -289,15 +289,15 @@ def test_what_other_programs_leave_among_images_is_skipped_and_counted(tmp_path)
             (folder / name / "._1.png").write_bytes(b"junk")
     found = opened("data.name=imagefolder", root)
     assert found.classes == ("a", "b") and torch.equal(found.train.images, plain.train.images)
-    assert found.notes["ignored"].startswith("10 hidden files of other programs") and "ignored" not in plain.notes
+    assert found.notes["ignored"].startswith("10 hidden ") and "ignored" not in plain.notes
 
 
 def test_one_class_is_nothing_to_learn(tmp_path):
     one = small_photos(tmp_path / "one", classes=["a"])
-    with pytest.raises(SetupError, match=r"one class, 'a', and .* in a folder of its own, .*train/<class> and .*val/"):
+    with pytest.raises(SetupError, match=r"'a'.*train/<class>.*val/<class>"):
         opened("data.name=imagefolder", one)
     deep = small_photos(tmp_path / "deep", splits=["train/all", "val/all"])
-    with pytest.raises(SetupError, match=r"one class, 'all', .*the folders in it \(a, b\) are the classes, move them"):
+    with pytest.raises(SetupError, match=r"'all'.*\(a, b\)"):
         opened("data.name=imagefolder", deep)
 
 
@@ -317,7 +317,7 @@ def test_a_failed_download_leaves_nothing_half(mirror, tmp_path):
     root = tmp_path / "data"
     root.mkdir()
     (mirror / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(SetupError, match=r"the download failed: .*put MNIST/ there"):
+    with pytest.raises(SetupError, match=r"download.*\bMNIST/"):
         opened("data.name=mnist", f"data.root={root}")
     assert os.listdir(root) == [".mnist.lock"]
 
@@ -340,7 +340,7 @@ def test_where_one_could_not_download_the_others_do_not_try(tmp_path, monkeypatc
         raise ConnectionResetError("the line broke")
 
     def rank(_):
-        with pytest.raises(SetupError, match=r"the download failed: the line broke\); put MNIST/ there"):
+        with pytest.raises(SetupError, match=r"download.*the line broke\).*\bMNIST/"):
             opened("data.name=mnist", f"data.root={tmp_path}")
 
     monkeypatch.setattr(downloads, "_download", fail)
@@ -373,5 +373,5 @@ def test_mean_and_deviation_are_the_recipes_where_it_tells_them(folder):
     "word", ["data.mean=[123.7,116.3,103.5]", "data.mean=0.5", "data.std=[0]", "data.std=[0.2,0.2]"]
 )
 def test_a_mean_that_is_none_says_what_one_is(word):
-    with pytest.raises(RecipeError, match=r"must be .*as in \[0\.\d+, 0\.\d+, 0\.\d+\]"):
+    with pytest.raises(RecipeError, match=r"\[0\.\d+, 0\.\d+, 0\.\d+\]"):
         load(None, word)

@@ -164,7 +164,7 @@ def test_sets_that_cannot_be_read_by_number(train, line):
 
 
 def test_an_empty_pair_is_told_before_its_classes_are_counted():
-    with pytest.raises(RecipeError, match=r"at least 1, found \(0, 1, 6, 6\) and \(0,\)"):
+    with pytest.raises(RecipeError, match=r"\(0, 1, 6, 6\) and \(0,\)"):
         opened(TensorDataset(PIXELS[:0], LABELS[:0]), TensorDataset(PIXELS, LABELS))
 
 
@@ -203,7 +203,7 @@ def test_items_whose_class_no_module_holds_travel_by_value(monkeypatch):
     monkeypatch.setattr(pickling, "arrived", True)
     again = pickle.loads(pickle.dumps(found))
     assert again.read(1, 3)[0].tolist() == [1, 1] and again.where(1) == found.where(1)
-    with pytest.raises(RecipeError, match=r"the data set cannot be sent to another process .*mode=single"):
+    with pytest.raises(RecipeError, match="mode=single"):
         pickle.dumps(opened(Rows([(torch.zeros(2), 0)], lock=threading.Lock()), Rows([(torch.ones(2), 1)]), 2).train)
 
 

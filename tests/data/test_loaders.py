@@ -203,9 +203,9 @@ def test_the_last_partial_batch_is_dropped_and_too_few_images_refused(loading):
     loader = loading(memory_sets(train=23))
     assert loader.steps_per_epoch == 2 and len(epoch(loader)) == 2
     for every_sample in (False, True):
-        with pytest.raises(RecipeError, match=r"7 training images are fewer .* try batch_size=6"):
+        with pytest.raises(RecipeError, match=r"\b7 training images .*\bbatch_size=6\b"):
             steps_per_epoch(7, load(None, "batch_size=8", "augment.mixup=1.0"), Shard(every_sample=every_sample))
-        with pytest.raises(RecipeError, match="at least 8 are needed"):
+        with pytest.raises(RecipeError, match=r"\b7 training images .*\b8\b"):
             steps_per_epoch(7, load(None, "batch_size=16", "accumulate=2"), Shard(0, 4, every_sample=every_sample))
 
 
@@ -475,9 +475,9 @@ def test_an_unreadable_image_stops_or_is_skipped(loading, tmp_path, damage, word
     sets = open_datasets(load(None, *words))
     for split in ("train", "val"):
         damage(root / split / "a" / "2.jpg")
-    with pytest.raises(SetupError, match=r"train/a/2\.jpg cannot be read \(.+\); remove it or set data\.on_error=skip"):
+    with pytest.raises(SetupError, match=r"train/a/2\.jpg .*\(.+\).* data\.on_error=skip"):
         epoch(loading(sets, *words))
-    with pytest.raises(SetupError, match=r"val/a/2\.jpg cannot be read"):
+    with pytest.raises(SetupError, match=r"val/a/2\.jpg "):
         list(loading(sets, *words).evaluation())
     loader = loading(sets, *words, "data.on_error=skip")
     assert len(epoch(loader)) == 1 and loader.skipped == 1
@@ -552,7 +552,7 @@ def test_a_worker_that_dies_is_named_in_bounded_time(loading):
     for child in victims:
         os.kill(child.pid, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(PeerError, match=r"loader worker \d+.* died .*mine: item \d+") as error:
+    with pytest.raises(PeerError, match=r"worker \d+.* died .*mine: item \d+") as error:
         list(batches)
     assert time.monotonic() - start < 10 and str(victims[0].pid) in str(error.value)
 
@@ -562,7 +562,7 @@ def test_a_fork_server_that_is_killed_takes_its_workers_along(loading):
     batches = loader.training(0)
     next(batches)
     os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-    with pytest.raises(PeerError, match=r"loader worker \d+.* died \(killed, or out of memory\) .*mine: item \d+"):
+    with pytest.raises(PeerError, match=r"worker \d+.* died .*mine: item \d+"):
         list(batches)
 
 
@@ -575,7 +575,7 @@ def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
         next(batches)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
     impatient(loader)
-    with pytest.raises(PeerError, match=r"loader worker \d+ did not answer for timeout=2 seconds .*8 samples from"):
+    with pytest.raises(PeerError, match=r"worker \d+ .*timeout=2 .*\b8 samples"):
         list(batches)
     assert time.monotonic() - start < 40
 
@@ -667,7 +667,7 @@ def _group(pid):
 
 
 def test_too_little_shared_memory_is_refused_before_the_start(tmp_path):
-    with pytest.raises(SetupError, match=r"data\.workers=0.* --shm-size=\d+g"):
+    with pytest.raises(SetupError, match=r"workers=0.* --shm-size=\d+g"):
         worker_counts.check_shared_memory(2**60, str(tmp_path))
     worker_counts.check_shared_memory(2**60, "/not/here")
     worker_counts.check_shared_memory(1, str(tmp_path))
@@ -687,7 +687,7 @@ def test_only_shards_that_read_photos_ask_for_shared_memory(loading, monkeypatch
 def test_a_set_that_cannot_travel_is_explained(loading):
     sets = photo_sets()
     sets.train.items.poison = threading.Lock()
-    with pytest.raises(RecipeError, match=r"the data set cannot be sent to another process .*data\.workers=0"):
+    with pytest.raises(RecipeError, match=r"data\.workers=0"):
         epoch(loading(sets, "data.workers=1"))
 
 

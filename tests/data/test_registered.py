@@ -87,7 +87,7 @@ def test_a_name_is_taken_once(names, name):
 
 def test_an_unknown_name_gets_the_nearest(names):
     register_dataset("flowers")(lambda data: None)
-    with pytest.raises(RecipeError, match=r"did you mean data\.name=flowers"):
+    with pytest.raises(RecipeError, match=r"data\.name=flowers\b"):
         opened("data.name=flower")
 
 
@@ -101,7 +101,7 @@ def test_a_users_small_items_stay_as_they_are(names):
 def test_a_users_set_of_one_class_is_refused(names):
     images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
     register_dataset("mine")(lambda data: (images, images, ["a"]))
-    with pytest.raises(RecipeError, match="1 class names are given, and a classifier needs at least 2"):
+    with pytest.raises(RecipeError, match=r"\b1 class.*\b2\b"):
         opened("data.name=mine")
 
 
@@ -123,7 +123,7 @@ def test_items_that_are_no_images(names):
     assert found.plain.shape == (6,) and found.plain.dtype == torch.int32 and found.targets.shape == (1,)
     inputs, target = found.train.read(0, 3)
     assert inputs.tolist() == [1] * 6 and target.tolist() == [0.5]
-    with pytest.raises(ValueError, match=r"its input is int32 \(5,\), and that of others int32 \(6,\)"):
+    with pytest.raises(ValueError, match=r"int32 \(5,\).*int32 \(6,\)"):
         found.train.read(2, 3)
 
 
@@ -132,7 +132,7 @@ def test_an_items_label_is_held_against_the_names(names):
     register_dataset("mine")(lambda data: (items, items, "ab"))
     found = opened("data.name=mine")
     assert found.train.read(1, 3)[1] == 1
-    with pytest.raises(ValueError, match="its label is 7, and labels must be 0 to 1"):
+    with pytest.raises(ValueError, match=r"\b7\b.*\b0 to 1\b"):
         found.train.read(2, 3)
 
 
@@ -178,7 +178,7 @@ def test_items_of_whole_numbers_and_others_are_others(names, monkeypatch):
     register_dataset("mine")(lambda data: (items, items, ["x"]))
     found = opened("data.name=mine", "task.name=own")
     assert found.targets.dtype == torch.float32 and found.train.read(1, 3)[1].item() == 0.25
-    with pytest.raises(ValueError, match=r"its target is float32 \(2,\), and that of others float32 \(\)"):
+    with pytest.raises(ValueError, match=r"float32 \(2,\).*float32 \(\)"):
         found.train.read(2, 3)
 
 
@@ -199,7 +199,7 @@ def test_dense_targets_lie_under_their_images(names, monkeypatch, size):
         assert (pixels * 255 > 127.5).long().equal(batch.targets)
     other = [*items, (image[:, :-1], torch.zeros(size, size).long())]
     register_dataset("odd")(lambda data: (other, items, ["x"]))
-    with pytest.raises(RecipeError, match="all of them must be squares of one size"):
+    with pytest.raises(RecipeError, match="squares of one size"):
         opened("data.name=odd", "task.name=own")
-    with pytest.raises(RecipeError, match="all of them must be squares of one size"):
+    with pytest.raises(RecipeError, match="squares of one size"):
         opened("data.name=mine", "task.name=own", f"data.image_size={size + 1}")

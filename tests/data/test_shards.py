@@ -72,7 +72,7 @@ def same(run, other):
 def test_losses_are_those_of_folders(sets, folders, kind, tmp_path):
     done = trained(sets, kind, tmp_path / "run")
     same(tmp_path / "run", folders)
-    assert "blue 12 + 5, green 12 + 5, red 12 + 5 (training + held out)" in done.stdout
+    assert "blue 12 + 5, green 12 + 5, red 12 + 5 " in done.stdout
     assert digest(tmp_path / "run" / FILE) == digest(folders / FILE)
 
 
@@ -84,7 +84,7 @@ def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
         parquet(sets / "parquet" / f"{part}-00000-of-00001.parquet", images, labels, sorted(COLOURS), group=10)
     done = trained(sets, "parquet", tmp_path / "run")
     same(tmp_path / "run", folders)
-    assert "each photo is read with its row group" in done.stdout
+    assert "row group" in done.stdout
     for kind in ("folders", "parquet"):
         trained(sets, kind, tmp_path / kind, "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
     same(tmp_path / "parquet", tmp_path / "folders")
@@ -123,7 +123,7 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
     held = {row["file"] for row in split if row["split"] == "val"}
     assert len(split) == 36 and len(held) == 6 and all(name.startswith("photos.tar/") for name in held)
     told = ok("evaluate", f"checkpoint={run}", env=env).stdout
-    assert "on 6 held-out images of shards" in told and f"{100 * result(run)['val_top1']:.2f}" in told
+    assert "6 held-out images" in told and f"{100 * result(run)['val_top1']:.2f}" in told
     ok("predict", f"checkpoint={run}", "predict.split=val", f"output={tmp_path / 'out'}", env=env)
     rows = list(csv.DictReader((tmp_path / "out" / "predictions.csv").open()))
     assert {row["path"] for row in rows} == {f"{tmp_path}/{name}" for name in held}
@@ -133,7 +133,7 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
     for path in (sets / "tar").glob("val-*.tar"):
         shutil.copy(path, moved / path.name)
     other = ok("evaluate", f"checkpoint={run}", f"data.root={moved}", env=env).stdout
-    assert "on 15 held-out images of shards" in other
+    assert "15 held-out images" in other
 
 
 def test_unreadable_images(sets, tmp_path):
@@ -170,7 +170,7 @@ def test_ranks_that_find_other_shards_stop(sets, tmp_path):
     env["TRAINER_DATA"] = str(tmp_path / "kept")
     with torchrun(*words, arguments=["--nproc_per_node=2"], env=env, cwd=tmp_path / "here") as started:
         told = started.communicate(timeout=180)[0]
-    assert "every machine needs the same files in data.root" in told or "found other data than rank 0" in told
+    assert started.returncode != 0 and ("data.root" in told or "rank 0" in told), told
 
 
 @pytest.mark.parametrize("listed", ["[tar/train-000.tar,tar/train-001.tar]", "[tar/train-000.tar, tar/val-000.tar]"])

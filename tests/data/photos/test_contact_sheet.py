@@ -74,8 +74,8 @@ def test_what_is_no_photo_of_a_class_has_none(tmp_path):
 def test_a_run_draws_it_before_its_first_step(root, tmp_path):
     words = ["mode=ddp", "nproc=2", "model.name=mlp", "data.name=imagefolder", f"data.root={root}", "data.image_size=8"]
     said = ok(*words, "batch_size=4", "max_steps=1", f"output={tmp_path / 'run'}", *QUIET).stdout
-    assert f"look at  {tmp_path / 'run' / FILE}: images of each class as the model sees them" in said
-    assert "classes  blue 4 + 1, red 4 + 1 (training + held out)" in said
+    assert f"look at  {tmp_path / 'run' / FILE}" in said
+    assert "classes  blue 4 + 1, red 4 + 1 " in said
     drawn = (tmp_path / "run" / FILE).stat().st_mtime_ns
     ok(*words, "batch_size=4", "max_steps=1", f"output={tmp_path / 'run'}", "resume=auto", *QUIET)
     assert (tmp_path / "run" / FILE).stat().st_mtime_ns == drawn

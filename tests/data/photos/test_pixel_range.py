@@ -203,7 +203,7 @@ def test_a_set_whose_white_nobody_can_tell_is_refused_as_a_whole(tmp_path, pixel
 def test_a_dark_image_among_bright_ones_is_no_reason_to_ask(tmp_path):
     photo_set(tmp_path, lambda n: values(0, 60000 if n == 3 else 100, np.uint16, n))
     data = opened(tmp_path)
-    assert data.notes["pixels"] == "are 16-bit numbers, of which 0 becomes black and 65535 white"
+    assert re.search(r"\b16-bit\b.*\b0 .*\b65535\b", data.notes["pixels"])
     found = {data.train.where(n): data.train.read(n, 1)[0].max().item() for n in range(len(data.train))}
     assert sorted(found.values())[-1] in (0, 234) and set(found.values()) <= {0, 234}
 
@@ -214,8 +214,8 @@ def test_a_range_that_changes_nothing_and_further_pages_are_told(tmp_path):
     for number in range(5):
         pages[0].save(tmp_path / "a" / f"{number}.tif", save_all=True, append_images=pages[1:])
     notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
-    assert notes["pixels"] == "are bytes, which data.pixel_range does not change"
-    assert notes["pages"] == "4 of the images looked at have several pages: the first is read"
+    assert "data.pixel_range" in notes["pixels"]
+    assert notes["pages"].startswith("4 of the images ")
 
 
 def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path):
@@ -235,7 +235,7 @@ def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path)
     assert not (tmp_path / "none").exists()
     words += ("data.pixel_range=[0,4095]",)
     told = ok(*words, "output=run", cwd=tmp_path).stdout
-    assert "16-bit numbers, of which 0 becomes black and 4095 white" in told
+    assert re.search(r"\b16-bit\b.*\b0 .*\b4095\b", told)
     cached = ok(*words, "output=cached", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}", cwd=tmp_path).stdout
     losses = [re.findall(r"val loss \S+", text)[-1] for text in (told, cached)]
     assert losses[0] == losses[1]
@@ -251,7 +251,7 @@ def test_predict_says_that_photos_of_another_kind_are_nearly_black(tmp_path):
     ok(*QUIET, *words, "batch_size=4", "output=run", cwd=tmp_path)
     deep = tiff(tmp_path / "deep.tif", values(0, 4000, np.uint16))
     told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=one", cwd=tmp_path).stdout
-    assert "from 0 to 4000 of 65535: data.pixel_range=[0,4095] says" in told
+    assert "0 to 4000 of 65535" in told and "data.pixel_range=[0,4095]" in told
     told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=two", "data.pixel_range=[0,4095]", cwd=tmp_path)
     assert "4000" not in told.stdout
 
@@ -269,8 +269,8 @@ def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_
     assert older != stored and "pixel_range" not in older
     (tmp_path / "run" / "recipe.yaml").write_text(older)
     refused = trainer(*words, "resume=auto", "data.pixel_range=[0,4095]", cwd=tmp_path)
-    assert refused.returncode == 2 and "took pixels of 16 bits as data.pixel_range=[0,65535]" in refused.stderr
+    assert refused.returncode == 2 and "data.pixel_range=[0,65535]" in refused.stderr
     assert "resuming at step" in ok(*words, "resume=auto", "data.pixel_range=[0,65535]", cwd=tmp_path).stdout
     (tmp_path / "run" / "recipe.yaml").write_text(stored)
     refused = trainer(*words, "resume=auto", "data.pixel_range=[0,255]", cwd=tmp_path)
-    assert refused.returncode == 2 and "was trained with another recipe (data.pixel_range" in refused.stderr
+    assert refused.returncode == 2 and "(data.pixel_range" in refused.stderr

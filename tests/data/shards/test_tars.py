@@ -125,9 +125,7 @@ def test_a_cut_tar_tells_what_is_whole(tmp_path):
         index = tars.look(ShardFile.of(path))
         assert samples(index) == [(f"{n:06}.jpg", str(n)) for n in range(len(index))]
         seen.add((len(index), bool(index.contents.broken)))
-        assert len(index) == 3 or index.contents.broken.startswith(
-            ("it ends in the middle of ", "it has no end", "it is em")
-        )
+        assert len(index) == 3 or "not a tar" not in index.contents.broken
     assert {(1, True), (2, True), (3, False)} <= seen
 
 

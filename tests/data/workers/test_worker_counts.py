@@ -77,7 +77,7 @@ def test_what_was_found_holds_for_such_a_machine(machine):
 def test_workers_that_do_not_fit_are_refused(machine):
     machine(16, 64 * MIB)
     assert searched([]).count == 15
-    with pytest.raises(SetupError, match=r"need 65 MiB of shared memory.*data\.workers=0"):
+    with pytest.raises(SetupError, match=r"\b65 MiB .*data\.workers=0"):
         searched(["data.workers=32"])
     with pytest.raises(SetupError, match="need 300 MiB"):
         searched([], batch=100 * MIB)

@@ -17,8 +17,9 @@ from tests.warm import Popen, run
 
 PROJECT = Path(__file__).parent.parent
 QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
-AMBIENT = "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_"  # change a run
-LATE = f"{AMBIENT}|FAULTY_|GLOO_|HOME$|MLFLOW_|WANDB_|PATH$|PYTHONPATH$|TORCH_HOME$"  # are read when they are needed
+# What changes a run, and what is read when it is needed.
+AMBIENT = "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_(?!DATA$)"
+LATE = f"{AMBIENT}|TRAINER_DATA|FAULTY_|GLOO_|HOME$|MLFLOW_|WANDB_|PATH$|PYTHONPATH$|TORCH_HOME$"
 
 
 def digest(path):

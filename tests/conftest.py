@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+_numbers = itertools.count()
 warm.what_is_asked_for()  # multiprocessing's servers need not import torch either
 
 
@@ -32,9 +34,10 @@ def pytest_xdist_setupnodes() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_environment() -> Iterator[None]:
-    """What a run in this process sets for libraries is gone with its test."""
+def _same_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a run in this process sets for libraries is gone with its test, and what it keeps for this machine."""
     before = {**os.environ}
+    os.environ["TRAINER_DATA"] = f"{tmp_path_factory.getbasetemp()}/kept-{next(_numbers)}"
     yield
     os.environ.clear()
     os.environ.update(before)

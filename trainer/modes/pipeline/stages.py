@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from shlex import quote
 from statistics import fmean
 from typing import Any
 
@@ -19,11 +20,12 @@ from trainer.models.balance import BlockCost, block_costs, undisturbed
 from trainer.models.partition import Traced, trace
 from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
-from trainer.modes.pipeline import orders, tuning
+from trainer.modes.pipeline import kept_plans, orders, tuning
 from trainer.modes.pipeline.orders import Span
 from trainer.modes.pipeline.timeline import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
+from trainer.saving.files import usable_json
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.device_memory import forget_memory, free_memory
 
@@ -60,19 +62,34 @@ class Staged(Strategy):
         self.pipe = self.describe_pipe(self.context.example.rows)
         if any(map(self.defers, self.pipe.counts)):
             self._values = deferrable(self.model, self.context.example, self._without_deferring())
-        plan = tuning.recall(self.known, tuning.key_of(traced, self.recipe, self.pipe), traced, self.pipe)
-        if plan is None:
-            plan, self.known = tuning.find_plan(
-                traced,
-                self.recipe,
-                self.pipe,
-                lambda rows: self.probe(traced, rows),
-                lambda plan: self.trial(traced, plan),
-                self.context.say,
-                self.room(),
-            )
-        self.plan = plan
-        self.build(traced, plan)
+        self.plan = self._find_plan(traced)
+        self.build(traced, self.plan)
+
+    def _find_plan(self, traced: Traced) -> Plan:
+        """The one of this run so far, or what was measured on this machine before, or now."""
+        key = tuning.key_of(traced, self.recipe, self.pipe)
+        plan = tuning.recall(self.known, key, traced, self.pipe)
+        if plan is not None:
+            return plan
+        kept = kept_plans.file_for(self.context, self.model, key)
+        known = self.world.broadcast_object(usable_json(kept))
+        plan = tuning.recall(known, key, traced, self.pipe)
+        if plan is not None:
+            self.known = known
+            self.context.say(f"pipeline: as measured on this machine before; to measure again: rm {quote(str(kept))}")
+            return plan
+        plan, self.known = tuning.find_plan(
+            traced,
+            self.recipe,
+            self.pipe,
+            lambda rows: self.probe(traced, rows),
+            lambda plan: self.trial(traced, plan),
+            self.context.say,
+            self.room(),
+        )
+        if self.world.is_main and self.known["trials"] and self.known["stable"]:
+            kept_plans.write(kept, self.known)
+        return plan
 
     def finish(self) -> None:
         forget_memory(self.world.drives)

@@ -19,6 +19,8 @@ from trainer.recipe import Recipe
 
 CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
 FINALISTS = 3
+CLOSE = 0.1  # plans within this share of the fastest are tried again
+ROUNDS = 4  # at most
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class _Known(BaseModel):
     """What `find_plan` returns beside the plan, as a file gives it back."""
 
     plan: Plan
+    stable: bool = True
     predicted: _Predicted
     stage_seconds: list[tuple[float, float]]
     trials: list[dict[str, Any]]
@@ -92,7 +95,8 @@ def find_plan(
         room: free bytes of each worker.
 
     Returns:
-        The plan, and what is known of it: its key, predicted bubble, and the trials.
+        The plan, and what is known of it: its key, whether more trials would choose it too, its predicted bubble, and
+        the trials.
 
     Raises:
         DeviceMemoryError: nothing of what was tried fits.
@@ -111,14 +115,15 @@ def find_plan(
     ]
     each = {plan: stage_seconds(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
     predictions = {plan: predict(pipe, plan.microbatches, each[plan]) for plan in plans}
-    best, trials = plans[0], dict[Plan, Trial]()
+    best, trials, stable = plans[0], dict[Plan, Trial](), True
     if len(plans) > 1:
-        best, trials = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
+        best, trials, stable = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
     of_best = stage_seconds(traced, best.cuts, costs[best.microbatches])
     seconds, bubble = predict(pipe, best.microbatches, of_best, best.schedule)
     return best, {
         "key": key,
         "plan": asdict(best),
+        "stable": stable,
         "predicted": {"step_seconds": seconds, "bubble": bubble},
         "stage_seconds": of_best,
         "trials": [{**asdict(plan), **asdict(tried)} for plan, tried in trials.items() if tried.fits],
@@ -221,8 +226,11 @@ def predict(
 
 def _run(
     traced: Traced, recipe: Recipe, pipe: Pipe, plans: Sequence[Plan], trial: Callable[[Plan], Trial]
-) -> tuple[Plan, dict[Plan, Trial]]:
-    """Try the most promising plans, the fastest in other orders and with a cut moved; the two best once more."""
+) -> tuple[Plan, dict[Plan, Trial], bool]:
+    """Try the most promising plans, the fastest in other orders and with a cut moved.
+
+    What is close to the fastest is tried again until a round changes nothing, and the last value says whether it did.
+    """
     trials: dict[Plan, Trial] = {}
 
     def best(*more: Plan) -> Plan:
@@ -243,7 +251,15 @@ def _run(
             chosen = best(*(plan for plan in _shrunk(traced, chosen, trials[chosen].busy) if plan not in trials))
             if chosen == before:
                 break
-    return best(*sorted(trials, key=lambda plan: trials[plan].seconds)[:2]), trials
+    for _ in range(ROUNDS):
+        limit = (1 + CLOSE) * trials[chosen].seconds
+        close = [
+            plan for plan in sorted(trials, key=lambda plan: trials[plan].seconds) if trials[plan].seconds <= limit
+        ]
+        before = chosen
+        if len(close) == 1 or (chosen := best(*close[:FINALISTS])) == before:
+            return chosen, trials, True
+    return chosen, trials, False
 
 
 def _shrunk(traced: Traced, plan: Plan, busy: Sequence[float]) -> list[Plan]:

@@ -84,7 +84,7 @@ class StoredTensor:
         end = 0
         for piece in self.pieces:
             alike = piece.shape == self.shape and piece.local.dtype == self.dtype
-            if not alike or piece.start != end or piece.local.shape[1:] != self.shape[1:]:
+            if not self.shape or not alike or piece.start != end or piece.local.shape[1:] != self.shape[1:]:
                 raise ValueError(f"row {end} of {tuple(self.shape)} is not there once")
             end += len(piece.local)
         if end != self.shape[0]:

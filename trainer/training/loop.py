@@ -232,7 +232,7 @@ def note_memory(run: Run) -> None:
 
 def finish(run: Run) -> Result:
     """A run that ended well: the last result, the last line, the group dissolved."""
-    with run.ledger.span("saving"), run.interrupts.saving():
+    with run.ledger.span("saving"):
         snapshots.finish_saving(run)
     note_memory(run)
     verdict = diagnosis.diagnose(run) if run.recipe.logging.verdict else None

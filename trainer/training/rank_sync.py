@@ -90,7 +90,7 @@ class RankSync:
         mine = torch.tensor([loss, seconds, bad, *signals, late, run.saver.error is not None, due], dtype=torch.float64)
         loss, seconds, wrong, interrupted, stopped, over, unsaved, save = run.world.sum_(mine).tolist()
         if unsaved:
-            snapshots.raise_failure(run)
+            snapshots.finish_saving(run)
         seconds /= run.world.size
         self.next = done + max(1, min(1000, int(1 / max(seconds, 1e-6))))
         run.interrupts.beat()

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -43,8 +44,8 @@ def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
     if run.speed_only:
         return
     begun = time.perf_counter()
+    finish_saving(run)
     with run.interrupts.saving():
-        finish_saving(run)
         parts = _copied(run, sealed)
         folder, draft, sealed = run.world.broadcast_object(run.world.on_main(lambda: _begin(run, sealed)))
         parts, writers = _sent(run, parts, draft)
@@ -59,13 +60,23 @@ def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
 
 
 def finish_saving(run: Run) -> None:
-    """Wait for what is being written.
+    """Wait for what is being written: rank 0, which waits for the others' files, once it is known that they are there.
 
     Raises:
         TrainerError: on every rank, where it failed on one.
     """
-    _log_cost(run, run.saver.wait())
-    _raise_failure(run)
+    saver, world = run.saver, run.world
+    with run.interrupts.saving():
+        if not world.is_main:
+            saver.wait()
+        if world.max_(torch.tensor(float(saver.error is not None))).item():
+            saver.leave(patience=0.0)
+        _log_cost(run, saver.wait())
+        try:
+            world.raise_any(saver.error)
+        except Exception:
+            saver.remove_draft()  # no rank writes any more
+            raise
 
 
 def is_due(run: Run) -> bool:
@@ -98,22 +109,6 @@ def _interval(run: Run) -> tuple[float, str]:
         f"a save costs {cost:.2g} s and a failure comes every {hours:g} h (save.mttf_hours), so one every "
         f"sqrt(2 x {cost:.2g} s x {3600 * hours:,.0f} s) = {seconds:.0f} s"
     )
-
-
-def raise_failure(run: Run) -> None:
-    """End what is being written, which failed on some rank, and raise on all."""
-    with run.interrupts.saving():
-        run.saver.leave(patience=0.0)
-        _raise_failure(run)
-
-
-def _raise_failure(run: Run) -> None:
-    """Once no rank writes any more."""
-    try:
-        run.world.raise_any(run.saver.error)
-    except Exception:
-        run.saver.remove_draft()
-        raise
 
 
 def _copied(run: Run, sealed: bool) -> Parts:
@@ -203,7 +198,7 @@ def _state(run: Run, parts: Parts) -> State:
         if stem not in of_ranks
     }
     facts = {
-        "history": {**vars(run.history), "seconds": run.seconds()},
+        "history": {**asdict(run.history), "seconds": run.seconds()},
         "topology": bound_to(run.recipe, run.world),
         "steps_per_epoch": run.steps_per_epoch,
         "classes": run.datasets.classes,

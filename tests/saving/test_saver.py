@@ -6,15 +6,21 @@ import errno
 import json
 import os
 import random
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests import warm
+from tests.command_line import environment
 from tests.saving.states import flip, names, newest_state, refuse
 from trainer.errors import DiskFullError, PeerError, SetupError
+from trainer.processes import faults
 from trainer.saving import checkpoint, saver
 from trainer.saving.checkpoint import File, Position, State, begin, commit
 from trainer.saving.saver import Save, Saver
@@ -24,10 +30,10 @@ from trainer.saving.weights import read_weights
 WHOLE = {"fc.weight": torch.arange(12.0).view(6, 2), "fc.bias": torch.arange(3.0), "step": torch.tensor(7)}
 
 
-def shards_of(rank: int, ranks: int) -> dict[str, Piece]:
-    """Rows of each tensor as by `torch.chunk`, and what has no rows on rank 0."""
+def shards_of(rank: int, ranks: int, added: int = 0) -> dict[str, Piece]:
+    """Rows of each tensor as by `torch.chunk`, and what has no rows on rank 0; with a number added to each value."""
     pieces = {}
-    for name, tensor in WHOLE.items():
+    for name, tensor in ((name, tensor + added) for name, tensor in WHOLE.items()):
         rows = -(-len(tensor) // ranks) if tensor.dim() else 0
         local = tensor[rows * rank : rows * (rank + 1)] if rows else tensor
         if len(local) if rows else rank == 0:
@@ -35,8 +41,10 @@ def shards_of(rank: int, ranks: int) -> dict[str, Piece]:
     return pieces
 
 
-def save_of(folder: Path, rank: int, ranks: int, step: int = 1, sealed: bool = True, draft: Path | None = None) -> Save:
-    stems = {f"model-{rank:05d}": pieces for pieces in [shards_of(rank, ranks)] if pieces}
+def save_of(
+    folder: Path, rank: int, ranks: int, step: int = 1, sealed: bool = True, draft: Path | None = None, added: int = 0
+) -> Save:
+    stems = {f"model-{rank:05d}": pieces for pieces in [shards_of(rank, ranks, added)] if pieces}
     state = State(Position(step, 0, step), {}, {"step": step}, stems)
     weights = {} if rank else {folder / "last.safetensors": {"step": str(step)}}
     return Save(folder, draft, sealed, state, frozenset(range(1, ranks)), weights, "model", 2, lambda: None)
@@ -236,3 +244,81 @@ def test_what_this_process_has_verified_is_not_hashed_again(tmp_path: Path, monk
     os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
     with pytest.raises(checkpoint.CheckpointError, match="SHA-256"):
         checkpoint.load(path.parent)
+
+
+# Kills
+
+
+@pytest.fixture(scope="module")
+def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """This file run as a script: one start of torch for all the ranks that are killed."""
+    rounds = 1000 if request.config.getoption("--all") else 20
+    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("struck")), str(rounds)]
+    done = warm.run(command, capture_output=True, text=True, timeout=1800, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {**json.loads(done.stdout), "rounds": rounds}
+
+
+def test_whatever_rank_is_killed_or_has_a_full_disk_nothing_is_lost(struck: Any) -> None:
+    assert struck["kills"] + struck["full"] == struck["rounds"]
+    assert struck["kills"] > struck["rounds"] / 3 and struck["full"] > struck["rounds"] / 10
+    assert struck["commits"] > struck["rounds"] / 20, "some strikes come too late"
+    assert struck["left"] == 2, "drafts are gone with the next save"
+
+
+def rank_of(folder: Path, rank: int, ranks: int, step: int, draft: Path, fault: str) -> int:
+    """A rank that saves a step, in a process of its own; its exit code."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        os.environ.update(RANK=str(rank), TRAINER_FAULT=fault)
+        faults.active = bool(fault)
+        each = Saver(rank, 0.3)
+        each.start(save_of(folder, rank, ranks, step, draft=draft, added=step), time.perf_counter())
+        each.wait()
+        code = 0 if each.error is None else 28 if isinstance(each.error, DiskFullError) else 7
+    finally:
+        os._exit(code)
+
+
+def strike(folder: Path, step: int, dice: random.Random, known: int, counts: dict[str, int]) -> int:
+    """Save `step` on some ranks while one is killed or has a full disk; the newest step that loads afterwards."""
+    ranks, draft = dice.choice((1, 2, 4)), begin(folder, step)
+    victim, kind = dice.randrange(ranks), dice.choice(("kill", "kill", "full", "later"))
+    point = dice.choice(("tmp", "write", "fsync", "rename", "prune") if victim == 0 else ("tmp", "write", "fsync"))
+    fault = "" if kind == "later" else f"{kind}@save#{victim}:{point}"
+    pids = [rank_of(folder, rank, ranks, step, draft, fault) for rank in range(ranks)]
+    if kind == "later":
+        time.sleep(dice.uniform(0, 0.03))
+        os.kill(pids[victim], signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    counts["full" if kind == "full" else "kills"] += 1
+    state = newest_state(folder, refuse)  # what has a checkpoint's name is good
+    loaded = state.position.step if state else 0
+    assert loaded in (known, step), (known, step, loaded)
+    assert loaded == step or any(codes), "all ranks had saved it"
+    if state is not None:
+        expected = {name: tensor + loaded for name, tensor in WHOLE.items()}
+        part = state.part("model")
+        assert part.keys() == expected.keys() and all(torch.equal(part[k].read(), v) for k, v in expected.items())
+    if (folder / "last.safetensors").exists():  # weights come before the seal: of this step, or of one that was sealed
+        weights, metadata = read_weights(folder / "last.safetensors")
+        of = int(metadata["step"])
+        assert loaded <= of <= step and all(torch.equal(weights[k], WHOLE[k] + of) for k in WHOLE)
+    counts["commits"] += loaded == step
+    return loaded
+
+
+def main(folder: Path, rounds: int) -> None:
+    dice, known, counts = random.Random(3), 0, {"kills": 0, "full": 0, "commits": 0}
+    for step in range(1, rounds + 1):
+        known = strike(folder, step, dice, known, counts)
+    for step in (rounds + 1, rounds + 2):
+        written(folder, 2, step)
+    print(json.dumps({**counts, "left": len(names(folder))}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

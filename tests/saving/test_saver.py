@@ -237,6 +237,8 @@ def test_what_this_process_has_verified_is_not_hashed_again(tmp_path: Path, monk
     for step in range(1, 6):
         commit(tmp_path, State(Position(step, 0, step), {"model": WHOLE}, {}), keep=2)
     assert len(hashed) == 5 and all(".tmp-" in path.name for path in hashed), "each once, before it has its name"
+    kept = [path for path in checkpoint._verified if path.is_relative_to(tmp_path)]
+    assert len(kept) == 2, "nothing is remembered of those that are gone"
     path = tmp_path / "checkpoints" / "step-00000005" / "model.safetensors"
     data = path.read_bytes()
     at = path.stat()

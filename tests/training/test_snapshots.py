@@ -65,6 +65,25 @@ def test_a_save_that_fails_on_one_rank_is_heard_by_all_and_costs_that_save(
     torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed[mode], rtol=0, atol=atol)
 
 
+@pytest.mark.full("rank 0 as it is killed at every point after the parts")
+@pytest.mark.parametrize("point", ["save#0:prune", "weights#0:write", "weights#0:fsync", "weights#0:rename"])
+def test_killed_beside_the_checkpoint_that_is_written_all_that_are_named_are_good(
+    point: str, tmp_path: Path, undisturbed: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    words = [*RUN, *MODES["fsdp"], "save.every_steps=4", "save.keep=2", "resume=auto", f"output={tmp_path / 'run'}"]
+    assert trainer(*words, env={"TRAINER_FAULT": f"kill@{point}"}).returncode in (PeerError.code, -signal.SIGKILL)
+    home = tmp_path / "run" / "checkpoints"
+    for path in home.glob("step-????????"):
+        checkpoint.load(path)
+    assert [*home.glob("*.tmp-*"), *(tmp_path / "run").glob(".*.tmp")], "it was killed there"
+    ok(*words)
+    assert len(list(home.iterdir())) == 2 and not list((tmp_path / "run").glob(".*.tmp"))
+    if "fsdp" not in undisturbed:
+        ok(*RUN, *MODES["fsdp"], f"output={tmp_path / 'whole'}")
+        undisturbed["fsdp"] = load_file(tmp_path / "whole" / "last.safetensors")
+    torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed["fsdp"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("fault", ["full@save#1:write", "full@save#0:rename"])
 def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) -> None:
     """Rank 0 waits for the files of the others: not for those of one that has failed."""

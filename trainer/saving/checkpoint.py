@@ -224,6 +224,8 @@ def prune(fresh: Path, keep: int) -> None:
         elif path == fresh or _is_good(path):
             good += 1
     drafts = [path.rename(_aside(path)) for path in doomed]
+    for path in doomed:
+        _verified.pop(path.absolute(), None)
     sync_folder(fresh.parent)
     fault_point("prune")
     for draft in drafts:

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 
 from tests.command_line import QUIET, losses, ok, result
-from tests.modes.ways import EXACT, WORKERS
+from tests.modes.ways import EXACT, PIPELINE, WORKERS
+from trainer.modes.pipeline.torch_schedules import SCHEDULES
 from trainer.recipe.checks import refused_schedules
 from trainer.recipe.schema import Schedule
 from trainer.recipe.traits import TRAITS
@@ -17,13 +18,32 @@ from trainer.telemetry.events import curves_of
 
 FP32 = 1e-5  # relative; sums in another order differ by 1e-7 at first
 SMALL = ["recipe=digits", "data.name=synthetic", "data.val_samples=90", "data.image_size=8", "data.channels=1"]
-SMALL += ["model.name=cnn_gn", "batch_size=64", "ema=0.9", "augment.crop=none", "optimizer.lr=0.01"]
+SMALL += ["batch_size=64", "ema=0.9", "augment.crop=none"]
 SMALL += ["schedule.warmup_epochs=0", "save.every_epochs=1", "logging.verdict=false", *QUIET]
-USUAL = ("data.samples=320", "epochs=2")  # 5 steps, an evaluation and a checkpoint, and the same again
-ALL_IN_A_STEP = ("data.samples=64", "epochs=10")  # so that workers together have the images that `single` has
+SHALLOW = ("model.name=cnn_gn", "optimizer.lr=0.01")
+DEEP = ("model.name=vit_tiny", "optimizer.lr=0.1")  # which can be cut into eight stages
+TWICE = ("data.samples=640", "epochs=2")  # 10 steps, an evaluation and a checkpoint, and the same again
+ALL_IN_A_STEP = ("data.samples=64", "epochs=20")  # so that workers together have the images that `single` has
 ALONE = {f"{mode} alone": [f"mode={mode}", "nproc=1"] for mode in WORKERS}
-AVERAGED = "local_sgd averaging every step"
-PAIRS = EXACT | ALONE | {AVERAGED: [*WORKERS["local_sgd"], "local_sgd.every=1"]}
+AVERAGED = {
+    f"local_sgd averaging every step {n}": ["mode=local_sgd", f"nproc={n}", "local_sgd.every=1"] for n in (2, 4)
+}
+PIPES = {
+    f"{schedule} {name}": ["mode=pipeline", f"pipeline.schedule={schedule}", "pipeline.microbatches=8", *words]
+    for schedule in SCHEDULES
+    for name, words in {"4": ["nproc=4"], "2x2": ["nproc=4", "pipeline.stages=2"]}.items()
+}
+FOUR_DEVICES = "devices=[cpu,cpu,cpu,cpu]"
+MORE = {
+    **{f"{mode} alone": [f"mode={mode}", "nproc=1"] for mode in ("ddp", "fsdp")},
+    "ddp 4": ["mode=ddp", "nproc=4"],
+    "dp alone": ["mode=dp", "devices=[cpu]"],
+    **{f"{mode} 4": [f"mode={mode}", FOUR_DEVICES] for mode in ("dp", "split")},
+    "streams 4": [*PIPELINE, FOUR_DEVICES],
+    **{name: words for name, words in PIPES.items() if name not in EXACT},
+}
+PAIRS = EXACT | ALONE | AVERAGED | MORE
+LONG = [*MORE, "local_sgd averaging every step 4"]
 
 
 def test_every_mode_and_schedule_is_in_the_table():
@@ -65,14 +85,16 @@ def distances(trained, reference):
     }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, marks=[pytest.mark.full("on more ranks")] * (pair in LONG)) for pair in PAIRS]
+)
 def test_a_mode_trains_as_single_does(pair, single, tmp_path):
-    words = ALL_IN_A_STEP if pair == AVERAGED else USUAL
+    words = (DEEP if pair in MORE and pair in PIPES else SHALLOW) + (ALL_IN_A_STEP if pair in AVERAGED else TWICE)
     reference, run = single(words), tmp_path / "run"
     ok(*SMALL, *words, *PAIRS[pair], f"output={run}")
-    assert len(losses(reference)) == len(norms(reference)) >= 10
+    assert len(losses(reference)) == len(norms(reference)) == 20
     assert losses(run) == pytest.approx(losses(reference), rel=FP32)
-    if pair != AVERAGED:  # whose ranks have gradients of their own
+    if pair not in AVERAGED:  # whose ranks have gradients of their own
         assert norms(run) == pytest.approx(norms(reference), rel=FP32)
     apart = distances(tensors(run), tensors(reference))
     assert all(distance < FP32 for distance in apart.values()), apart

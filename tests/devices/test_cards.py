@@ -183,7 +183,7 @@ def test_ranks_on_cards_sum_a_pattern_first(joined, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(world.World, "_delay_nccl", lambda *_: None)  # there is no group of NCCL's
     rank = world.World(Place(0, 2, 0, 2, 0, True), CUDA[0], 1, ())
-    with pytest.raises(SetupError, match="a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1"):
+    with pytest.raises(SetupError, match=r"sum .*NCCL_P2P_DISABLE=1"):
         rank.connect(1.0)
     alone = world.World(Place(0, 2, 0, 2, 0, True), torch.device("cpu"), 1, ())
     joined.set("device/1", "cpu")

@@ -61,7 +61,7 @@ def test_a_card_that_this_torch_has_no_code_for(card):
     ):
         assert part in str(old.value)
     card((12, 0))
-    with pytest.raises(SetupError, match=r"a newer torch.*devices=\[cpu\]"):
+    with pytest.raises(SetupError, match=r"devices=\[cpu\]"):
         health.check_card(CUDA[0], 1)
     card((8, 6))
     health.check_card(CUDA[0], 1)
@@ -69,10 +69,10 @@ def test_a_card_that_this_torch_has_no_code_for(card):
 
 def test_a_card_that_does_not_compute(card):
     card((8, 0), RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore\nlines"))
-    with pytest.raises(SetupError, match=r"cuda:0 \(Tesla P40\) does not compute .*ECC.*\[cuda:1\]"):
+    with pytest.raises(SetupError, match=r"cuda:0 \(Tesla P40\) .*ECC.*\[cuda:1\]"):
         health.check_card(CUDA[0], 2)
     card((8, 0), RuntimeError("CUDA error: out of memory"))
-    with pytest.raises(DeviceMemoryError, match="full before anything was loaded"):
+    with pytest.raises(DeviceMemoryError, match="cuda:0"):
         health.check_card(CUDA[0], 1)
     card((8, 0), total=7)
     with pytest.raises(SetupError, match="computes wrongly"):
@@ -102,7 +102,7 @@ def test_a_copy_that_corrupts_is_found(monkeypatch, copy):
     here = torch.device("cpu")
     health.check_copies([(here, here)])
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    with pytest.raises(SetupError, match=r"cpu to cpu\): switch the IOMMU.*NCCL_P2P_DISABLE=1 and mode=ddp"):
+    with pytest.raises(SetupError, match=r"cpu to cpu\).*IOMMU.*NCCL_P2P_DISABLE=1 .*mode=ddp"):
         health.check_copies([(here, here)])
 
 

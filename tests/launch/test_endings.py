@@ -72,5 +72,5 @@ def test_torchrun_takes_a_lost_peer_for_no_cause_and_shows_one_line(tmp_path, mo
 
 
 def test_names_in_an_error_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    say("no images in \x1b[2Jred\x07: put some there", 3)
-    assert capsys.readouterr().err == "trainer: error: no images in ?[2Jred?: put some there\n"
+    say("look at \x1b[2Jred\x07", 3)
+    assert capsys.readouterr().err == "trainer: error: look at ?[2Jred?\n"

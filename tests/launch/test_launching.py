@@ -126,16 +126,16 @@ def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyP
     recipe = load(None, "devices=[cpu]")
     monkeypatch.setenv("MASTER_ADDR", "first")
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(SetupError, match="RANK=1 WORLD_SIZE=4 make this one of 4 ranks; MASTER_ADDR and MASTER_PORT"):
+    with pytest.raises(SetupError, match=r"RANK=1 WORLD_SIZE=4 .*MASTER_ADDR.*MASTER_PORT"):
         launching.launch_to_start(recipe)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert launching.launch_to_start(recipe) is None
     assert launching.launch_to_start(recipe, "2") is None
-    with pytest.raises(RecipeError, match="nproc=3 but torchrun started 2 here: leave nproc= out, or type torchrun"):
+    with pytest.raises(RecipeError, match=r"nproc=3 .*torchrun.*\b2\b"):
         launching.launch_to_start(recipe, "3")
-    with pytest.raises(RecipeError, match="mode=single runs in 1 process, not 4"):
+    with pytest.raises(RecipeError, match=r"mode=single .*\b4\b"):
         launching.launch_to_start(load(None, "mode=single", "devices=[cpu]"))
-    with pytest.raises(RecipeError, match="batch_size=6 does not divide among 4 processes; try batch_size=4 or 8"):
+    with pytest.raises(RecipeError, match=r"batch_size=6 .*\b4 processes.*batch_size=4 or 8"):
         launching.launch_to_start(load(None, "batch_size=6", "devices=[cpu]"))
 
 
@@ -193,12 +193,12 @@ def test_of_several_tasks_on_a_node_the_first_starts_all_ranks(
     answers = [task.communicate(timeout=60) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0, 0], answers
     assert sorted(re.findall(r"rank \d of 3", answers[0][0])) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
-    assert answers[2] == ("", "trainer: task 2 of this node leaves; task 0 starts all 3 ranks here\n")
+    assert re.fullmatch(r"trainer: task 2 .*task 0 .*\b3 ranks.*\n", answers[2][1]) and not answers[2][0]
     for name, value in {**job, **dict.fromkeys(names, "1")}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match="this is task 1 of its node, where task 0 starts all ranks"):
+    with pytest.raises(RecipeError, match=r"task 1 .*task 0 "):
         launching.wants_children(load(None, "batch_size=96", "devices=[cpu]"))
-    with pytest.raises(RecipeError, match="mode=single runs in 1 process"):
+    with pytest.raises(RecipeError, match="mode=single"):
         launching.wants_children(load(None, "mode=single", "devices=[cpu]"))
 
 
@@ -259,7 +259,7 @@ def test_a_signal_reaches_the_ranks_and_their_word_the_user(work: Path, number: 
     ranks = wait_until_ready(process, 2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=40)
-    assert (process.returncode, errors) == (code, "trainer: stopped after step 3, saved\n")
+    assert process.returncode == code and re.fullmatch(r"trainer: .*step 3\b.*\n", errors)
     assert not any(map(alive, ranks))
 
 
@@ -323,7 +323,7 @@ def test_nodes_that_do_not_meet_say_where(work: Path, port: str) -> None:
     process = start("nproc=1", "timeout=2", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert re.fullmatch(rf"trainer: error: the nodes cannot meet at 127\.0\.0\.1:{port}: .*\n", errors)
+    assert re.fullmatch(rf"trainer: error: .*127\.0\.0\.1:{port}\b.*\n", errors)
 
 
 def test_torchs_timer_that_ends_itself_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_as_brute_force(seed, full):
 
 
 def test_too_many_stages():
-    with pytest.raises(RecipeError, match="3 stages need 2 cuts and the model has only 1 usable cuts"):
+    with pytest.raises(RecipeError, match=r"\b3 stages .*\b2 cuts .*\b1\b"):
         balance(blocks("11"), 3)
 
 

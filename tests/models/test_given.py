@@ -111,7 +111,7 @@ def test_tied_weights_are_found_under_one_name():
         torch.equal(a, b) for a, b in zip(source.state_dict().values(), other.state_dict().values(), strict=True)
     )
     assert other.second.weight is other.first.weight
-    with pytest.raises(CheckpointError, match=r"it: holds no second\.bias"):
+    with pytest.raises(CheckpointError, match=r"^it.*second\.bias"):
         zoo.initialise(other, {k: v for k, v in source.named_parameters() if k != "second.bias"}, "it", whole=True)
 
 

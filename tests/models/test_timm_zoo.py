@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -25,10 +26,10 @@ without = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="t
 
 def test_without_timm_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(known_names, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"timm:resnet10t needs the package timm: pip install timm"):
+    with pytest.raises(RecipeError, match=r"timm:resnet10t .*pip install timm"):
         known_names.check_model_name("timm:resnet10t")
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(RecipeError, match=r"needs the package timm .*: pip install timm"):
+    with pytest.raises(RecipeError, match="pip install timm"):
         zoo.build(ModelRecipe(name="timm:resnet10t"), 3, 3, 64)
 
 
@@ -91,9 +92,9 @@ def test_weights_out_of_reach_name_their_place(monkeypatch, capsys, caplog):
 
     monkeypatch.setattr(timm, "create_model", unreachable)
     recipe = ModelRecipe(name="timm:resnet10t", weights="DEFAULT")
-    with pytest.raises(SetupError, match=r"of timm/resnet10t.c3_in1k elsewhere, .*model.weights=null model.init_from="):
+    with pytest.raises(SetupError, match=r"\btimm/resnet10t\.c3_in1k\b.*model\.weights=null model\.init_from="):
         zoo.build(recipe, 3, 3, 64)
-    assert capsys.readouterr().err == "Looking for timm's weights of resnet10t: timm/resnet10t.c3_in1k\n"
+    assert re.fullmatch(r".*\btimm/resnet10t\.c3_in1k\b.*\n", capsys.readouterr().err)
     assert not caplog.records, "each time that it is tried again"
     assert zoo.build(recipe, 3, 3, 64, starting=False)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
     assert not capsys.readouterr().err
@@ -130,7 +131,7 @@ def test_it_trains_split_in_two_and_is_found_again(tmp_path):
     said = ok("evaluate", f"checkpoint={tmp_path / 'split'}").stdout
     assert f"{result(tmp_path / 'split')['val_top1']:.2%}" in said
     done = trainer("predict", "model.name=timm:resnet10t", "model.weights=DEFAULT", f"data.root={root}")
-    assert done.returncode == 2 and "predict takes a model of timm from a run of yours" in done.stderr
+    assert done.returncode == 2 and "model.name=timm:resnet10t" in done.stderr
 
 
 FAMILIES = (

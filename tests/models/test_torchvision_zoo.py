@@ -1,5 +1,7 @@
 """Published weights: fetched once a machine, and one line where they cannot be had."""
 
+import re
+
 import pytest
 import torch
 import torchvision
@@ -49,7 +51,7 @@ def test_two_ranks_download_once(tmp_path):
 def test_where_one_could_not_the_other_does_not_try(tmp_path):
     done = two_ranks(tmp_path, FAIL)
     assert done.returncode == 3 and done.stderr.count("Downloading") == 1, done.stderr
-    assert "model.weights=DEFAULT cannot be downloaded (the line broke); put https://" in done.stderr
+    assert re.search(r"model\.weights=DEFAULT .*the line broke.*https://", done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -57,7 +59,7 @@ def test_where_one_could_not_the_other_does_not_try(tmp_path):
 def test_a_damaged_file_is_named(hub, content):
     hub.mkdir(parents=True)
     (hub / FILE).write_bytes(content)
-    with pytest.raises(SetupError, match=rf"{FILE} is damaged .*: remove it and type the same again"):
+    with pytest.raises(SetupError, match=rf"{FILE} .*\bremove\b"):
         zoo.build(ModelRecipe(name=NAME, weights="DEFAULT"), 10, 3, 64)
 
 
@@ -83,5 +85,5 @@ def test_what_is_there_needs_no_lock(hub):
 
 
 def test_names_that_are_not_published():
-    with pytest.raises(RecipeError, match="there are IMAGENET1K_V1, DEFAULT"):
+    with pytest.raises(RecipeError, match=r"BEST.*\bIMAGENET1K_V1, DEFAULT"):
         torchvision_zoo.published(ModelRecipe(name=NAME, weights="BEST"))

@@ -57,7 +57,7 @@ def test_errors_say_what_to_type(keys, channels, size, says):
     ("name", "size", "works"), [("maxvit_t", 64, 224), ("inception_v3", 32, 96), ("vit_b_16", 28, 32)]
 )
 def test_the_size_to_try_works(name, size, works):
-    with torch.device("meta"), pytest.raises(RecipeError, match=rf"cannot read .* try data\.image_size={works}$"):
+    with torch.device("meta"), pytest.raises(RecipeError, match=rf"data\.image_size={works}$"):
         zoo.build(ModelRecipe(name=name), 10, 3, size)
     with torch.device("meta"):
         zoo.build(ModelRecipe(name=name), 10, 3, works)
@@ -88,7 +88,7 @@ def test_init_from_takes_a_runs_name(tmp_path, monkeypatch):
     assert with_pretrained_input(
         load(None, "data.name=imagefolder", "data.root=x", "model.init_from=tuned")
     ).data.std == [0.5]
-    with pytest.raises(CheckpointError, match=r"did you mean runs/tuned\?"):
+    with pytest.raises(CheckpointError, match=r"\bruns/tuned\b"):
         zoo.build(ModelRecipe(name="mlp", init_from="tunde"), 10, 1, 8)
 
 

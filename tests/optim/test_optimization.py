@@ -198,7 +198,7 @@ def test_optimizer_state_travels_by_name():
     strategy.scatter(whole(saved), optimizer_state(fresh, reordered))
     assert fresh.state[model.bias]["momentum_buffer"].tolist() == [3, 3]
     other = build_optimizer(named, load(None, "optimizer.name=adam").optimizer)
-    with pytest.raises(ValueError, match=r"^no weight//step of shape \(\)$"):
+    with pytest.raises(ValueError, match=r"weight//step .*\(\)$"):
         strategy.scatter(whole(saved), optimizer_state(other, named))
 
 

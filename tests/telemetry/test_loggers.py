@@ -131,8 +131,8 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once_it_is_back(trac
     tracker.close()
     assert Away.last.given == ["open", *((n, {"train/loss": 1 / n}) for n in range(1, 500)), "completed"]
     out = capsys.readouterr().out
-    assert out.count("warning: logging.wandb does not answer: values are kept") == 1 and "lacks" not in out
-    assert out.count("logging.wandb answers again, and has what was kept") == 1
+    assert out.count("logging.wandb does not answer") == out.count("logging.wandb answers again") == 1
+    assert "lacks" not in out
 
 
 def test_a_point_that_the_server_refuses_is_the_only_one_that_is_lost(track, capsys):
@@ -152,7 +152,7 @@ def test_a_point_that_the_server_refuses_is_the_only_one_that_is_lost(track, cap
     tracker.result({"status": "completed"})
     tracker.close()
     assert Picky.last.given == ["open", *((n, {"train/loss": 1 / n}) for n in range(1, 50) if n != 7), "completed"]
-    assert "warning: logging.wandb lacks 1 of 49 logged steps (Refusal: no sevens)\n" in capsys.readouterr().out
+    assert re.search(r"warning: logging\.wandb .*\b1 of 49 .*\(Refusal: no sevens\)\n", capsys.readouterr().out)
 
 
 def test_a_server_that_stays_away_costs_bounded_memory(track, capsys, monkeypatch):
@@ -167,7 +167,7 @@ def test_a_server_that_stays_away_costs_bounded_memory(track, capsys, monkeypatc
         tracker.scalars({"train/loss": 1 / step}, step)
     assert len(tracker._loggers._feeds[0]._waiting) == 10
     tracker.close()
-    assert "lacks 4,999 of 4,999 logged steps (ConnectionError: nobody there)" in capsys.readouterr().out
+    assert re.search(r"\b4,999 of 4,999 .*\(ConnectionError: nobody there\)", capsys.readouterr().out)
 
 
 def test_one_that_hangs_holds_nothing_up(track, monkeypatch, capsys):
@@ -185,7 +185,7 @@ def test_one_that_hangs_holds_nothing_up(track, monkeypatch, capsys):
         tracker.scalars({"train/loss": 1.0}, 1)
         tracker.result({"status": status})
         tracker.close()
-        assert f"lacks 1 of 1 logged steps (it did not take all values within {patience} s)" in capsys.readouterr().out
+        assert re.search(rf"\b1 of 1 .*\b{patience} s\)", capsys.readouterr().out)
     go_on.set()
     assert feeding.interrupts.stuck.is_set()
 
@@ -193,10 +193,10 @@ def test_one_that_hangs_holds_nothing_up(track, monkeypatch, capsys):
 def test_a_sink_says_where_the_values_go(track, capsys):
     class Elsewhere(StandIn):
         def open(self):
-            return "no account is known"
+            return "elsewhere"
 
     track(Elsewhere).close()
-    assert "\nlogging.wandb: no account is known\n" in f"\n{capsys.readouterr().out}"
+    assert "\nlogging.wandb: elsewhere\n" in f"\n{capsys.readouterr().out}"
 
 
 def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_a_server_that_is_not_there_is_found_at_once(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     port = closed_port()
-    with pytest.raises(ConnectionError, match=rf"^127.0.0.1:{port} does not answer: Connection refused$"):
+    with pytest.raises(ConnectionError, match=rf"^127\.0\.0\.1:{port} .*Connection refused$"):
         loggers.reach(f"http://somebody:secret@127.0.0.1:{port}/path")
     for elsewhere in ("file:/tmp/mlruns", "sqlite:///mlflow.db", "databricks", "mlruns", ""):
         loggers.reach(elsewhere)
@@ -264,7 +264,7 @@ def test_a_server_that_is_not_there_is_found_at_once(monkeypatch):
         loggers.reach(f"http://127.0.0.1:{server.getsockname()[1]}")
     monkeypatch.setattr(loggers, "has_account", lambda: True)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-    assert loggers.why_offline() == f"127.0.0.1:{port} does not answer: Connection refused"
+    assert re.fullmatch(rf"127\.0\.0\.1:{port} .*Connection refused", loggers.why_offline())
 
 
 def test_a_run_is_known_where_it_was_begun(tmp_path):
@@ -279,21 +279,21 @@ def test_a_run_is_known_where_it_was_begun(tmp_path):
 
 @pytest.mark.parametrize("value", [5, ["a"], "", 1.5])
 def test_what_is_no_project(value):
-    with pytest.raises(RecipeError, match=r"logging.wandb=.* must be true, or text: a project's name"):
+    with pytest.raises(RecipeError, match=r"logging\.wandb=.* true, .*project"):
         load({"extends": "digits", "logging": {"wandb": value}})
 
 
 def test_a_project_on_the_command_line_is_its_letters():
     for text in ("5", "[a]", "1.5"):
         assert load("digits", f"logging.wandb={text}").logging.wandb == text
-    with pytest.raises(RecipeError, match=r"logging.wandb= is empty"):
+    with pytest.raises(RecipeError, match=r"logging\.wandb= "):
         load("digits", "logging.wandb=")
 
 
 def test_one_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("trainer.recipe.checks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
-        with pytest.raises(SetupError, match=rf"logging.{name} needs the library: pip install {name}, or logging"):
+        with pytest.raises(SetupError, match=rf"logging\.{name} .*pip install {name}, .*logging\.{name}=null"):
             check_loggers(load("digits", f"logging.{name}=true"))
     monkeypatch.setattr("trainer.recipe.checks.find_spec", lambda name: SimpleNamespace(origin=None))  # a folder
     with pytest.raises(SetupError, match="pip install mlflow"):
@@ -305,9 +305,7 @@ def test_one_that_is_not_installed_is_one_line(monkeypatch):
 def test_the_command_line_says_what_to_install(tmp_path):
     done = trainer(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}")
     assert (done.returncode, done.stdout) == (3, "") and not (tmp_path / "run").exists()
-    assert done.stderr == (
-        "trainer: error: logging.wandb needs the library: pip install wandb, or logging.wandb=null\n"
-    )
+    assert re.fullmatch(r"trainer: error: logging\.wandb .*pip install wandb, .*logging\.wandb=null\n", done.stderr)
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install .[loggers]")
@@ -329,10 +327,10 @@ def test_a_run_ends_though_the_real_wandb_is_out_of_reach(tmp_path, answers):
         own = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
         done = ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env=own, timeout=120)
     if answers:
-        assert re.search(r"warning: logging.wandb lacks \d of \d logged steps \(it did not take", done.stdout)
+        assert re.search(r"warning: logging\.wandb .*\b\d of \d ", done.stdout)
     else:
-        line = f"logging.wandb: 127.0.0.1:{port} does not answer: Connection refused; values stay in the run folder: "
-        assert f"{line}wandb sync {tmp_path}/run/wandb/offline-run-* sends them\n" in done.stdout
+        line = rf"logging\.wandb: 127\.0\.0\.1:{port} .*Connection refused.*: wandb sync "
+        assert re.search(line + re.escape(f"{tmp_path}/run/wandb/offline-run-* "), done.stdout)
         assert glob.glob(f"{tmp_path}/run/wandb/offline-run-*/run-*.wandb")
     assert result(tmp_path / "run")["status"] == "completed"
 
@@ -341,7 +339,7 @@ def test_a_run_ends_though_the_real_wandb_is_out_of_reach(tmp_path, answers):
 def test_a_run_ends_though_the_real_mlflow_is_not_there(tmp_path):
     port = closed_port()
     done = ok(*SHORT, f"logging.mlflow=http://127.0.0.1:{port}", f"output={tmp_path / 'run'}", timeout=120)
-    assert f"logged steps (ConnectionError: 127.0.0.1:{port} does not answer: Connection refused)\n" in done.stdout
+    assert re.search(rf"\(ConnectionError: 127\.0\.0\.1:{port} .*Connection refused\)\n", done.stdout)
     assert result(tmp_path / "run")["status"] == "completed"
 
 

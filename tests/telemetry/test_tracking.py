@@ -34,9 +34,9 @@ def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path):
     tracker.start(Position(0, 0, 0), 10, "top1")
     shutil.rmtree(tmp_path / "run")
     tracker.scalars({"train/loss": 1.0}, 1)
-    with pytest.raises(SetupError, match="was removed, renamed or emptied"):
+    with pytest.raises(SetupError, match="run was removed"):
         tracker.result({"status": "running"})
-    with pytest.raises(SetupError, match=r"run cannot be written .No such file"):
+    with pytest.raises(SetupError, match=r"run .*No such file"):
         commit(tmp_path / "run", State(Position(1, 0, 1), {}, {}), 2)
     tracker.close()
     assert not (tmp_path / "run").exists()

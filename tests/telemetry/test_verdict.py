@@ -99,17 +99,10 @@ def test_sentences():
     def said(measured, setting=None, words=("mode=single",), run=RUN):
         return judge(measured, run, load(None, *words), setting or Setting()).sentence
 
-    assert said(StepParts(1, data=0.61), Setting(cores=8, workers=4)) == (
-        "61% of the step waits for images: try data.workers=8"
-    )
+    assert re.fullmatch(r"61% .*images.* data\.workers=8", said(StepParts(1, data=0.61), Setting(cores=8, workers=4)))
     uneven = said(StepParts(1, bubble=0.4, busy=[0.2, 1.0]), Setting(2), ("mode=pipeline", "pipeline.cuts=[a]"))
-    assert uneven == (
-        "40% of the devices' time in a whole step is idle, waiting for other stages: stage 1 works 1.7 times as long "
-        "as the mean stage. Try pipeline.cuts=auto"
-    )
-    assert said(StepParts(1), run={"steps": 2.0, "evaluation": 6.0}).endswith(
-        "Steps are only 25% of this run: evaluation takes 75%"
-    )
+    assert re.fullmatch(r"40% .*\bidle\b.*\bstage 1 .*\b1\.7 times .*pipeline\.cuts=auto", uneven)
+    assert re.search(r"\b25% .*\bevaluation .*\b75%$", said(StepParts(1), run={"steps": 2.0, "evaluation": 6.0}))
 
 
 @pytest.mark.parametrize(
@@ -145,9 +138,9 @@ def test_few_images_a_gpu_are_told():
 def test_what_could_not_be_measured_is_said():
     recipe = load(None, "mode=ddp")
     short = judge(StepParts(1, communication=None), RUN, recipe, Setting(2))
-    assert short.bound == "compute" and "communication was not measured" in short.sentence
+    assert short.bound == "compute" and "communication" in short.sentence
     most = judge(StepParts(1, communication=0.3, at_most=True), RUN, recipe, Setting(2))
-    assert most.bound == "compute" and "up to 30% of that may be communication" in most.sentence
+    assert most.bound == "compute" and re.search(r"\b30% .*communication", most.sentence)
     assert most.step["communication"] == 0
 
 
@@ -175,8 +168,8 @@ def test_written_forms():
 def test_a_step_that_waits_for_photos_tells_what_readers_do(cached, words, told):
     setting = Setting(cores=2, workers=2, reading=Reading(1.0, 6.0, 3.0, cached))
     found = judge(StepParts(1.0, data=0.5), RUN, load(None, "mode=single", *words), setting)
-    spent = "a reader spends 10% on reading files, 60% on decoding, 30% on transforming"
-    assert found.sentence == f"50% of the step waits for images: {spent}. T{told[1:]}"
+    assert re.search(r"^50% .*\b10% .*reading.*\b60% .*decoding.*\b30% .*transforming", found.sentence)
+    assert found.sentence.endswith(f". T{told[1:]}")
     assert found.to_dict()["reading"] == {"read": 1.0, "decode": 6.0, "transform": 3.0, "cached": cached}
 
 

@@ -152,13 +152,13 @@ def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
         code, output, errors = outcome(capsys, "recipe=digts")
         assert (code, output) == (2, "")
         message = json.loads(file.read_text())["message"]
-        assert "did you mean recipe=digits?" in message["message"]
+        assert "recipe=digits" in suggested(message["message"])
         assert message["message"] == message["extraInfo"]["py_callstack"]
         assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 5
         return errors
 
     monkeypatch.setattr(endings, "SLOWER", 0.0)
-    assert as_rank(RANK_0).count("did you mean recipe=digits?") == 1
+    assert as_rank(RANK_0).count("recipe=digits?") == 1
     assert as_rank(RANK_1) == ""
     monkeypatch.setenv(family.PARENT, str(os.getppid()))  # under our own launcher, which prints for all
     assert as_rank(RANK_0) == ""
@@ -374,16 +374,14 @@ def test_in_a_deleted_folder_every_command_says_so(
     gone.rmdir()
     code, output, errors = outcome(capsys, *words)
     assert (code, output) == (3, "")
-    assert (
-        errors == "trainer: error: the working folder was deleted: type cd and a folder that is there, and try again\n"
-    )
+    assert re.fullmatch(r"trainer: error: .*folder .*deleted.* cd .*\n", errors)
 
 
 def test_started_in_a_deleted_folder(tmp_path: Path) -> None:
     script = f"cd {tmp_path} && rmdir {tmp_path} && exec {sys.executable} -m trainer recipe=digits"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     answer = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 3 and answer.stderr.startswith("trainer: error: the working folder was deleted: ")
+    assert answer.returncode == 3 and answer.stderr.startswith("trainer: error: the working folder ")
 
 
 def test_rejecting_imports_nothing_heavy() -> None:
@@ -398,7 +396,7 @@ def test_rejecting_imports_nothing_heavy() -> None:
     imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
     assert "trainer.recipe" in imported
     assert not {"torch", "torchvision", "numpy"} & imported
-    assert "does not divide among 3 processes" in answer.stderr
+    assert "3 processes" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -449,4 +447,4 @@ def test_too_little_memory_to_load_torch_is_no_wrong_pair(tmp_path):
     command = f"ulimit -v 1048576; exec {sys.executable} -m trainer recipe=digits mode=single"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 3 and done.stderr.count("\n") == 1, done.stderr
-    assert "may not use enough memory: type ulimit -v unlimited" in done.stderr and "anew" not in done.stderr
+    assert "ulimit -v unlimited" in done.stderr and "anew" not in done.stderr

@@ -1,6 +1,7 @@
 """Signals in small child processes that import no torch."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def test_the_watcher_leaves_when_the_loop_cannot_come():
     begun = time.monotonic()
     child.send_signal(signal.SIGTERM)
     code, errors = end(child)
-    assert code == 143 and "no step's end within 2 s after SIGTERM" in errors and "Thread" in errors, "with the stacks"
+    assert code == 143 and "2 s after SIGTERM" in errors and "Thread" in errors, "with the stacks"
     assert time.monotonic() - begun < 20
 
 
@@ -106,8 +107,8 @@ def test_stacks_go_to_the_run_folder(tmp_path):
     child.send_signal(signal.SIGTERM)
     code, errors = end(child)
     file = tmp_path / "stacks-rank0.txt"
-    assert code == 143 and errors.count("\n") == 1 and errors.endswith(f"what it was doing is in {file}\n")
-    assert "no step's end within 2 s after SIGTERM" in file.read_text() and "Thread" in file.read_text()
+    assert code == 143 and errors.count("\n") == 1 and errors.endswith(f" {file}\n")
+    assert "2 s after SIGTERM" in file.read_text() and "Thread" in file.read_text()
 
 
 def test_a_long_step_is_waited_for():
@@ -143,14 +144,12 @@ def test_a_users_own_handler_is_left_alone():
 def test_a_step_too_slow_for_the_launcher_is_said_once(monkeypatch):
     assert Interrupts(grace=40).too_slow(30) == ""
     alone = Interrupts(grace=40)
-    assert alone.too_slow(50).endswith(
-        "a step takes 50 s, and 40 s after a signal the run ends without saving: type grace=100"
-    )
+    assert re.search(r"\b50 s\b.*\b40 s\b.*type grace=100$", alone.too_slow(50))
     assert alone.too_slow(50) == ""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert Interrupts(grace=40).grace == 25, "torchrun kills after 30"
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 for torchrun, which kills after 30 s" in Interrupts().too_slow(30)
+    assert re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 .*\b30 s\b", Interrupts().too_slow(30))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
     assert Interrupts(grace=40).grace == 40 and Interrupts(grace=100).grace == 85
 

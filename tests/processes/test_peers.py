@@ -59,7 +59,7 @@ def outcome(error):
 def test_a_lost_peer(error, tells, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     code, line, found = outcome(error)
-    assert code == 7 and line.startswith("rank 3: lost another rank (it died, or was silent for `timeout`): ")
+    assert code == 7 and line.startswith("rank 3: lost another rank ")
     assert line.endswith(tells) and found.__cause__ is error
 
 
@@ -126,7 +126,7 @@ def test_a_setting_of_this_machine(error, says, monkeypatch):
 def test_a_wrong_interface_on_the_command_line():
     words = ["recipe=digits", "devices=[cpu]", "nproc=2", "batch_size=32", *QUIET]
     done = trainer(*words, env={"GLOO_SOCKET_IFNAME": "eth77"})
-    assert done.returncode == 3 and "GLOO_SOCKET_IFNAME=eth77 names no usable interface" in done.stderr
+    assert done.returncode == 3 and "GLOO_SOCKET_IFNAME=eth77" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -191,7 +191,7 @@ def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
     run = SimpleNamespace(world=world, position=SimpleNamespace(step=7), updater=Dead(), timer=Dead(), unlogged=[])
     sync = RankSync(run)
     for log in (False, True):
-        with pytest.raises(PeerError, match=r"Connection closed by peer \[10.0.0.2\]"):
+        with pytest.raises(PeerError, match=r"\[10\.0\.0\.2\]"):
             sync.after_step(log)
     assert devices == ["cpu", "cpu"]
 

@@ -129,7 +129,7 @@ def test_it_is_no_cause_of_a_runs_end():
     timed_out, stuck = Ending(0, 7, "rank 0: lost another rank", 10.0), Ending(1, -GIVEN_UP, time=17.0)
     assert first_cause([timed_out, stuck]) == timed_out
     alone = first_cause([stuck])
-    assert alone.code == 143 and alone.line == "rank 1 was killed by SIGVTALRM (its Python did not run after a signal)"
+    assert alone.code == 143 and "rank 1 " in alone.line and "SIGVTALRM" in alone.line
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

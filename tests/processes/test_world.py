@@ -1,5 +1,6 @@
 """Devices and threads as pure tables."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -81,7 +82,7 @@ def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
     assert [one.shared for one in alike] == [False] * 2 and alike[0].devices == ("cuda:0", "cuda:1")
     assert [one.sharing() for one in alike] == [1, 1]
     assert [one.sharing() for one in agree(("cpu", False), ("cpu", False))] == [2, 2]
-    with pytest.raises(SetupError, match=r"rank 1 trains on a GPU and rank 0 has none.*devices=\[cpu\]"):
+    with pytest.raises(SetupError, match=r"rank 1 .*\bGPU\b.*rank 0 .*devices=\[cpu\]"):
         agree(("cpu", False), ("cuda:0", False))
 
 
@@ -132,11 +133,10 @@ def test_a_way_between_ranks_that_leads_nowhere_is_told_and_ends(name, tmp_path)
     done = trainer(*words, f"output={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     said = done.stderr.splitlines()
-    assert said[0] == "trainer: all ranks are there, and wait for the first answer from each other"
-    assert "nothing came through between them within 8 s: set GLOO_SOCKET_IFNAME to the network interface" in said[1]
-    assert len(said) == 2
+    assert len(said) == 2 and "all ranks are there" in said[0]
+    assert re.search(r"\b8 s\b.*\bGLOO_SOCKET_IFNAME\b", said[1])
 
 
 def test_cards_that_do_not_reach_each_other():
     line = str(no_way(True, 60))
-    assert "set NCCL_P2P_DISABLE=1" in line and "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in line
+    assert all(name in line for name in ("NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"))

@@ -93,7 +93,7 @@ def test_a_file_that_changes_while_it_is_sent(home, monkeypatch):
         found = newest(home, refuse) if world.is_main else None
         if world.is_main:
             flip(home / "checkpoints" / "step-00000007" / "model.safetensors", -1)
-        with pytest.raises(CheckpointError, match="changed while it was sent"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors .*changed"):
             on_every_rank(found, world)
         return True
 
@@ -112,5 +112,5 @@ def test_no_room_for_what_is_sent(home, monkeypatch):
     monkeypatch.setattr(world, "max_", lambda values: torch.ones(()))
     monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda *words: None)
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(SetupError, match=r"No space left on device\): .* or set TMPDIR"):
+    with pytest.raises(SetupError, match=r"No space left on device.*\bTMPDIR\b"):
         on_every_rank(None, world)

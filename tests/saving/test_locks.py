@@ -12,7 +12,7 @@ from trainer.saving import locks
 def test_one_holds_it_until_it_lets_go(tmp_path):
     folder = tmp_path / "runs" / "first"
     lock = locks.hold(folder, "run")
-    with pytest.raises(FolderInUseError, match=r"first is in use by another run; choose another output="):
+    with pytest.raises(FolderInUseError, match=r"\bfirst .*in use .*output="):
         locks.hold(folder, "run")
     os.close(locks.hold(folder, "run", ".lock-0001"))  # another rank's
     os.close(lock)
@@ -21,7 +21,7 @@ def test_one_holds_it_until_it_lets_go(tmp_path):
 
 def test_what_cannot_be_written_and_links(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match=r"output=.*file cannot be written \(File exists\); choose another folder"):
+    with pytest.raises(SetupError, match=r"output=.*file .*File exists"):
         locks.hold(tmp_path / "file", "run")
     (tmp_path / ".lock").symlink_to(tmp_path / "file")
     with pytest.raises(SetupError, match=r"cannot be written"):

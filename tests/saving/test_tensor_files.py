@@ -60,7 +60,7 @@ HOSTILE = {
 def test_hostile_safetensors_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
     (tmp_path / "w.safetensors").write_bytes(HOSTILE[kind])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match="not a whole safetensors file") as caught:
+    with pytest.raises(CheckpointError, match=r"w\.safetensors .*safetensors file") as caught:
         read_weights(tmp_path / "w.safetensors")
     assert len(one_line(caught.value)) < 1000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "KiB"
@@ -72,7 +72,7 @@ def test_hostile_safetensors_are_refused_in_one_line(tmp_path: Path, kind: str) 
         "size": len(HOSTILE[kind]), "sha256": hashlib.sha256(HOSTILE[kind]).hexdigest()
     }  # fmt: skip
     (path / "manifest.json").write_bytes(checkpoint._sealed(content))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors .*safetensors file"):
         load(path)
 
 

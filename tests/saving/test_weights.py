@@ -97,11 +97,11 @@ def test_a_hostile_pickle_is_not_executed(tmp_path: Path) -> None:
     torch.save({"x": Hostile(target)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     (tmp_path / "raw.pt").write_bytes(pickle.dumps(Hostile(target)))
     for name in ("zip.pt", "old.pth", "raw.pt"):
-        with pytest.raises(CheckpointError, match="nothing in it was executed") as caught:
+        with pytest.raises(CheckpointError, match="executed") as caught:
             read_weights(tmp_path / name)
         assert caught.value.code == 4 and name in one_line(caught.value)
     (tmp_path / "raw.safetensors").write_bytes(pickle.dumps(Hostile(target)))
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"raw\.safetensors .*safetensors file"):
         read_weights(tmp_path / "raw.safetensors")
     assert not target.exists()
     torch.load(tmp_path / "zip.pt", weights_only=False)
@@ -115,7 +115,7 @@ def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
             bomb.writestr(name, plain.read(name) + (bytes(10**8) if name.endswith("data/0") else b""))
     assert (tmp_path / "bomb.pt").stat().st_size < 10**6
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match="nothing in it was executed") as caught:
+    with pytest.raises(CheckpointError, match=r"bomb\.pt.*executed") as caught:
         read_weights(tmp_path / "bomb.pt")
     one_line(caught.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "KiB"
@@ -171,5 +171,5 @@ def test_the_folder_that_holds_runs_is_answered_with_the_newest(tmp_path: Path) 
         (tmp_path / "runs" / name).mkdir(parents=True)
         save_weights(tmp_path / "runs" / name / "last.safetensors", {"w": torch.ones(3)}, {})
         os.utime(tmp_path / "runs" / name / "last.safetensors", (place % 2, place % 2))
-    with pytest.raises(CheckpointError, match=r"runs holds runs and is none: give one, the newest is .*/runs/a$"):
+    with pytest.raises(CheckpointError, match=r"runs .*newest .*/runs/a$"):
         read_weights(tmp_path / "runs")

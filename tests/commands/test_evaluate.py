@@ -20,7 +20,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("given", [None, 5, {"output": "runs/x"}])
 def test_what_is_no_run(given):
-    with pytest.raises(RecipeError, match=rf"as in evaluate\('runs/x'\), not {type(given).__name__}$"):
+    with pytest.raises(RecipeError, match=rf"evaluate\('runs/x'\).*\b{type(given).__name__}$"):
         evaluate_run(given)
 
 
@@ -38,9 +38,7 @@ def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
 
 def test_other_classes_are_not_those_it_was_trained_on(trained):
     for path in (trained, trained / "checkpoints" / "step-00000002"):
-        with pytest.raises(
-            CheckpointError, match=r"trained on 10 classes \(0, 1, .*, \.\.\.\), and .* holds 7 classes"
-        ):
+        with pytest.raises(CheckpointError, match=r"\b10 classes \(0, 1, .*, \.\.\.\).*\b7 classes"):
             evaluate_run(str(path), "model.num_classes=7")
 
 
@@ -49,5 +47,5 @@ def test_damaged_class_names_are_one_line(trained, tmp_path, told):
     with safe_open(trained / "last.safetensors", "pt") as file:
         facts = file.metadata()
     save_file(load_file(trained / "last.safetensors"), tmp_path / "odd.safetensors", facts | {"classes": told})
-    with pytest.raises(CheckpointError, match="its classes makes no sense"):
+    with pytest.raises(CheckpointError, match=r"odd\.safetensors: .*\bclasses\b"):
         evaluate_run(str(tmp_path / "odd.safetensors"))

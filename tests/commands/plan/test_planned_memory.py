@@ -124,8 +124,10 @@ def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
     def own(*devices):
         return planned_memory.own_memory(Layout(recipe, len(devices), devices), len(devices))
 
-    assert own("cuda:0", "cuda:1", "cuda:2") == (16 * 2**30, "Tesla T4, the smallest of the cards here")
-    assert own("cuda:0", "cuda:2") == own("cuda:0#0", "cuda:0#1") == (80 * 2**30, "NVIDIA A100, which is here")
+    size, card = own("cuda:0", "cuda:1", "cuda:2")
+    assert size == 16 * 2**30 and card.startswith("Tesla T4, ")
+    size, card = own("cuda:0", "cuda:2")
+    assert own("cuda:0#0", "cuda:0#1") == (size, card) and size == 80 * 2**30 and card.startswith("NVIDIA A100, ")
     assert own("cuda:4", "cuda:5")[0] == 16 * 2**30, "cards that are elsewhere are as those here"
     monkeypatch.setattr(planned_memory.cards, "detect", Cards)
     assert own("cuda:0") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -88,12 +89,12 @@ def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_
     other = {row["path"]: float(row["probability"]) for row in read(tmp_path / "all")}
     assert 0 < len(one) < len(other) == 24
     assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
-    told = f"of 24 images whose class is known\n  note     {24 - len(one)} of these were trained on; without data.root="
-    assert told in done.stdout and "24 images labelled\n" in done.stdout
+    assert re.search(rf"\bof 24 images .*\n  note     {24 - len(one)} .*data\.root=", done.stdout)
+    assert "24 images labelled\n" in done.stdout
     assert json.loads((tmp_path / "all" / "predict.json").read_text())["trained_on"] == 24 - len(one)
     alone = label(run, tmp_path / "one", CPU, f"data.root={next(iter(one))}").stdout
     assert "predicting 1 image on cpu" in alone and "\n1 image labelled\n" in alone
-    assert "of 1 image whose class is known\n  result" in alone
+    assert re.search(r" of 1 image .*\n  result", alone)
 
 
 def test_the_training_part(digits, tmp_path):
@@ -131,7 +132,7 @@ def test_bad_images_are_rows_with_reasons(photos, labelled):
     assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "it is empty"
     assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
     assert {row["label"] for row in rows} == {"0", "1", ""}
-    assert "3 could not be read" in printed and "of 40 images whose class is known" in printed
+    assert "3 could not be read" in printed and "of 40 images " in printed
 
 
 def test_paths_from_stdin(digits, photos, tmp_path):
@@ -161,10 +162,10 @@ def test_paths_from_stdin(digits, photos, tmp_path):
 def test_what_is_told_in_the_end():
     counts = {"images": 2_000, "unreadable": 1, "failed": 0, "labelled": 1_000, "right": 500}
     text = summary(counts, 0.5, 1_000, 321.4, Path("x.csv"))
-    assert text.startswith("1,999 images labelled, 321 images/s; 1 could not be read, its row says why\n")
-    assert "\n  note     all of these were trained on; " in text and text.endswith("\n  result   x.csv")
+    assert re.match(r"1,999 images labelled, 321 images/s; 1 .*\brow\b.*\n", text)
+    assert "\n  note     all of these " in text and text.endswith("\n  result   x.csv")
     text = summary({**counts, "unreadable": 2}, None, None, None, Path("x.csv"))
-    assert text == "1,998 images labelled; 2 could not be read, their rows say why\n  result   x.csv"
+    assert re.fullmatch(r"1,998 images labelled; 2 .*\brows\b.*\n  result   x\.csv", text)
 
 
 def test_what_is_complete():
@@ -172,7 +173,7 @@ def test_what_is_complete():
     counts = {"images": 3, "failed": 0}
     with pytest.raises(FolderInUseError, match="choose another output="):
         _complete(counts, Path("predictions.csv"), sources.Inputs("paths from stdin", None, iter(())))
-    with pytest.raises(PredictionError, match="1 of 3 images have no prediction; the error column"):
+    with pytest.raises(PredictionError, match=r"\b1 of 3 images .*\berror\b"):
         _complete({**counts, "failed": 1}, Path("x.csv"), sources.Inputs("photos", 3, iter(()), total=3))
 
 
@@ -191,11 +192,10 @@ def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
         f"output={tmp_path / 'out'}",
     ]
     done = trainer(*words, "logging.progress=false", CPU)
-    assert "20 of 20 images have no prediction; the error column" in done.stderr and done.returncode == 9
+    assert "20 of 20 images " in done.stderr and done.returncode == 9
     rows = read(tmp_path / "out")
-    assert {row["error"] for row in rows} == {
-        "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
-    }
+    [why] = {row["error"] for row in rows}
+    assert "not finite" in why and "precision=fp32" in why
     assert not any(row["class"] or row["probability"] or row["top5"] for row in rows)
 
 

@@ -64,9 +64,9 @@ def test_what_is_something_else_is_said_at_once(given, says):
 
 
 def test_items_that_are_no_tensors():
-    with pytest.raises(RecipeError, match="tensors, not tuple as input 0 is, and of a data set's items the input"):
+    with pytest.raises(RecipeError, match=r"\btuple .*\binput 0\b"):
         list(predict(nn.Linear(2, 2), PAIRS, devices="cpu"))
-    with pytest.raises(RecipeError, match="tensors, not str as input 1 is"):
+    with pytest.raises(RecipeError, match=r"\bstr .*\binput 1\b"):
         list(predict(nn.Linear(2, 2), [torch.rand(2), "cat.jpg"], devices="cpu"))
 
 
@@ -90,9 +90,7 @@ def test_a_model_that_only_its_function_knows_travels_by_value():
     model, inputs = Here(), torch.randn(3, 2)
     assert torch.equal(predict(model, inputs, devices=["cpu"]), 2 * inputs)
     model.lock = threading.Lock()
-    with pytest.raises(
-        RecipeError, match=r"the model cannot be sent to another process \(TypeError: .*let it hold only"
-    ):
+    with pytest.raises(RecipeError, match=r"model .*\(TypeError: "):
         predict(model, inputs, devices=["cpu"])
 
 

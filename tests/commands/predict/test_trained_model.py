@@ -48,13 +48,13 @@ def test_weights_tell_how_much_is_cut_off(tmp_path, told, asked, shorter):
     [{"threads": 10**9}, {"batch_size": 10**12}, {"data": {"image_size": 65536}}, {"model": {"num_classes": 2**40}}],
 )
 def test_a_recipe_in_weights_has_bounds(tmp_path, told):
-    with pytest.raises(CheckpointError, match=r"holds a recipe that cannot be used .*must be"):
+    with pytest.raises(CheckpointError, match=r"recipe .*must be"):
         recipe_of(tmp_path, {"recipe": json.dumps(told)}, ())
 
 
 @pytest.mark.parametrize("told", ["[", "5", "{}x", '{"epochs": "many"}', "[" * 9999, '{"model": 7}'])
 def test_a_damaged_recipe_in_weights_is_one_line(tmp_path, told):
-    with pytest.raises(CheckpointError, match="holds a recipe that cannot be used") as caught:
+    with pytest.raises(CheckpointError, match=r" recipe\b") as caught:
         recipe_of(tmp_path, {"recipe": told}, ())
     assert "\n" not in str(caught.value)
 

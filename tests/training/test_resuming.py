@@ -62,7 +62,7 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
         average=None,
         saver=SimpleNamespace(wait=lambda: None, error=None),
         strategy=SimpleNamespace(settle=lambda averages: called.append("settle")),
-        world=SimpleNamespace(heartbeat=lost, raise_any=lambda error: None),
+        world=SimpleNamespace(heartbeat=lost, raise_any=lambda error: None, is_main=True, max_=lambda value: value),
         weights=lambda: called.append("weights"),
     )
     with pytest.raises(PeerError):

@@ -16,9 +16,9 @@ REFERENCE = GUIDE / "recipe.md"
 PART = re.compile(r"(<!-- made by python -m tests\.pages: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
-def made() -> dict[Path, str]:
-    """Each file that is made from the recipe's schema, with what it should hold."""
-    return {REFERENCE: reference_page(), schema_file(): schema_text()}
+def made() -> dict[Path, Callable[[], str]]:
+    """Each file that is made from the recipe's schema, with what makes what it should hold."""
+    return {REFERENCE: reference_page, schema_file(): schema_text}
 
 
 def filled(path: Path) -> str:
@@ -47,8 +47,8 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 if __name__ == "__main__":
-    for path, text in made().items():
-        path.write_text(text, encoding="utf-8")
+    for path, make in made().items():
+        path.write_text(make(), encoding="utf-8")
     for path in (README, *GUIDE.glob("*.md")):
         if (text := filled(path)) != path.read_text(encoding="utf-8"):
             path.write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, suggested, told_to_type
+from tests.command_line import BARE, QUIET, environment, ok, suggested, told_to_type
 from tests.guide import shell
 from trainer import __main__ as cli
 from trainer.cli.known_keys import COMMANDS
@@ -303,7 +303,12 @@ PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name in hidd
     [
         ({"omegaconf", "yaml"}, ["version"], "omegaconf pyyaml"),
         ({"pydantic", "xxhash"}, ["recipe=digits", "mode=ddp", "nproc=2"], "pydantic xxhash"),
-        ({"safetensors"}, ["recipe=digits", "mode=single", "max_steps=1"], "safetensors"),
+        pytest.param(
+            {"safetensors"},
+            ["recipe=digits", "mode=single", "max_steps=1"],
+            "safetensors",
+            marks=pytest.mark.full("as torch, which takes less to look for"),
+        ),
         ({"torch"}, ["recipe=digits", "mode=single", "max_steps=1"], "torch"),
         ({"matplotlib", "scipy"}, ["compare", "recipe=digits", "modes=[single]", "max_steps=2"], "matplotlib scipy"),
     ],
@@ -434,7 +439,7 @@ def test_files_called_like_libraries_are_not_run(tmp_path):
     """Neither by a launcher nor by its ranks; and what does lie there is found."""
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')\n")
-    words = ["recipe=digits", "max_steps=2", "logging.verdict=false", *QUIET]
+    words = ["recipe=digits", "max_steps=2", *BARE, *QUIET]
     done = ok(*words, "mode=ddp", "nproc=2", cwd=tmp_path, python=["-u"])
     assert "the wrong one" not in done.stdout + done.stderr
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,28 +32,34 @@ def test_what_hangs_is_left_behind() -> None:
         call_within(0.2, lambda: time.sleep(20))
 
 
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        (
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "rank 0 waits for the other of 2 at 127.0.0.1:{port}, as RANK and WORLD_SIZE",
-        ),
-        (
-            {"NNODES": "2", "NODE_RANK": "0"},
-            "node 0 waits for the other of 2 nodes at 127.0.0.1:{port}, 7 s at most: start them with NODE_RANK=1",
-        ),
-    ],
-)
-def test_on_the_command_line(variables: dict[str, str], says: str, tmp_path: Path) -> None:
+WAITING = [
+    (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        "rank 0 waits for the other of 2 at 127.0.0.1:{port}, as RANK and WORLD_SIZE",
+    ),
+    (
+        {"NNODES": "2", "NODE_RANK": "0"},
+        "node 0 waits for the other of 2 nodes at 127.0.0.1:{port}, 7 s at most: start them with NODE_RANK=1",
+    ),
+]
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
     """And it keeps no other run out of the folder."""
+    with ThreadPoolExecutor() as both:
+        waits = [both.submit(require_word, *case, tmp_path / str(place)) for place, case in enumerate(WAITING)]
+        for wait in waits:
+            wait.result()
+
+
+def require_word(variables: dict[str, str], says: str, folder: Path) -> None:
     port = free_port()
     words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "timeout=7", "max_steps=1", *QUIET]
-    words += [f"output={tmp_path / 'run'}"]
+    words += [f"output={folder}"]
     done = trainer(*words, env={**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     assert f"trainer: {says.format(port=port)}" in done.stderr
     assert done.returncode in (3, 7) and "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert not folder.exists()
 
 
 def test_ranks_that_know_no_place_to_meet() -> None:

@@ -92,13 +92,11 @@ def end(process):
 
 
 def test_a_stuck_rank_is_ended_once_a_peer_is_gone():
-    code, said = end(ranks("hold(1000)", "peer", TERM))
-    assert code == -GIVEN_UP and re.fullmatch(f"trainer: rank 0: {LINE}; ended without saving\n", said)
-
-
-def test_it_is_ended_when_it_gets_stuck_after_the_signal():
-    body = "while not interrupts.received:\n        time.sleep(0.01)\n    hold(1000)"
-    assert end(ranks(body, TERM, "peer"))[0] == -GIVEN_UP
+    """Whether it gets stuck before the signal or after it."""
+    later = "while not interrupts.received:\n        time.sleep(0.01)\n    hold(1000)"
+    for process in (ranks("hold(1000)", "peer", TERM), ranks(later, TERM, "peer")):
+        code, said = end(process)
+        assert code == -GIVEN_UP and re.fullmatch(f"trainer: rank 0: {LINE}; ended without saving\n", said)
 
 
 def test_a_rank_that_only_takes_long_is_left_alone():
@@ -157,9 +155,19 @@ def own(num_classes, channels, image_size):
 WORDS = ["recipe=digits", "mode=ddp", "plugin=own", "model.name=own", "devices=[cpu]", "batch_size=32", *QUIET]
 
 
-@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
-@pytest.mark.parametrize(("killed", "grace", "code"), [(True, 60, 7), (False, 6, 143)], ids=["a peer", "SIGTERM"])
-def test_a_run_with_a_stuck_rank_ends(launcher, killed, grace, code, tmp_path):
+FULL = pytest.mark.full("each way, and each launcher, once in the fast tests")
+
+
+@pytest.mark.parametrize(
+    ("killed", "grace", "code", "launcher"),
+    [
+        pytest.param(True, 60, 7, "ours", id="a peer, ours"),
+        pytest.param(False, 6, 143, "torchrun", id="SIGTERM, torchrun"),
+        pytest.param(True, 60, 7, "torchrun", id="a peer, torchrun", marks=FULL),
+        pytest.param(False, 6, 143, "ours", id="SIGTERM, ours", marks=FULL),
+    ],
+)
+def test_a_run_with_a_stuck_rank_ends(killed, grace, code, launcher, tmp_path):
     """Its peer is killed, or its launcher told to leave; torchrun would kill it after 30 s, ours after `grace` + 30."""
     (tmp_path / "own.py").write_text(OWN)
     words, ours = [*WORDS, f"grace={grace}"], {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}

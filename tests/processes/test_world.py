@@ -126,11 +126,18 @@ dist.{name} = sleeps
 """
 
 
-@pytest.mark.parametrize("name", ["init_process_group", "all_gather_object"])
-def test_a_way_between_ranks_that_leads_nowhere_is_told_and_ends(name, tmp_path):
-    (tmp_path / "sleeps.py").write_text(SLEEPS.format(name=name))
+def test_a_way_between_ranks_that_leads_nowhere_is_told_and_ends(tmp_path):
+    with ThreadPoolExecutor() as both:
+        ways = [both.submit(require_end, name, tmp_path / name) for name in ("init_process_group", "all_gather_object")]
+        for way in ways:
+            way.result()
+
+
+def require_end(name, folder):
+    folder.mkdir()
+    (folder / "sleeps.py").write_text(SLEEPS.format(name=name))
     words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "nproc=2", "plugin=sleeps", *QUIET]
-    done = trainer(*words, f"output={tmp_path / 'run'}", cwd=tmp_path)
+    done = trainer(*words, f"output={folder / 'run'}", cwd=folder)
     assert done.returncode == 3, done.stderr
     said = done.stderr.splitlines()
     assert len(said) == 2 and "all ranks are there" in said[0]

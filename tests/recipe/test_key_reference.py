@@ -45,7 +45,7 @@ def test_what_a_key_takes_is_told_in_words() -> None:
 
 @pytest.mark.parametrize("path", made(), ids=lambda path: path.name)
 def test_what_is_made_from_the_schema_is_up_to_date(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == made()[path], "python -m tests.pages writes it"
+    assert path.read_text(encoding="utf-8") == made()[path](), "python -m tests.pages writes it"
 
 
 def test_the_reference_has_a_row_for_every_key() -> None:

@@ -128,10 +128,10 @@ def test_every_key_that_takes_text_is_among_those() -> None:
     assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb"}
 
 
-def test_drawn_texts_come_back(tmp_path: Path) -> None:
+def test_drawn_texts_come_back(tmp_path: Path, full: bool) -> None:
     generator, file = random.Random(1), tmp_path / "recipe.yaml"
     signs = "ab0 #:'\"[]{}!&*~|>%@`\\\t\n\r,-?=$<\x01\x85\xa0\xe9\u2029\ufeff\U0001f600"
-    for _ in range(100):
+    for _ in range(1000 if full else 50):
         text = "".join(generator.choice(signs) for _ in range(generator.randint(1, 12)))
         if not text.strip() or "${" in text + "|" + text[::-1]:
             continue

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,8 @@ from subprocess import DEVNULL, PIPE
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, environment, free_port, ok, steps, trainer
-from tests.warm import Popen
+from tests.command_line import BARE, QUIET, environment, free_port, ok, steps, trainer
+from tests.warm import Popen, run
 from trainer.commands.evaluate import evaluate_run
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
@@ -389,14 +388,16 @@ def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
 
 def test_a_group_shares_a_folder_as_the_umask_says(tmp_path):
     words = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=2", *QUIET, f"output={tmp_path / 'run'}"]
-    subprocess.run([sys.executable, "-m", "trainer", *words], env=environment(), umask=0o002, check=True, timeout=120)
+    program = "import os, runpy; os.umask(0o002); runpy.run_module('trainer', run_name='__main__')"
+    run([sys.executable, "-c", program, *words], env=environment(), check=True, timeout=120)
     made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
     assert [path for path in made if not path.stat().st_mode & 0o020] == []
 
 
 def test_a_requeued_job_continues_its_own_folder(tmp_path):
     """On another node, without resume=auto, below runs/ and in a folder that is named; another step begins anew."""
-    words = ["recipe=digits", "mode=single", "max_steps=20", "save.every_steps=5", "logging.verdict=false", *QUIET]
+    words = ["recipe=digits", "model.name=mlp", "mode=single", "max_steps=20", "save.every_steps=5"]
+    words += [*BARE, *QUIET]
     (tmp_path / "d[1].yaml").write_text("extends: digits\n")
     words[0] = "recipe=d[1].yaml"
     job = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}

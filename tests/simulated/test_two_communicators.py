@@ -35,12 +35,13 @@ def test_a_lost_rank_is_told_before_a_card_gives_up(leaves, told, tmp_path):
     assert result(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.full("mutants, of which each waits for a timeout")
 @pytest.mark.parametrize(
     ("mutant", "leaves"),
     [
         ("one timeout for both", "card hang"),
-        pytest.param("one timeout for both", "card stop", marks=alike),
-        pytest.param("no rank asks the others on the host", "card stop", marks=alike),
+        ("one timeout for both", "card stop"),
+        ("no rank asks the others on the host", "card stop"),
     ],
 )
 def test_a_card_that_gives_up_first_aborts(mutant, leaves, tmp_path):

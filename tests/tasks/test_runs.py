@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tests.command_line import QUIET, losses, ok, result, steps, trainer
+from tests.command_line import BARE, QUIET, losses, ok, result, steps, trainer
 from tests.training.test_resume_modes import APART, MODES
 
 PLUGIN = """
@@ -163,7 +163,7 @@ def words(kind):
 def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
     if (kind, mode) not in DIAGONAL and not full:
         pytest.skip("a sample; --all takes every one")
-    ok(*words(kind), *MODES[mode], f"output={tmp_path / 'run'}", cwd=home)
+    ok(*words(kind), *MODES[mode], *BARE, f"output={tmp_path / 'run'}", cwd=home)
     ours, reference = result(tmp_path / "run"), result(single(kind))
     metric = METRICS[ours["task"]]
     assert ours[f"val_{metric}"] is not None and ours[f"best_{reference_metric(ours)}"] is not None

@@ -27,7 +27,7 @@ WAYS = {
     "local_sgd": ["mode=local_sgd", "nproc=2"],
     "fsdp": ["mode=fsdp", "nproc=2"],
 }
-OFTEN = ("single", "ddp", "streams", "1f1b", "fsdp")
+OFTEN = ("single", "1f1b", "fsdp")
 
 
 def counted(path, *words, **env):
@@ -46,11 +46,11 @@ def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
     ranks = 2 if "nproc=2" in WAYS[way] else 1
     stages = {"split": 2, "recomputed": 2, "streams": 2, "interleaved1f1b": 2, "fsdp": 4}.get(way, 1)  # a rank; units
     expected = {(str(rank), training): stages for rank in range(ranks) for training in (True, False)}
-    words = [*WAYS[way], *ALL_ON, f"output={tmp_path / 'run'}", "epochs=3"]
+    words = [*WAYS[way], *ALL_ON, f"output={tmp_path / 'run'}", "epochs=2"]
     if full or way == "single":
-        assert counted(tmp_path / "graphs", *words, TRAINER_FAULT="kill@0:8") == expected
+        assert counted(tmp_path / "graphs", *words, TRAINER_FAULT="kill@0:5") == expected
     assert counted(tmp_path / "graphs", *words, "resume=auto") == expected
-    assert result(tmp_path / "run")["steps"] == 9 and len(losses(tmp_path / "run")) == 9
+    assert result(tmp_path / "run")["steps"] == 6 and len(losses(tmp_path / "run")) == 6
 
 
 COLOURED = [pytest.param(f"data.channels=3{more}", marks=pytest.mark.full) for more in ("", " channels_last=true")]

@@ -84,8 +84,8 @@ def test_unbalanced_cuts(tmp_path):
 
 
 def test_nothing_but_computing(tmp_path):
-    words = ["recipe=digits_single", "data.name=synthetic", "data.image_size=32", "model.name=resnet20", "threads=1"]
-    found = judged(tmp_path, *words, "batch_size=64", "max_steps=12", "epochs=2")
+    words = ["recipe=digits_single", "data.name=synthetic", "data.image_size=32", "model.name=resnet20"]
+    found = judged(tmp_path, *words, "data.val_samples=64", "threads=1", "batch_size=64", "max_steps=12", "epochs=2")
     assert found["bound"] == "compute" and found["step"]["compute"] > 0.7, found
 
 

@@ -9,13 +9,13 @@ import pytest
 from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 
-from tests.command_line import QUIET, ok, result, trainer
+from tests.command_line import BARE, QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured
 from trainer.recipe import load
 
 EACH = 30  # photos of each of the ten classes
 TURNED = {1: 0, 3: 180, 6: 90, 8: -90}  # how a camera lies for each orientation, in degrees
-PLAIN = ["mode=single", "threads=1", "logging.verdict=false", *QUIET]
+PLAIN = ["mode=single", "threads=1", *BARE, *QUIET]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_names_that_yaml_or_a_shell_would_read_otherwise(tmp_path):
     words = ["data.name=imagefolder", f"data.root={root}", "data.image_size=16", "batch_size=4", "epochs=2"]
     plan = ok("plan", "mode=single", *words).stdout
     assert f"data.root={root}" in shlex.split(next(line for line in plan.splitlines() if "python -m" in line))
-    words += ["mode=ddp", "nproc=2", f"output={run}", "logging.verdict=false", *QUIET]
+    words += ["mode=ddp", "nproc=2", f"output={run}", *PLAIN[2:]]
     ok(*words)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([root.name, run.name])
     assert load(run).data.root == str(root)

@@ -74,7 +74,9 @@ def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
     assert any(name.startswith("events.out") for name in tags)
 
 
-@pytest.mark.parametrize("crop", ["pad", "resized"])  # in memory, and read as they are needed
+@pytest.mark.parametrize(
+    "crop", ["resized", pytest.param("pad", marks=pytest.mark.full("in memory, as all else here"))]
+)
 def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_path):
     for name, colour in (("cat", (200, 90, 60)), ("dog", (60, 90, 200))):
         for number in range(6):

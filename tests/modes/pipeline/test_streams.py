@@ -241,6 +241,7 @@ def test_a_toy_model_of_two_halves_trains():
     assert losses[0] > 1.5 and losses[-1] < 0.1
 
 
+@pytest.mark.full("a large one of what is above")
 def test_resnet50_over_two_devices_gives_the_outputs_of_one():
     torch.manual_seed(0)
     model = torchvision.models.resnet50(num_classes=10).eval()

@@ -3,6 +3,7 @@
     from trainer import train
     result = train("digits", epochs=2)
     result = train(model=net, data=(train_set, val_set), epochs=5)
+    labels = load("runs/first").predict(["cat.jpg", "dog.jpg"])
 
 Names are resolved on first use, so that importing this package does not import torch.
 """
@@ -17,6 +18,7 @@ from trainer import errors
 if TYPE_CHECKING:
     from trainer.commands.compare import compare
     from trainer.commands.evaluate import evaluate_run as evaluate
+    from trainer.commands.loaded_model import LoadedModel, Prediction, load
     from trainer.commands.plan import plan
     from trainer.commands.predict import predict
     from trainer.data import register_dataset
@@ -36,6 +38,8 @@ __all__ = [
     "DevicePool",
     "EpochReport",
     "ItemError",
+    "LoadedModel",
+    "Prediction",
     "Recipe",
     "Result",
     "StepReport",
@@ -44,6 +48,7 @@ __all__ = [
     "current_device",
     "errors",
     "evaluate",
+    "load",
     "load_recipe",
     "plan",
     "predict",
@@ -65,6 +70,9 @@ _HOME = {
     "compare": ("trainer.commands.compare", "compare"),
     "evaluate": ("trainer.commands.evaluate", "evaluate_run"),
     "predict": ("trainer.commands.predict", "predict"),
+    "load": ("trainer.commands.loaded_model", "load"),
+    "LoadedModel": ("trainer.commands.loaded_model", "LoadedModel"),
+    "Prediction": ("trainer.commands.loaded_model", "Prediction"),
     "register_model": ("trainer.models.zoo", "register_model"),
     "register_dataset": ("trainer.data", "register_dataset"),
     "register_task": ("trainer.tasks", "register_task"),

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.command_line import environment, ok
 from tests.data.photo_folders import coloured
@@ -343,6 +344,9 @@ def _recipe(words: list[str], folder: Path) -> str:
 @pytest.mark.full("trains")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem in ("python", "predict")], ids=name)
 def test_python_runs(page: Path, tmp_path: Path) -> None:
+    ok("recipe=digits", "mode=single", "model.name=mlp", "epochs=1", "output=runs/first", cwd=tmp_path)
+    for name in ("photo", "other"):
+        Image.new("L", (8, 8)).save(tmp_path / f"{name}.png")
     for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
         script = tmp_path / f"{number}.py"
         script.write_text(block.text)

@@ -29,6 +29,14 @@ def run_named(name: str) -> Path:
     return (good or there)[0]
 
 
+def newest_run() -> Path:
+    """The run below runs/ whose weights were written last. Raises CheckpointError where there is none."""
+    weights = max(Path(HOME).glob("*/last.safetensors"), key=os.path.getmtime, default=None)
+    if weights is None:
+        raise CheckpointError(f"there is no trained run below {HOME}: train one, or give a run or a file of weights")
+    return weights.parent
+
+
 def _hint(path: str) -> str:
     known = os.listdir(HOME) if os.path.isdir(HOME) else []
     guess = nearest(os.path.basename(path), known)

@@ -46,8 +46,8 @@ class Net(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"model": "runs/x"}, "'runs/x' is a path: type python -m trainer predict checkpoint=runs/x data.root=FOLDER"),
-        ({"model": Path("runs/x")}, "'runs/x' is a path: type python -m trainer predict"),
+        ({"model": "runs/x"}, r"trainer\.load\('runs/x'\)\.predict"),
+        ({"model": Path("runs/x")}, r"trainer\.load\('runs/x'\)\.predict"),
         ({"model": Net}, r"Net is a class: make one, Net\(...\)"),
         ({"model": {"a": 1}}, "takes a model, a torch.nn.Module, not dict"),
         ({"inputs": "photos"}, "a tensor of inputs, or an iterable of them, not str"),

@@ -36,11 +36,16 @@ def command(words: Sequence[str]) -> str:
     kind = _format(options.get("format"), options.get("output"))
     path = run_named(run)
     target = Path(options["output"]).expanduser() if "output" in options else default_target(path, kind)
-    _check_target(target, kind)
     launching.load_plugin(options.get("plugin"))
+    return export_run(path, kind, target, rest)
+
+
+def export_run(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
+    """Export the weights at `path` as `kind` into the file `target`; returns what to print. Raises as `command`."""
+    _check_target(target, kind)
     from trainer.commands.export import exporting
 
-    return exporting.export(path, kind, target, rest)
+    return exporting.export(path, kind, target, words)
 
 
 def _run(named: list[str], rest: Sequence[str]) -> str:
@@ -60,6 +65,11 @@ def _format(asked: str | None, output: str | None) -> str:
             if output and Path(output).suffix == suffix:
                 return kind
         raise RecipeError(f"export needs format=, one of {', '.join(SUFFIXES)}, {EXAMPLE}")
+    return format_named(asked)
+
+
+def format_named(asked: str) -> str:
+    """A format by its name. Raises RecipeError, with the one that may be meant."""
     if asked not in SUFFIXES:
         guess = SYNONYMS.get(asked.lower().lstrip(".")) or nearest(asked.lower().lstrip("."), SUFFIXES)
         hint = f"; did you mean format={guess}?" if guess else ""
@@ -93,4 +103,4 @@ def _check_target(target: Path, kind: str) -> None:
         raise SetupError(f"format=onnx needs {', '.join(absent)}: pip install {' '.join(ONNX)}")
 
 
-__all__ = ["command"]
+__all__ = ["command", "default_target", "export_run", "format_named"]

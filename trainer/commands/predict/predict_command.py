@@ -35,6 +35,7 @@ from trainer.saving.files import write_atomically
 from trainer.saving.run_names import run_named
 
 TIMEOUT = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
+FEW = 10  # images whose classes are printed
 MANY = 100  # images: of fewer no speed is told, which the start would spoil
 DECODERS = 32  # threads that read for one device, at most
 
@@ -89,7 +90,8 @@ def label_part(trained: Trained, folder: Path, rank: Place) -> None:
     watch = Watch(folder, inputs.count, recipe.logging, devices, rank.is_main, written.done)
     begun = time.perf_counter()
     _label_on(devices, _decoders(devices, rank), trained, inputs, written, watch)
-    sum_up(world, folder, final, written, settings, time.perf_counter() - begun)
+    probabilities = trained.task.reads != "values"
+    sum_up(world, folder, final, written, settings, time.perf_counter() - begun, probabilities)
 
 
 def _settings(trained: Trained, inputs: Inputs, rank: Place) -> dict[str, Any]:
@@ -194,9 +196,15 @@ def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> 
 
 
 def sum_up(
-    world: World, folder: Path, final: Path, written: PartFile, settings: Mapping[str, Any], seconds: float
+    world: World,
+    folder: Path,
+    final: Path,
+    written: PartFile,
+    settings: Mapping[str, Any],
+    seconds: float,
+    probabilities: bool = True,
 ) -> None:
-    """Put the ranks' parts together, and print the result.
+    """Put the ranks' parts together, and print the result: of few images what they show, as `rows.answers`.
 
     Raises:
         PredictionError: some images were given up.
@@ -212,6 +220,8 @@ def sum_up(
         result = {"settings": settings, **counts, "top1": accuracy, "trained_on": seen, "seconds": seconds}
         write_atomically(folder / "predict.json", json.dumps(result, indent=2) + "\n")
         speed = new / seconds if new >= MANY else None
+        if 0 < counts["images"] <= FEW:
+            print(as_typed("\n".join(rows.answers(final, written.kind, probabilities))), flush=True)
         print(as_typed(summary(counts, accuracy, seen, speed, final)), flush=True)
     world.barrier()
     world.close()

@@ -45,11 +45,7 @@ def predict(
     _check(model, inputs, batch_size)
     if isinstance(inputs, np.ndarray):
         inputs = torch.as_tensor(inputs)
-    single = isinstance(devices, torch.device) or (isinstance(devices, str) and devices != "auto")
-    chosen: Any = [devices] if single else devices
-    if not isinstance(chosen, str | Sequence):
-        raise RecipeError(f"devices= is a list, as in devices=['cuda:0', 'cpu'], or 'auto', not {chosen!r}")
-    names = prediction_devices(chosen, cuda_for(chosen), cores())
+    names = chosen_devices(devices)
     if not isinstance(inputs, Tensor):
         return _stream(model, _tensors(inputs), names, batch_size)
     outputs: Any = None
@@ -64,13 +60,21 @@ def predict(
     return rest if outputs is None else outputs
 
 
+def chosen_devices(devices: Sequence[str | torch.device] | str | torch.device) -> list[str]:
+    """A worker's device each, of a list of devices, one, or "auto". Raises RecipeError."""
+    single = isinstance(devices, torch.device) or (isinstance(devices, str) and devices != "auto")
+    chosen: Any = [devices] if single else devices
+    if not isinstance(chosen, str | Sequence):
+        raise RecipeError(f"devices= is a list, as in devices=['cuda:0', 'cpu'], or 'auto', not {chosen!r}")
+    return prediction_devices(chosen, cuda_for(chosen), cores())
+
+
 def _check(model: object, inputs: object, batch_size: object) -> None:
     """Raises RecipeError where a program hands over something else, before anything starts."""
     if isinstance(model, str | os.PathLike):
         raise RecipeError(
-            f"predict() takes a model, and {os.fspath(model)!r} is a path: type python -m trainer predict "
-            f"checkpoint={os.fspath(model)} data.root=FOLDER, or load its weights into a model, "
-            "model.load_state_dict(safetensors.torch.load_file('runs/x/last.safetensors'))"
+            f"predict() takes a model, and {os.fspath(model)!r} is a path: type "
+            f"trainer.load({os.fspath(model)!r}).predict(images), which labels images as the run evaluated them"
         )
     if isinstance(model, type):
         raise RecipeError(f"predict() takes a model, and {model.__name__} is a class: make one, {model.__name__}(...)")

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ LONGEST = 2**20  # bytes of a row
 SYNC_SECONDS = 1.0
 GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
 BLOCK = 2**24  # bytes of a part that travel at once
+TOP5 = re.compile(r"(.*?)=([-+.e\d]+)(?:;|$)", re.DOTALL)  # in a cell of a CSV; names may hold both signs
+MOST, LEAST = 3, 0.01  # classes of an image that are printed, and the least probability of all but the first
 
 
 class PartFile:
@@ -160,6 +163,24 @@ class PartFile:
         if not self._file.closed:
             with self._writing(), self._file:
                 self.sync()
+
+
+def answers(final: Path, kind: str, probabilities: bool) -> list[str]:
+    """A line for each row of a complete file: the image, and its classes with their `probabilities`, or its values."""
+    with final.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        found = [json.loads(line) for line in file] if kind == "jsonl" else [*csv.DictReader(file)]
+    lines = []
+    for row in found:
+        pairs = row["top5"] or []
+        if isinstance(pairs, str):
+            pairs = [(name, float(number)) for name, number in TOP5.findall(pairs)]
+        if probabilities:
+            told = [f"{name} {number:.0%}" for name, number in pairs[:1] + [p for p in pairs[1:] if p[1] >= LEAST]]
+        else:
+            told = [f"{name} {number:.4g}" for name, number in pairs]
+        lines.append((row["path"], "  ".join(told[:MOST]) or row["error"]))
+    width = max(len(path) for path, _ in lines)
+    return [f"{path:{width}}  {told}" for path, told in lines]
 
 
 def header(kind: str) -> str:

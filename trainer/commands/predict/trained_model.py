@@ -66,8 +66,10 @@ class Trained:
     seen: TrainedOn | None = None  # what it was trained on, where other images are labelled
 
 
-def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
+def from_checkpoint(path: Path, words: Sequence[str], split: bool | None = None) -> Trained:
     """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with.
+
+    `split`: whether a part of the run's data set is to be labelled; None: as the words say.
 
     Raises:
         CheckpointError: the metadata of their file makes no sense.
@@ -75,7 +77,8 @@ def from_checkpoint(path: Path, words: Sequence[str]) -> Trained:
     """
     weights, facts = read_weights(path)
     recipe = recipe_of(path, facts, tuple(words))
-    data = opened_again(path, recipe, facts) if wants_split(recipe, words) else None
+    split = wants_split(recipe, words) if split is None else split
+    data = opened_again(path, recipe, facts) if split else None
     if facts.get("mean") == "[]" or (data is not None and data.plain):
         raise RecipeError(f"{path} was trained on inputs other than images, and predict labels images")
     if data is not None:

@@ -125,8 +125,7 @@ def _turned(image: Tensor, orientation: int) -> Tensor:
 def _by_pillow(data: Bytes, channels: int, pixel_range: Range | None) -> Tensor:
     try:
         with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
-            pixels = from_pillow(opened, channels, pixel_range)
-            return _turned(pixels, _orientation(opened))
+            return upright(opened, channels, pixel_range)
     except UnidentifiedImageError:
         if data[:4].tobytes() in TIFF:
             raise ValueError(
@@ -208,6 +207,11 @@ def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = N
         image = image.convert("RGBA")
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
     return torch.from_numpy(pixels.reshape(image.height, image.width, channels)).permute(2, 0, 1)
+
+
+def upright(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
+    """As `from_pillow`, turned as its EXIF data say."""
+    return _turned(from_pillow(image, channels, pixel_range), _orientation(image))
 
 
 def with_channels(images: Tensor, channels: int) -> Tensor:

@@ -1,0 +1,196 @@
+"""A trained run as an object, for programs: `trainer.load("runs/first").predict(["photo.jpg"])`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from trainer.commands.evaluate import evaluate_run
+from trainer.commands.export import default_target, export_run, format_named
+from trainer.commands.predict.labelling import Labeller, Labels
+from trainer.commands.predict.python_api import chosen_devices
+from trainer.commands.predict.sources import image_files
+from trainer.commands.predict.trained_model import from_checkpoint
+from trainer.data.photos.decoding import from_item, upright
+from trainer.data.photos.pixel_range import wanted_of
+from trainer.errors import PredictionError, RecipeError
+from trainer.pool import DevicePool, ItemError
+from trainer.saving.run_names import newest_run, run_named
+
+AT_ONCE = 64  # images
+Images = Any  # a path, a Pillow image, an array, a tensor, or a sequence of these
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one image.
+
+    Attributes:
+        labels: the most probable classes, at most five, the most probable first; of a regression its values' names.
+        probabilities: theirs, from 0 to 1; of a regression the values.
+    """
+
+    labels: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    @property
+    def label(self) -> str:
+        """The most probable class."""
+        return self.labels[0]
+
+    @property
+    def probability(self) -> float:
+        """Of `label`."""
+        return self.probabilities[0]
+
+
+class LoadedModel:
+    """A trained model that labels images as the run that trained it evaluated them.
+
+    Attributes:
+        path: of the run, or of the weights.
+        model: in evaluation mode, on the CPU until `predict` takes it to a GPU. Its input is float32 (N, channels,
+            size, size), normalised.
+        classes: names of the outputs, in their order.
+    """
+
+    def __init__(self, path: Path, words: Sequence[str] = ()) -> None:
+        self.path = path
+        self._words = tuple(words)
+        self._trained = from_checkpoint(path, self._words, split=False)
+        self.model: nn.Module = self._trained.model.eval()
+        self.classes: tuple[str, ...] = self._trained.classes
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.classes[:5]) + ", ..." * (len(self.classes) > 5)
+        return f"{self._trained.recipe.model.name} of {self.path}, {len(self.classes)} classes: {names}"
+
+    def predict(self, images: Images, devices: Sequence[str | torch.device] | str | None = None) -> Any:
+        """Label images.
+
+        Args:
+            images: a path of an image or of a folder, a Pillow image, an array (H, W, C) or (H, W), a tensor (C, H, W)
+                or several (N, C, H, W), or a sequence of these. Arrays and tensors are uint8, not normalised.
+            devices: None is the first GPU, or else the CPU, in this process. A list, as in ["cuda:0", "cuda:1"], or
+                "auto" starts a worker for each, which pays for many images.
+
+        Returns:
+            A `Prediction`; a list of them for a folder, a batch or a sequence, in order.
+
+        Raises:
+            PredictionError: an image cannot be read; says which.
+            RecipeError: something else in place of images or devices.
+            SetupError: a folder without images.
+        """
+        items, several = self._items(images)
+        results: list[Any]
+        if devices is None:
+            results = []
+            for start in range(0, len(items), AT_ONCE):
+                results += self._labeller.batch(items[start : start + AT_ONCE])
+        else:
+            with DevicePool(chosen_devices(devices), Labeller, arguments=self._arguments, on_error="skip") as pool:
+                results = list(pool.map(items))
+        labelled = zip(results, items, strict=True)
+        predictions = [self._prediction(labels, number, item) for number, (labels, item) in enumerate(labelled)]
+        return predictions if several else predictions[0]
+
+    @cached_property
+    def _labeller(self) -> Labeller:
+        """This process's own."""
+        labeller = Labeller(*self._arguments)
+        labeller.setup(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+        return labeller
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        """Of a worker. What a run says of its processes is not for a program's."""
+        made = self._trained
+        recipe = made.recipe.replace(threads=None, compile=False, predict={})
+        return self.model, made.preparation, recipe, made.task, None
+
+    def evaluate(self, *words: str) -> dict[str, float]:
+        """Evaluate on the run's held-out images again; see `trainer.evaluate`."""
+        return evaluate_run(self.path, *self._words, *words)
+
+    def export(self, format: str, output: str | Path | None = None) -> Path:
+        """Write a file for other programs, checked against this model; returns its path.
+
+        Args:
+            format: onnx, exported_program, torchscript or safetensors.
+            output: the file; None: beside the run's weights.
+
+        Raises:
+            RecipeError: no such format, or the file is there.
+            SetupError: a library is missing, or the file cannot be written.
+        """
+        kind = format_named(format)
+        target = default_target(self.path, kind) if output is None else Path(output).expanduser()
+        export_run(self.path, kind, target, self._words)
+        return target
+
+    def _items(self, images: Images) -> tuple[list[Any], bool]:
+        """What a worker takes for each image, and whether these are several."""
+        if isinstance(images, str | os.PathLike):
+            path = Path(images).expanduser()
+            if path.is_dir():
+                return [item.path for item in image_files(str(path), ()).items], True
+            return [str(path)], False
+        if isinstance(images, Tensor | np.ndarray) and images.ndim == 4:
+            return [self._item(image) for image in images], True
+        if isinstance(images, Tensor | np.ndarray | Image.Image):
+            return [self._item(images)], False
+        if isinstance(images, Sequence) and not isinstance(images, bytes):
+            return [item for image in images for item in self._items(image)[0]], True
+        raise RecipeError(
+            "predict() takes paths, Pillow images, arrays (H, W, C) and tensors (C, H, W), or a list of them, not "
+            f"{type(images).__name__}"
+        )
+
+    def _item(self, image: Tensor | np.ndarray[Any, Any] | Image.Image) -> Tensor:
+        """(C, H, W) uint8."""
+        if isinstance(image, np.ndarray):
+            image = torch.from_numpy(image if image.ndim == 3 else image[..., None]).permute(2, 0, 1)
+        channels = self._trained.preparation.channels
+        if isinstance(image, Image.Image):
+            return upright(image, channels, wanted_of(self._trained.recipe.data))
+        try:
+            return from_item(image, channels)
+        except TypeError as error:
+            raise RecipeError(
+                f"predict() takes uint8 images of 1 or 3 channels, as (H, W, C) arrays or (C, H, W) tensors: {error}"
+            ) from None
+
+    def _prediction(self, labels: Labels | ItemError, number: int, item: Any) -> Prediction:
+        error = labels.message if isinstance(labels, ItemError) else labels.error
+        if error:
+            raise PredictionError(f"{item if isinstance(item, str) else f'image {number}'}: {error}")
+        assert isinstance(labels, Labels)
+        return Prediction(tuple(self.classes[place] for place in labels.classes), labels.probabilities)
+
+
+def load(run: str | Path | None = None, *words: str) -> LoadedModel:
+    """A trained run, ready to label images.
+
+    Args:
+        run: a run folder (its last weights) or its name below runs, one of its checkpoints, or a .safetensors file;
+            None: the newest run below runs.
+        words: `key=value` on top of the run's own recipe, as in "precision=bf16".
+
+    Raises:
+        CheckpointError: there is no such run, or none with weights.
+        RecipeError: the words mean nothing, or the run was trained on something else than images.
+    """
+    if not isinstance(run, str | Path | None):
+        given = f"not {type(run).__name__}"
+        raise RecipeError(f"load() takes a run's folder or file of weights, as in load('runs/x'), {given}")
+    return LoadedModel(newest_run() if run is None else run_named(str(run)), words)

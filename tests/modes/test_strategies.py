@@ -188,6 +188,11 @@ def test_a_layer_that_would_see_one_ranks_rows_alone_is_refused_by_its_name():
     )
 
 
+def test_a_subclass_in_double_precision_synchronises_too():
+    layer = Activated(3).double()
+    assert synchronise_batch_norm(nn.Sequential(layer)) == [layer]
+
+
 def test_names_objects_and_hooks_stay_with_sync_batch_norm():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
     before, seen = model.state_dict(keep_vars=True), []

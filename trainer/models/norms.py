@@ -123,10 +123,11 @@ def takes_global_statistics(layer: nn.Module) -> bool:
 
 
 def _samples(layer: Any) -> Iterator[Tensor]:
-    """Inputs of as many dimensions as the layer takes."""
+    """Inputs of as many dimensions as the layer takes, in its precision."""
+    kind = next((tensor.dtype for tensor in (layer.weight, layer.running_mean) if tensor is not None), torch.float32)
     for sides in (2, 0, 1, 3):
         shape = (6, layer.num_features, *[3] * sides)
-        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 2
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=kind) + 2
         with suppress(ValueError, RuntimeError, AssertionError):
             _run(layer, inputs, 1.0, 0.0)
             yield inputs

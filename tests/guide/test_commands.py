@@ -345,8 +345,8 @@ def _recipe(words: list[str], folder: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem in ("python", "predict")], ids=name)
 def test_python_runs(page: Path, tmp_path: Path) -> None:
     ok("recipe=digits", "mode=single", "model.name=mlp", "epochs=1", "output=runs/first", cwd=tmp_path)
-    for name in ("photo", "other"):
-        Image.new("L", (8, 8)).save(tmp_path / f"{name}.png")
+    for stem in ("photo", "other"):
+        Image.new("L", (8, 8)).save(tmp_path / f"{stem}.png")
     for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
         script = tmp_path / f"{number}.py"
         script.write_text(block.text)

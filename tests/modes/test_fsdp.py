@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -10,7 +11,8 @@ import pytest
 from torch import nn
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, result
+from tests.command_line import PROJECT, QUIET, environment, losses, ok, result
+from tests.models import test_families, test_timm_zoo
 from tests.modes.ways import EXACT
 from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
 from trainer.errors import RecipeError
@@ -48,6 +50,28 @@ def test_shards_divide_the_processes(shards, processes, fine):
     else:
         with pytest.raises(RecipeError, match=rf"fsdp\.shards={shards}.*nproc={shards}"):
             check_processes(recipe, processes)
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "told"),
+    [(["precision=fp16"], 2, "precision=bf16"), ([], 1, "nproc=2"), (["precision=bf16"], 2, None)],
+)
+def test_the_host_holds_shards_of_several_processes(words, count, told):
+    recipe = load(None, "mode=fsdp", "fsdp.offload=true", "batch_size=64", *words)
+    if told is None:
+        check_processes(recipe, count)
+        return
+    with pytest.raises(RecipeError, match=r"fsdp\.offload=true") as refused:
+        check_processes(recipe, count)
+    assert told in str(refused.value)
+
+
+def test_on_the_cpu_nothing_is_moved_and_that_is_said(tmp_path):
+    words = ["recipe=digits", "model.name=mlp", "max_steps=4", *QUIET, *EXACT["fsdp"], "logging.verdict=false"]
+    ok(*words, f"output={tmp_path / 'plain'}")
+    said = ok(*words, "fsdp.offload=true", f"output={tmp_path / 'run'}").stdout
+    assert "fsdp.offload moves nothing" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
 def test_shards_go_on_in_any_other_layout(tmp_path):
@@ -221,3 +245,30 @@ def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_pa
             assert len(told[f"apart {reshard}"]) == 2 and max(map(max, told[f"apart {reshard}"])) < 1e-6
         assert [*told["refused"]] == [*told["tried"]], "it trains wrongly"
         assert all("mode=ddp" in line and "model.name" in line for line in told["refused"].values())
+
+
+TORCHVISION = [f"{name}:{size}" for name, size in test_families.FAMILIES.values()]
+TIMM = [f"timm:{name}:{size}" for name, size in test_families.TIMM.items()]
+TIMM += [f"timm:{name}:64" for name in test_timm_zoo.FAMILIES if name not in test_families.TIMM]
+SAMPLE = ("mnasnet0_5:32", "timm:efficientnet_lite0:64", "timm:levit_128s:128")
+
+
+def test_a_family_in_shards_is_the_whole_model(tmp_path, full):
+    """In double precision: losses, which are in single, and gradient norms of two steps, and outputs in evaluation."""
+    cases = [*TORCHVISION, *(TIMM if importlib.util.find_spec("timm") else [])]
+    cases = [case for case in cases if full or case in SAMPLE]
+    script = PROJECT / "tests" / "modes" / "sharded_families.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = warm.run(
+        [*command, str(tmp_path), *cases],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=7200 if full else 180,
+        cwd=PROJECT,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "families.json").read_text())
+    assert {*found} == {case.rpartition(":")[0] for case in cases}
+    apart = {name: told for name, told in found.items() if isinstance(told, str) or max(told) > 1e-6}
+    assert apart == {}

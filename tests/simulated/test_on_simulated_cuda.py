@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.command_line import QUIET, result, trainer
+from tests.command_line import QUIET, ok, result, suggested, trainer
 from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
@@ -126,6 +126,12 @@ ELSEWHERE = {
     "commands/plan/plan_page.py _memory: cuda": "the same: tests/commands/plan/test_planned_memory.py",
     "commands/plan/planned_memory.py _accumulation: layout.kind == 'cuda'": "the same",
     "commands/plan/planned_memory.py _tried: layout.kind == 'cuda'": "the same",
+    "commands/plan/planned_memory.py _is_offloaded: sharded and layout.recipe.fsdp.offload "
+    "and (layout.kind == 'cuda')": "the same",
+    "commands/plan/planned_memory.py advice: recipe.traits.exchanges == 'shards' and layout.kind == 'cuda' "
+    "and (not recipe.fsdp.offload)": "the same",
+    "training/memory_needs.py _out_of_memory: recipe.traits.exchanges == 'shards' "
+    "and run.strategy.home.type == 'cuda' and (recipe.precision != 'fp16')": "in processes, further below",
     "models/given.py Given.__getstate__: p.device.type != 'cpu'": "a user's model on its way to other processes",
     "training/randomness.py as_before: torch.cuda.is_available() and torch.cuda.is_initialized()": (
         "puts back the generators of a user's program, which has used a card"
@@ -232,11 +238,11 @@ def test_every_branch_for_cuda_runs(tmp_path, full):
 
 
 def test_ranks_on_cuda_are_ranks_on_the_cpu():
-    """ddp and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
+    """ddp, fsdp, pipelines and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
     for case, found in ranks.both()["cases"].items():
         assert found["errors"] == [[], []], case
         assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4), case
-        waits = {tuple(place) for place in found["waits"]} - ranks.ALLOWED
+        waits = {tuple(place) for place in found["waits"]} - ranks.ALLOWED.get(case, set())
         # Torch's layer looks at values, which ranks have rows.
         assert {kind for kind, _ in waits} == ({"item"} if "torch's" in case else set()), case
 
@@ -258,6 +264,17 @@ def test_a_device_that_never_ends_its_work_ends_the_run(words, hung, timeout, tm
     assert done.returncode == 7, done.stdout + done.stderr
     assert f"cuda:{hung[0]} has hung" in done.stderr and "Traceback" not in done.stderr
     assert result(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_card_that_is_full_leaves_its_shards_on_the_host(tmp_path):
+    words = ["recipe=digits", "plugin=tests.simulated.simcuda.plugin", "model.name=mlp", "max_steps=3", *QUIET]
+    words += ["mode=fsdp", "nproc=2", "channels_last=false"]
+    full = trainer(*words, f"output={tmp_path / 'full'}", env={"TRAINER_FAULT": "oom@0:2"})
+    assert full.returncode == 6 and "fsdp.offload=true" in suggested(full.stderr), full.stderr
+    done = ok(*words, "fsdp.offload=true", f"output={tmp_path / 'run'}")
+    assert "kept on the host" in done.stdout
+    again = trainer(*words, "fsdp.offload=true", f"output={tmp_path / 'again'}", env={"TRAINER_FAULT": "oom@0:2"})
+    assert "fsdp.offload" not in again.stderr and "optimizer take 0 B" in again.stderr, again.stderr
 
 
 # Cards that are unlike each other, and reach each other through the host alone.

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.functional import cross_entropy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.contexts import context, mode_of
 from tests.simulated.simcuda import simulated, sources
@@ -27,6 +29,8 @@ from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.tuning import Plan
+from trainer.optim.optimization import Updater
+from trainer.optim.optimizers import build_optimizer
 from trainer.pool.transport import pack, pack_rows
 from trainer.pool.worker import Caller
 from trainer.processes.rank import Place
@@ -80,6 +84,25 @@ class Peers(World):
 
 
 PEERS = Peers(Place(0, 2, 0, 2), CARD, 1, ("cuda:0", "cuda:1"))
+
+
+class Mirrored(Peers):
+    """A world of two, of which the other one has and does the same."""
+
+    def sum_(self, values, along=None):
+        return values.mul_(2)
+
+    def max_(self, values):
+        return values
+
+    def broadcast_(self, values, along=None):
+        return values
+
+    def broadcast_object(self, value):
+        return value
+
+    def gather(self, value):
+        return [value]
 
 
 # What uses each file's waits.
@@ -216,6 +239,61 @@ def proved(machine):
         torch.backends.cudnn.benchmark = before
 
 
+class Unused(nn.Module):
+    """A block in the middle goes into no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unused, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        self.unused(x)
+        return self.last(x)
+
+
+def steps_of_shards(offload, home):
+    """Weights and norms of two steps, each with an evaluation of averages that nobody waits for."""
+    images, labels = digits()
+    recipe = load(None, "mode=fsdp", f"fsdp.offload={offload}", "optimizer.name=adamw")
+    world = Mirrored(Place(0, 2, 0, 2), CARD, 1, ("cuda:0", "cuda:1"))
+    strategy = mode_of(recipe, world, (ROWS, 1, 4, 4))
+    torch.manual_seed(0)
+    strategy.setup(Unused())
+    parameters = strategy.named_parameters()
+    optimizer, norms = build_optimizer(parameters, recipe.optimizer), []
+    updater = Updater(optimizer, recipe, home or strategy.home, None)
+    for _ in range(2):
+        strategy.train()
+        loss = strategy.forward_backward(Batch(images.to(CARD), labels.to(CARD), ROWS), 1 / ROWS)
+        strategy.reduce_gradients()
+        norms.append(updater.step(loss, strategy, want_norm=True).item())
+        optimizer.zero_grad()
+        averages = {name: p.detach() * 0.9 for name, p in parameters.items()}
+        with strategy.weights(averages):
+            strategy.train(False)
+            strategy.forward(images.to(CARD))
+    expect({p.device.type for p in parameters.values()} == {"cpu" if offload else "cuda"})
+    return {name: p.detach().cpu() for name, p in parameters.items()}, norms
+
+
+def own_rows(scatter, output_tensor, input_tensor, **_):
+    """In the place of a reduce-scatter, of which the fake group of some versions does nothing."""
+    output_tensor.copy_(input_tensor.chunk(2)[0])
+
+
+def sharded(machine, home=None):
+    """Shards, gradients and optimizer on the host do what they do on the card."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with mock.patch.object(_fsdp_collectives.DefaultReduceScatter, "__call__", own_rows):
+            (host, norms), (card, reference) = (steps_of_shards(offload, home) for offload in (True, False))
+    finally:
+        dist.destroy_process_group()
+    expect(np.allclose(norms, reference) and all(norms))
+    expect(all(torch.allclose(host[name], card[name]) for name in card))
+
+
 def hung(machine):
     """A card that does not end what it was given, and one that has ended."""
     torch.ones(3, device=CARD)
@@ -239,6 +317,7 @@ USES = {
     "pool/worker.py": [broken],
     "modes/base.py": [communicated],
     "modes/ddp.py": [communicated],
+    "modes/fsdp.py": [sharded],
     "modes/pipeline/timeline.py": [pipelined],
     "modes/pipeline/stages.py": [tried],
     "modes/pipeline/streams.py": [pipelined],
@@ -266,6 +345,10 @@ def test_a_wait_that_is_left_out_is_found(place):
     assert place.file in USES, f"{place.name} waits for a device: give it a use here that needs it"
     with sources.without(place):
         assert any(map(wrong, USES[place.file])), f"nothing needs {place.name}, line {place.line}"
+
+
+def test_a_flag_on_the_card_reaches_an_optimizer_on_the_host_too_late():
+    assert wrong(lambda machine: sharded(machine, CARD))
 
 
 def test_clocks_are_read_on_idle_devices_only():

@@ -78,6 +78,7 @@ class Strategy:
         self.context = context
         self.recipe, self.world, self.task = context.recipe, context.world, context.task
         self.device = self.world.device
+        self.home = self.device  # where parameters, gradients and optimizer are between passes
         self.shard = self.data_shard(self.recipe, self.world)
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
         self.known = dict(context.known)

@@ -10,13 +10,13 @@ parameters that share their storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainer.data import Batch
 from trainer.errors import RecipeError
@@ -40,12 +40,14 @@ from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards
 from trainer.saving.tensor_files import Piece
+from trainer.telemetry.clocks import synchronise
 
 
 class FullyShardedDataParallel(Strategy):
     """`fully_shard` on every block and on what is left, over fp32 shards."""
 
     sharded: Mapping[str, nn.Parameter] | None = None  # torch's DTensors by name, where there are several ranks
+    readers: Sequence[torch.device] = ()  # that copy weights from the host, which are to stay as they are meanwhile
 
     def place(self, model: nn.Module) -> None:
         """Blocks go to the device one by one, as they are sharded: the whole model may be too large for it."""
@@ -83,6 +85,9 @@ class FullyShardedDataParallel(Strategy):
         self.units = units_of(self.module)
         sizes = unit_sizes(self.module, self.units)
         self.largest_unit = max(sizes) / max(1, sum(sizes))  # as a part of all parameters' bytes
+        policy = OffloadPolicy()
+        if self.recipe.fsdp.offload and self.device.type == "cuda":
+            policy, self.home, self.readers = CPUOffloadPolicy(), torch.device("cpu"), [self.device]
         mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
         with lost_peers(), self._explained():
             for name in [*self.units, ""]:
@@ -96,7 +101,8 @@ class FullyShardedDataParallel(Strategy):
                 watch(unit, self._refusal)
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
-                fully_shard(unit, mesh=mesh, reshard_after_forward=self.recipe.fsdp.reshard and bool(name))
+                reshard = self.recipe.fsdp.reshard and bool(name)
+                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
         for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -153,6 +159,7 @@ class FullyShardedDataParallel(Strategy):
 
     def reduce_gradients(self) -> None:
         """This rank's rows of the gradients, which are summed over all ranks already, for the optimizer."""
+        synchronise(self.readers)
         for name, parameter in (self.sharded or {}).items():
             if parameter.grad is not None:
                 self._local[name].grad = _local(parameter.grad)
@@ -160,7 +167,7 @@ class FullyShardedDataParallel(Strategy):
 
     def grad_norm(self) -> Tensor:
         norm = super().grad_norm()
-        return norm if self.sharded is None else self.world.sum_(norm.square().to(self.device), "shards").sqrt()
+        return norm if self.sharded is None else self.world.sum_(norm.square().to(self.home), "shards").sqrt()
 
     def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)
@@ -191,6 +198,7 @@ class FullyShardedDataParallel(Strategy):
         finally:
             for unit in self._sharded_modules():  # without a backward pass what was gathered would stay, and train on
                 unit.reshard()
+            synchronise(self.readers)
             for (tensor, _), before in zip(floats, kept, strict=True):
                 tensor.copy_(before)
 
@@ -230,9 +238,11 @@ class FullyShardedDataParallel(Strategy):
             return {}
         grid = self.world.grid
         replicas = f" x {grid.size('replicas')} replicas" if grid.size("replicas") > 1 else ""
+        on_cpu = "; fsdp.offload moves nothing: they are in the host's memory already"
+        where = ", kept on the host" if self.readers else on_cpu if self.recipe.fsdp.offload else ""
         return {
             "sharding": f"{grid.size('shards')} shards{replicas}, {len(self.units) + 1} units, the largest holds "
-            f"{self.largest_unit:.0%} of the weights"
+            f"{self.largest_unit:.0%} of the weights{where}"
         }
 
     def facts(self) -> dict[str, Any]:

@@ -90,6 +90,10 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
             f"fsdp.shards={parts} runs in a multiple of {parts} processes, not {processes}: type nproc={parts}, or "
             "fsdp.shards=null"
         )
+    if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and processes == 1:
+        raise RecipeError(
+            "fsdp.offload=true is for shards, of which one process has none: type nproc=2, or fsdp.offload=false"
+        )
     count = shards(recipe, processes)
     if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
         among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []
@@ -116,6 +120,11 @@ def check_options(recipe: Recipe) -> None:
         key, value = OPTIONS[option]
         if values[key] == value:
             raise RecipeError(f"{word_of(key, values[key])} is not for mode={recipe.mode}: {reason}")
+    if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
+        raise RecipeError(
+            "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale of the loss on the "
+            "host before it has arrived there; use precision=bf16"
+        )
     schedule = recipe.pipeline.schedule
     if recipe.traits.micro_batches and schedule in refused_schedules():
         (major, minor), instead = SINCE[TWO_PARTS]

@@ -77,6 +77,7 @@ _KEYS = {
     "pipeline.split_size": "micro_batch_size microbatch_size",
     "pipeline.schedule": "pp_schedule pipeline_schedule",
     "pipeline.recompute": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpointing",
+    "fsdp.offload": "cpu_offload offload_params offload_to_cpu fsdp_offload_params fsdp.cpu_offload",
     "local_sgd.every": "sync_every local_steps sync_interval",
     "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator trainer.devices "
     "trainer.gpus trainer.accelerator",

@@ -194,6 +194,7 @@ class FsdpRecipe(_Section):
 
     shards: int | None = key(None, "ranks that hold one copy of the weights; null: all ranks", ge=2, le=2**16)
     reshard: bool = key(True, "free a block's weights after its forward pass; false: one gathering less, more memory")
+    offload: bool = key(False, "a GPU's shards, their gradients and the optimizer are in the host's memory")
 
 
 class PredictRecipe(_Section):

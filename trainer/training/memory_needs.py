@@ -56,13 +56,17 @@ def _out_of_memory(run: Run, error: BaseException) -> DeviceMemoryError:
     """What a step of this run takes of its device's memory, and the keys that lower it."""
     recipe, world, staged = run.recipe, run.world, run.recipe.traits.staged
     trained = [parameter for parameter in run.parameters.values() if parameter.requires_grad]
-    resident = Resident(
-        size_of(*run.parameters.values()),
-        size_of(*trained),
-        size_of(*optimizer_state(run.optimizer, run.parameters).values()),
-        size_of(*run.average.tensors().values()) if run.average is not None else 0,
-        size_of(*run.strategy.named_buffers().values()),
+    averages = run.average.tensors() if run.average is not None else {}
+    kinds = (
+        run.parameters.values(),
+        trained,
+        optimizer_state(run.optimizer, run.parameters).values(),
+        averages.values(),
+        run.strategy.named_buffers().values(),
     )
+    # What fsdp.offload keeps on the host is not on the device that is full.
+    kept = [[t for t in kind if t.device.type == world.device.type] for kind in kinds]
+    resident = Resident(*(size_of(*kind) for kind in kept))
     rows = recipe.batch_size // run.strategy.shard.count
     per_sample = 0.0
     with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything while it is made
@@ -78,6 +82,8 @@ def _out_of_memory(run: Run, error: BaseException) -> DeviceMemoryError:
     words = [f"accumulate={pieces}, which computes the same batch in smaller pieces"] * (pieces is not None)
     if recipe.traits.micro_batches and not recipe.pipeline.recompute:
         words += ["pipeline.recompute=true"]
+    if recipe.traits.exchanges == "shards" and run.strategy.home.type == "cuda" and recipe.precision != "fp16":
+        words += ["fsdp.offload=true, which is slower"] * (world.size > 1)
     words += ["a smaller batch_size"]
     if not staged and recipe.traits.exchanges != "shards":
         words += ["for a model too big for one device, mode=fsdp or mode=pipeline with nproc=2"]

@@ -198,7 +198,7 @@ def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Opti
     roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part
     strategy.setup(model)
     optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer, roles)
-    return strategy, optimizer, Updater(optimizer, recipe, device, scaler)
+    return strategy, optimizer, Updater(optimizer, recipe, strategy.home, scaler)
 
 
 class Card(NamedTuple):

@@ -1,5 +1,7 @@
 """What ranks of mode=fsdp hold, by the storages that are alive: sharded_memory.py FOLDER WORDS, under torchrun.
 
+With TRAINER_TEST_CARDS each rank has a simulated card, and what is on the host is not counted.
+
 Storages are asked for their size at every operator, as torch gives those of gathered weights back by resizing them.
 What gloo allocates inside of its collectives is not counted: NCCL has buffers of one size.
 """
@@ -7,6 +9,7 @@ What gloo allocates inside of its collectives is not counted: NCCL has buffers o
 from __future__ import annotations
 
 import json
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -28,8 +31,9 @@ from trainer.processes.resources import locate
 class Alive(TorchDispatchMode):
     """The most bytes of storages that were there at once, and the operator that it was at."""
 
-    def __init__(self, known):
+    def __init__(self, known, counts):
         super().__init__()
+        self.counts = counts  # whether a storage is one of the device's
         self.peak, self.at, self.storages = 0, "", {}
         for tensor in known:
             self.add(tensor)
@@ -45,13 +49,24 @@ class Alive(TorchDispatchMode):
                 self.add(tensor)
         alive = {key: storage for key, seen in self.storages.items() if (storage := seen()) is not None}
         self.storages = {key: self.storages[key] for key in alive}
-        live = sum(storage.nbytes() for storage in alive.values())
+        live = sum(storage.nbytes() for key, storage in alive.items() if self.counts(key))
         if live > self.peak:
             self.peak, self.at = live, str(func)
         return out
 
 
+def everything(key):
+    return True
+
+
+def of_the_card():
+    from tests.simulated.simcuda import plugin
+
+    return plugin.machine.memory.blocks.__contains__
+
+
 def main(folder, *words):
+    counts = of_the_card() if "TRAINER_TEST_CARDS" in os.environ else everything
     recipe = recipe_of("mode=fsdp", "data.val_samples=8", "optimizer.name=adamw", *words)
     world = locate(recipe)
     world.connect(100.0)
@@ -63,10 +78,12 @@ def main(folder, *words):
     strategy.train()
     parameters = strategy.named_parameters()
     optimizer = build_optimizer(parameters, recipe.optimizer)
-    updater = Updater(optimizer, recipe, world.device, None)
-    batch = Batch(torch.randn(shape), torch.zeros(rows, dtype=torch.int64), rows)
+    updater = Updater(optimizer, recipe, strategy.home, None)
+    where = {"device": world.device}
+    batch = Batch(torch.randn(shape, **where), torch.zeros(rows, dtype=torch.int64, **where), rows)
     state = [*optimizer_state(optimizer, parameters).values()]
-    with Alive([*parameters.values(), *strategy.module.buffers(), *state, batch.inputs, batch.targets]) as alive:
+    known = [*parameters.values(), *strategy.module.buffers(), *state, batch.inputs, batch.targets]
+    with Alive(known, counts) as alive:
         for step in range(2):
             if step:
                 alive.peak = 0

@@ -14,9 +14,10 @@ from tests.commands.plan.plans import fake_of, recipe_of, size
 from trainer import load_recipe, plan
 from trainer.commands.plan import planned_memory
 from trainer.commands.plan.planned_layout import Layout, every_mode, lay_out
-from trainer.commands.plan.planned_memory import footprint
+from trainer.commands.plan.planned_memory import BUFFERS, CONTEXT, footprint
 from trainer.devices.cards import Cards
 from trainer.recipe.versions import torch_has
+from trainer.telemetry.readable import as_size
 
 
 @pytest.mark.parametrize("words", [["optimizer.name=adam", "optimizer.lr=0.01", "ema=0.9"], ["optimizer.momentum=0.9"]])
@@ -137,6 +138,8 @@ def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
 SHARDED = ["model.name=vit_tiny", "data.image_size=32"]
 FEW = pytest.param(2, ["batch_size=4"], id="weights")
 MORE = {"images": (2, ["batch_size=16"]), "kept": (2, ["batch_size=4", "fsdp.reshard=false"])}
+CARDS = ["batch_size=8", "devices=[cuda:0,cuda:1]", "fsdp.offload=true"]
+MORE |= {"on the host": (2, CARDS), "on the host, accumulated": (2, [*CARDS, "accumulate=2"])}
 MORE |= {"accumulated": (2, ["batch_size=8", "accumulate=2"]), "2x2": (4, ["batch_size=8", "fsdp.shards=2"])}
 
 
@@ -148,7 +151,8 @@ def test_ranks_hold_their_share_and_their_peak_is_planned(count, words, tmp_path
     script = PROJECT / "tests" / "commands" / "plan" / "sharded_memory.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", str(script)]
     command += [str(tmp_path), *SHARDED, *words]
-    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=150)
+    cards = {"TRAINER_TEST_CARDS": str(count)} if "fsdp.offload=true" in words else {}
+    done = warm.run(command, env=environment(**cards), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     recipe = recipe_of("mode=fsdp", "data.val_samples=8", "optimizer.name=adamw", *SHARDED, *words)
     (planned, *_) = plan(recipe, nproc=count)["memory_per_device"]
@@ -157,3 +161,18 @@ def test_ranks_hold_their_share_and_their_peak_is_planned(count, words, tmp_path
         share = held["whole"] / (recipe.fsdp.shards or count)
         assert held["parameters"] == held["gradients"] <= 1.05 * share and held["optimizer"] <= 2 * 1.05 * share
         assert planned["peak"] == pytest.approx(held["peak"], rel=0.1)
+
+
+def test_shards_that_are_too_large_for_their_cards_go_to_the_host():
+    words = ["mode=fsdp", "devices=[cuda:0,cuda:1]", "model.name=vit_b_16", "optimizer.name=adamw", "batch_size=2"]
+    card, host = (plan(recipe_of(*words, *more), nproc=2) for more in ([], ["fsdp.offload=true"]))
+    held = card["memory_per_device"][0]
+    shards = held["parameters"] + held["gradients"] + held["optimizer"]
+    assert host["peak"] <= card["peak"] - held["parameters"] - held["optimizer"]
+    assert any(as_size(shards) in note and "fsdp.offload" in note for note in host["assumptions"])
+    room = (card["peak"] + host["peak"]) // 2 + CONTEXT + BUFFERS
+    full = plan(recipe_of(*words), nproc=2, memory=room)
+    assert not full["fits"] and plan(recipe_of(*words, "fsdp.offload=true"), nproc=2, memory=room)["fits"]
+    assert {"words": "fsdp.offload=true", "peak": host["peak"]}.items() <= next(
+        advice for advice in full["advice"] if "offload" in advice["words"]
+    ).items()

@@ -168,6 +168,7 @@ def answers(machine: Any) -> dict[str, Any]:
     """What a tensor says of its device, whoever asks: a mode is off while it answers, and hooks may run then."""
 
     def device(tensor: Tensor) -> torch.device:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's rows
         index = None if META(tensor) else machine.memory.device(tensor)
         return DEVICE(tensor) if index is None else torch.device("cuda", index)
 

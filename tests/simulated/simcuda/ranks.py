@@ -17,16 +17,27 @@ from tests import warm
 from tests.command_line import PROJECT
 
 SYNC_BN = "mode=ddp model.name=cnn sync_bn=true ema=0.9"
+SHARDED = "model.name=cnn optimizer.name=adamw accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1"
 CASES = {
     "ddp": "mode=ddp accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1",
     "ddp with sync_bn": SYNC_BN,
     "ddp with torch's sync_bn": SYNC_BN,
     "pipeline": "mode=pipeline model.name=cnn pipeline.microbatches=4 clip_grad_norm=1 ema=0.9 precision=bf16",
     "pipeline of more stages": "mode=pipeline pipeline.schedule=interleaved1f1b pipeline.timeline=true accumulate=2",
+    "fsdp": f"mode=fsdp {SHARDED}",
+    "fsdp on the host": f"mode=fsdp fsdp.offload=true {SHARDED}",
     "local_sgd on one card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
 }
-# Averaging weights is no training step, and on one card it goes over the host.
-ALLOWED = {("D2H", "modes/local_sgd.py LocalSGD._average"), ("H2D", "modes/local_sgd.py LocalSGD._average")}
+BACKWARD, WATCHED = "modes/base.py Strategy.backward", "modes/fsdp_units.py watch.<locals>.after"
+OF_SHARDS = {("H2D", BACKWARD), ("item", WATCHED)}  # gloo's own copy, which NCCL has not; the first pass is watched
+ALLOWED = {
+    # Averaging weights is no training step, and on one card it goes over the host.
+    "local_sgd on one card": {(kind, "modes/local_sgd.py LocalSGD._average") for kind in ("D2H", "H2D")},
+    "fsdp": OF_SHARDS,
+    # The host waits for the gradients that it works on: in torch, and for what else is on its way.
+    "fsdp on the host": OF_SHARDS
+    | {("D2H", BACKWARD), ("synchronize", BACKWARD), ("synchronize", "telemetry/clocks.py synchronise")},
+}
 # Torch's stages say hello to their neighbours in their first step.
 ONCE = {(kind, "modes/pipeline/ranks.py ProcessPipeline.forward_backward") for kind in ("H2D", "item")}
 

@@ -122,16 +122,17 @@ class FakeModel:
             whole = _Running(self.model, self.in_precision)
             return self._pass(whole, self._images(rows), gradients, last=True)
 
-    def sharded(self, rows: int, parts: int, reshard: bool, gradients: bool) -> Pass:
+    def sharded(self, rows: int, parts: int, reshard: bool, gradients: bool, offload: bool) -> Pass:
         """The pass of a rank that has one of so many parts of the weights, and gathers the others.
 
         Args:
             reshard: weights are freed after the forward pass.
             gradients: this rank's part of them exists already.
+            offload: its part of everything is in the host's memory.
         """
 
         def beside(seen: Allocations) -> Gathering:
-            return Gathering(self.model, units_of(self.model), parts, reshard, gradients, seen)
+            return Gathering(self.model, units_of(self.model), parts, reshard, gradients, offload, seen)
 
         with self._fake, self._shapes_suffice():
             whole = _Running(self.model, self.in_precision)

@@ -29,7 +29,14 @@ class Gathering:
     """In this context passes of a whole model are counted as those of a rank that has a part of it."""
 
     def __init__(
-        self, model: nn.Module, names: Sequence[str], parts: int, reshard: bool, stays: bool, seen: Allocations
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        parts: int,
+        reshard: bool,
+        stays: bool,
+        offload: bool,
+        seen: Allocations,
     ) -> None:
         """
         Args:
@@ -37,11 +44,13 @@ class Gathering:
             parts: of the weights.
             reshard: weights are freed after the forward pass.
             stays: this rank's gradients exist already, as under accumulation.
+            offload: its part of everything comes from the host and goes there.
         """
         inside = {p for name in names for p in model.get_submodule(name).parameters()}
         self.root = Unit(model, [p for p in model.parameters() if p not in inside])
         units = [Unit(module, [*module.parameters()]) for module in map(model.get_submodule, names)]
-        self.units, self.parts, self.reshard, self.stays, self.seen = units, parts, reshard, stays, seen
+        self.units, self.parts, self.reshard, self.offload, self.seen = units, parts, reshard, offload, seen
+        self.stays = stays or offload  # for what the device holds
         self.order: list[Unit] = []
         self.copies = self.sent = 0  # of weights that have arrived last, and of gradients that were reduced last
 
@@ -64,7 +73,7 @@ class Gathering:
 
     def _before_forward(self, unit: Unit, *_: Any) -> None:
         if not unit.whole:
-            self.seen.hold(unit.size)
+            self._gather(unit)
             self.seen.hold(-self.copies)
             self.copies = unit.size
             self.seen.hold(unit.size)
@@ -87,15 +96,22 @@ class Gathering:
         self.seen.hold(-self.copies)
         self.copies = 0
         if not unit.whole:
-            self.seen.hold(unit.size * (1 if unit.arriving else 2))
+            if not unit.arriving:
+                self._gather(unit)
+            self.seen.hold(unit.size)
             self.seen.hold(-unit.size)
             unit.whole, unit.arriving = True, False
         before = self.order[self.order.index(unit) - 1] if unit in self.order[1:] else None
         if unit is self.root:
             before = self.order[-1] if self.order else None
         if before is not None and not before.whole and not before.arriving:
-            self.seen.hold(before.size)
+            self._gather(before)
             before.arriving = True
+
+    def _gather(self, unit: Unit) -> None:
+        own = unit.size // self.parts * self.offload
+        self.seen.hold(own + unit.size)
+        self.seen.hold(-own)
 
     def _gradient(self, unit: Unit, *_: Any) -> None:
         unit.waits_for -= 1

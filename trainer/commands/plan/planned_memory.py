@@ -66,11 +66,27 @@ def _of_shards(fake: FakeModel, layout: Layout) -> Device:
         return _of_whole(fake, layout)
     whole, images = fake.resident(fake.model), sum(fake.batch_bytes(layout.rows))
     resident = Resident(*(-(-size // parts) for size in whole))._replace(buffers=whole.buffers)
+    offload = _is_offloaded(layout)
+    if offload:
+        resident = Resident(0, 0, 0, saved_buffers(fake.model) * (whole.ema > 0), whole.buffers)
     stays = recipe.accumulate > 1  # gradients, from one pass to the next
-    held = fake.sharded(layout.rows, parts, recipe.fsdp.reshard, stays).peak
+    held = fake.sharded(layout.rows, parts, recipe.fsdp.reshard, stays, offload).peak
     peak = sum(resident) - resident.gradients * (not stays) + images + held
     activations = max(0, peak - sum(resident) - images)
     return Device("", *resident, images=images, activations=activations, peak=peak)
+
+
+def _is_offloaded(layout: Layout) -> bool:
+    """Whether shards are in the memory of the host and not of their device."""
+    sharded = layout.recipe.traits.exchanges == "shards"
+    return sharded and layout.recipe.fsdp.offload and layout.kind == "cuda"
+
+
+def on_host(fake: FakeModel, layout: Layout) -> int:
+    """Bytes of each rank's shards in the host's memory; 0 where they are on the devices."""
+    whole = fake.resident(fake.model)
+    every = sum(whole) - whole.buffers
+    return -(-every // weight_shards(layout.recipe, layout.processes)) * _is_offloaded(layout)
 
 
 def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:
@@ -181,6 +197,9 @@ def advice(fake: FakeModel, layout: Layout, memory: int) -> list[Advice]:
             _tried(fake, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
         )
         tried.append(next(filter(None, wider), None))
+    if recipe.traits.exchanges == "shards" and layout.kind == "cuda" and not recipe.fsdp.offload:
+        note = "the same maths, shards and optimizer on the host: slower"
+        tried.append(_tried(fake, layout, memory, note, fsdp__offload=True))
     if recipe.precision not in AUTOCAST:
         tried.append(_tried(fake, layout, memory, "16-bit activations", precision="bf16"))
     if pieces is not None:

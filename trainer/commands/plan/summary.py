@@ -30,6 +30,7 @@ from trainer.optim.optimization import learning_rate, total_steps
 from trainer.recipe import Recipe, words_of
 from trainer.recipe.checks import refused_schedules, wider_batch
 from trainer.recipe.known_names import OWN_PHOTOS
+from trainer.telemetry.readable import as_size
 
 
 def summarise(
@@ -84,7 +85,7 @@ def summarise(
         predicted_samples_per_sec=speed,
         commands=commands(recipe, layout, words),
         needs_folder=needs_folder(recipe),
-        assumptions=[*_assumptions(layout, images), *(predicted.assumptions if predicted is not None else ())],
+        assumptions=[*_assumptions(fake, layout, images), *(predicted.assumptions if predicted is not None else ())],
         modes=[
             _mode(fake, mode, laid_out, room)
             for mode, laid_out in every_mode(recipe, nproc, layout.kind == "cuda").items()
@@ -198,7 +199,7 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
 
 
-def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
+def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts) -> list[str]:
     """What the figures rest on."""
     recipe, notes = layout.recipe, []
     if layout.staged and recipe.pipeline.cuts == "auto":
@@ -207,6 +208,8 @@ def _assumptions(layout: Layout, images: DatasetFacts) -> list[str]:
         notes.append("pipeline.microbatches=auto tries several numbers when training starts")
     if recipe.traits.micro_batches and (refused := refused_schedules()):
         notes.append(f"{', '.join(refused)} are left out: the installed torch cannot run them")
+    if host := planned_memory.on_host(fake, layout):
+        notes.append(f"fsdp.offload: each rank keeps {as_size(host)} in the host's memory, pinned where weights are")
     if recipe.compile:
         notes.append("compiled operators may keep less than these activations")
     if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:

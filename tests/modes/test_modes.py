@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from functools import cache
 from statistics import fmean
@@ -405,7 +406,7 @@ def test_a_model_that_cannot_be_cut(tmp_path):
     words = ["recipe=digits", "plugin=branches", "model.name=branching", "max_steps=2", *QUIET]
     done = trainer(*words, "mode=split", f"output={tmp_path / 'split'}", cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "model.name=branching cannot be cut into stages: " in done.stderr and "use mode=ddp" in done.stderr
+    assert "model.name=branching" in done.stderr and "mode=ddp" in suggested(done.stderr)
     ok(*words, "mode=single", f"output={tmp_path / 'single'}", cwd=tmp_path)
 
 
@@ -414,14 +415,13 @@ def test_what_a_stage_raises_is_told_as_anywhere_else(tmp_path):
     plugin = ["plugin=tests.models.unlucky_models", "model.name=scattered", "deterministic=true", f"output={tmp_path}"]
     done = trainer("recipe=digits", "mode=pipeline", "nproc=2", "pipeline.microbatches=2", "max_steps=2", *plugin)
     assert done.returncode == 2, done.stderr
-    assert "error: deterministic=true: torch has no deterministic put_: use deterministic=false, or" in done.stderr
+    assert "put_" in done.stderr and "deterministic=false" in suggested(done.stderr)
 
 
 def test_small_parts_for_batch_norm_are_told(tmp_path):
     words = ["mode=pipeline", "pipeline.microbatches=4", "batch_size=32", "max_steps=1", "model.name=cnn"]
     said = ok("recipe=digits", *words, *QUIET, f"output={tmp_path / 'run'}").stdout
-    assert "batchnorm mean and variance are of 8 images at a time" in said
-    assert "Try pipeline.microbatches=2 or fewer, a larger batch_size, or a model without BatchNorm (cnn_gn" in said
+    assert re.search(r"batchnorm .*\b8 images.*pipeline\.microbatches=2\b.*batch_size.*cnn_gn", said, re.S)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_measurement_without_enough_memory_is_not_the_end(tmp_path):
     greedy = ["plugin=tests.models.unlucky_models", "model.name=greedy"]
     said = ok(*AUTO, *greedy, f"output={tmp_path / 'probe'}").stdout
     assert result(tmp_path / "probe")["pipeline"]["microbatches"] == 8
-    assert "4, 6 micro-batches would be too large" in said
+    assert "4, 6 micro-batches" in said
 
 
 @pytest.mark.full("two whole runs; test_tuning.py has the words")
@@ -471,12 +471,10 @@ def test_over_processes_a_measurement_without_enough_memory_names_what_runs(tmp_
     """Its peers wait in the middle of a schedule; the smaller micro-batches were tried before."""
     done = trainer(*AUTO, "nproc=2", f"output={tmp_path / 'run'}", env={"TRAINER_FAULT": "oom@1:trial-4"})
     assert done.returncode == 6, done.stderr
-    assert (
-        "error: out of memory while measuring 4 micro-batches of 4 images: type pipeline.microbatches=8," in done.stderr
-    )
+    assert re.search(r"error: .*\b4 micro-batches .*\b4 images.*pipeline\.microbatches=8\b", done.stderr)
 
 
 @pytest.mark.full("as above, in the probes")
 def test_over_processes_ranks_agree_on_a_probe_without_enough_memory(tmp_path):
     greedy = ["plugin=tests.models.unlucky_models", "model.name=greedy", "nproc=2", f"output={tmp_path / 'run'}"]
-    assert "4 micro-batches would be too large" in ok(*AUTO, *greedy).stdout
+    assert "4 micro-batches" in ok(*AUTO, *greedy).stdout

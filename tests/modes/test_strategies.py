@@ -180,12 +180,8 @@ class Written(nn.BatchNorm2d):
 
 
 def test_a_layer_that_would_see_one_ranks_rows_alone_is_refused_by_its_name():
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match=r"^sync_bn=true: layer 1\.1 \(Written\) .*nn\.BatchNorm2d"):
         synchronise_batch_norm(nn.Sequential(nn.Identity(), nn.Sequential(Activated(3), Written(3))))
-    assert str(error.value) == (
-        "sync_bn=true: layer 1.1 (Written) normalises in a way of its own and would see this rank's rows alone: leave "
-        "sync_bn out, or make it nn.BatchNorm2d"
-    )
 
 
 def test_a_subclass_in_double_precision_synchronises_too():
@@ -207,9 +203,7 @@ def test_layers_that_exchange_statistics_by_themselves_are_refused():
     class Own(nn.SyncBatchNorm):
         pass
 
-    with pytest.raises(
-        RecipeError, match=r"layer 0.1 \(Own\) exchanges .* make it nn.BatchNorm2d, and type sync_bn=true"
-    ):
+    with pytest.raises(RecipeError, match=r"layer 0\.1 \(Own\) .*nn\.BatchNorm2d.*sync_bn=true"):
         check_alone(nn.Sequential(nn.Sequential(nn.Identity(), Own(3))))
     check_alone(nn.Sequential(nn.BatchNorm2d(3)))
 

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -102,12 +103,12 @@ def test_a_folder_of_photos_is_data(tmp_path, kind):
 
 @pytest.mark.parametrize("register", [trainer.register_model, trainer.register_dataset, trainer.register_task])
 def test_a_decorator_without_its_brackets(register):
-    with pytest.raises(RecipeError, match=rf"{register.__name__} is given a name: write @{register.__name__}\('net'\)"):
+    with pytest.raises(RecipeError, match=rf"@{register.__name__}\('net'\)"):
         register(net)
 
 
 def test_words_are_text():
-    with pytest.raises(RecipeError, match="words are text, as in 'epochs=2', not Sequential"):
+    with pytest.raises(RecipeError, match=r"'epochs=2'.*\bSequential\b"):
         train("digits", net())
 
 
@@ -174,7 +175,7 @@ def test_false_ends_a_run_as_a_completed_one(tmp_path, kind, steps, epochs):
 
 def test_ctrl_c_saves_and_comes_back_as_an_error(tmp_path):
     words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, "logging__every_steps": 1}
-    with pytest.raises(Interrupted, match=r"stopped by Ctrl-C; saved step \d"):
+    with pytest.raises(Interrupted, match=r"Ctrl-C.*\bstep \d"):
         train(
             **words,
             data=(DATA, DATA),
@@ -256,7 +257,7 @@ def test_one_run_at_a_time_in_a_process(tmp_path):
         thread.join()
 
     train("digits", **SHORT, output=tmp_path / "first", on_epoch=within)
-    assert len(told) == 1 and told[0].startswith("another train() is at work in this process")
+    assert len(told) == 1 and "train()" in told[0]
     thread = threading.Thread(target=lambda: told.append(train("digits", **SHORT, output=tmp_path / "third")["status"]))
     thread.start()
     thread.join()
@@ -266,7 +267,7 @@ def test_one_run_at_a_time_in_a_process(tmp_path):
 def test_a_process_group_of_another_job_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(RecipeError, match=r"in a process group .* after destroy_process_group\(\)"):
+    with pytest.raises(RecipeError, match=r"destroy_process_group\(\)"):
         train("digits", **SHORT, output=tmp_path / "run")
 
 
@@ -344,7 +345,7 @@ def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path
         [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and "raised 'mine'" in done.stdout, done.stdout + done.stderr
-    assert "interrupted stopped by Ctrl-C; saved step" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"interrupted .*Ctrl-C.* step ", done.stdout), done.stdout + done.stderr
     assert result(tmp_path / "three")["status"] == "preempted"
     assert "Traceback" not in done.stdout, done.stdout
     two = result(tmp_path / "two")

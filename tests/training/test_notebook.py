@@ -1,6 +1,7 @@
 """A real Jupyter kernel trains: in itself, and in processes that it starts."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_a_model_that_a_notebook_registers_is_known_to_them(cells):
 
 
 def test_an_error_is_a_sentence(cells):
-    assert printed(cells[0]["wrong"]) == "digits: epoch is not a key; did you mean epochs?\n"
+    line = printed(cells[0]["wrong"])
+    assert re.fullmatch(r"digits: epoch .*\bepochs\?\n", line)
     [shown] = cells[0]["told"]
-    assert shown.traceback == ["RecipeError: digits: epoch is not a key; did you mean epochs?"], "and nothing around it"
+    assert shown.traceback == [f"RecipeError: {line.rstrip()}"], "and nothing around it"

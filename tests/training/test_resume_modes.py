@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -125,10 +126,10 @@ def test_weights_alone_go_on_under_another_optimizer(tmp_path):
     words = [*EPOCH, "save.every_steps=5", f"output={run}"]
     kill(7, *words, *MODES["single"])
     refused = trainer(*words, *MODES["1f1b"], "resume=auto", "optimizer.name=adamw")
-    assert refused.returncode == 2 and "optimizer.name: sgd there, adamw now" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and re.search("optimizer.name: sgd .*adamw", refused.stderr), refused.stderr
     done = ok(*words, *MODES["1f1b"], "resume=auto", "optimizer.name=adamw", "resume_weights_only=true")
     assert "resuming at step 5 of 22" in done.stdout
-    assert "only the weights are continued, the optimizer starts anew" in done.stdout
+    assert "only the weights" in done.stdout
     assert result(run)["steps"] == 22 and all(map(math.isfinite, losses(run)))
 
 

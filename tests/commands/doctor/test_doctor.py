@@ -53,12 +53,12 @@ def test_on_this_machine():
     assert f" torch                 {torch.__version__.partition('+')[0]}\n" in done.stdout
     speed = r"(not known: .*|[\d.e-]+ times as fast as fp32, in a convolution on one core)"
     assert re.search(rf"^  bf16 +{speed}$", done.stdout, re.M)
-    assert " gloo, 2 processes     sums come out right\n" in done.stdout
+    assert re.search(r"^  gloo, 2 processes  .*\bright$", done.stdout, re.M)
     assert all(len(line) <= 120 for line in done.stdout.splitlines())
 
 
 def test_words_are_refused():
-    with pytest.raises(RecipeError, match="doctor takes no words, and 'recipe=digits' is one"):
+    with pytest.raises(RecipeError, match="'recipe=digits'"):
         doctor.command(["recipe=digits"])
 
 
@@ -70,8 +70,7 @@ def test_what_is_wrong_comes_last_and_exits_3(quick, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert re.search(r"^  /dev/shm +64 MiB, 60 free$", output, re.M)
     last = output[output.index("2 problems:") :]
-    assert "1. loader workers need 256 MiB of shared memory" in last and "--shm-size=" in last
-    assert "2. nothing can be written into" in last
+    assert "256 MiB" in last and "--shm-size=" in last and re.search(r"2\. .*\binto /", last)
 
 
 def test_it_tells_what_works_where_launch_sh_started_it(monkeypatch, capsys):
@@ -154,8 +153,8 @@ def test_cards_that_fail(two_cards, monkeypatch):
     found = doctor.examine()
     assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED")
     assert found.problems == ["cuda:1 does not compute"]
-    monkeypatch.setattr(cards, "detect", lambda: cards.Cards(0, SetupError("the driver is too old")))
-    assert doctor.examine().problems == ["the driver is too old"]
+    monkeypatch.setattr(cards, "detect", lambda: cards.Cards(0, SetupError("no driver")))
+    assert doctor.examine().problems == ["no driver"]
 
 
 def test_what_the_management_library_adds(two_cards, monkeypatch):
@@ -170,13 +169,13 @@ def test_what_the_management_library_adds(two_cards, monkeypatch):
     found = doctor.examine()
     told = [value for name, value in found.sections["cards"] if not name]
     assert told[0].startswith("divided (MIG)") and "slowed down by: heat" in told and "NVLink: 12 links active" in told
-    assert len(found.problems) == 1 and found.problems[0].startswith("cuda:1 has had 3 uncorrected memory errors")
+    assert len(found.problems) == 1 and found.problems[0].startswith("cuda:1 has had 3 ")
 
 
 def test_a_card_without_a_driver(quick, monkeypatch):
     monkeypatch.setattr(device_checks, "_without_driver", lambda: "0000:01:00.0")
     (problem,) = doctor.examine().problems
-    assert "on the PCI bus (0000:01:00.0) and no driver runs it" in problem
+    assert "(0000:01:00.0)" in problem and "driver" in problem
 
 
 def test_few_open_files(monkeypatch):
@@ -184,11 +183,12 @@ def test_few_open_files(monkeypatch):
     monkeypatch.setattr(software.resource, "getrlimit", lambda number: (256, 4096))
     software.limits(found)
     assert rows(found)["limits", "open files"] == "256 (at most 4096)"
-    assert found.problems == ["only 256 files may be open at once, too few for several processes: ulimit -n 4096"]
+    (problem,) = found.problems
+    assert "256 files" in problem and problem.endswith(": ulimit -n 4096")
 
 
 @pytest.mark.full("a cold start; the texts are a table in test_peers.py")
 def test_processes_that_cannot_talk():
     done = trainer("doctor", env={"GLOO_SOCKET_IFNAME": "eth77"})
     assert done.returncode == 3 and "FAILS, see below" in done.stdout
-    assert "gloo does not work between 2 processes here: GLOO_SOCKET_IFNAME=eth77 names no usable" in done.stdout
+    assert re.search(r"gloo .*\b2 processes .*GLOO_SOCKET_IFNAME=eth77 ", done.stdout)

@@ -91,8 +91,8 @@ def test_every_format_through_the_command_line(here, kind):
     assert done.stderr == "" and max(map(len, done.stdout.splitlines())) <= 120
     target = here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}"
     assert f"  file    runs/images/{target.name}, 0." in done.stdout and target.is_file()
-    assert "  input   float32 (batch, 1, 8, 8): pixels from 0 to 1, minus mean, divided by std\n" in done.stdout
-    assert "  holds   10 names (0, 1, 2, 3, 4, ...), mean, std and size\n" in done.stdout
+    assert "  input   float32 (batch, 1, 8, 8): " in done.stdout
+    assert "  holds   10 names (0, 1, 2, 3, 4, ...), " in done.stdout
     found = re.search(r"batches of 1, 2, 5: outputs of up to (\S+) differ by at most (\S+)\n", done.stdout)
     assert float(found[2]) <= 1e-4 * float(found[1])
     assert [path.name for path in target.parent.iterdir() if path.name.startswith(".export")] == []
@@ -127,9 +127,7 @@ def test_what_the_file_tells_and_computes(here, kind):
     assert facts["classes"] == [*"0123456789"] and facts["mean"] == [0.3053] and facts["std"] == [0.376]
     assert (facts["channels"], facts["image_size"], facts["shorter_side"]) == (1, 8, 8)
     assert facts["inputs"] == ["float32", [1, 8, 8]]
-    assert facts["resize"] == (
-        "the shorter side to 8 pixels, bilinear with antialiasing, then 8 x 8 cut out of the centre"
-    )
+    assert re.search(r"\b8 pixels, bilinear .*\b8 x 8\b", facts["resize"])
     assert (facts["model"], facts["task"]) == ("cnn_gn", "classification")
     from trainer.commands.export.formats import load
 
@@ -177,7 +175,7 @@ def test_a_folder_of_the_runs_name_is_not_in_the_way(here):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])
-    assert "  input   int64 (batch, 6): as the data set gives them\n" in text and "2 names (even, odd)" in text
+    assert "  input   int64 (batch, 6): " in text and "2 names (even, odd)" in text
     assert "  resize " not in text
 
 
@@ -194,7 +192,7 @@ def test_safetensors_hold_texts_and_what_the_bare_model_is(here):
         told = file.metadata()
     assert told["model"] == "torchvision.models.squeezenet1_1(num_classes=10)"
     assert json.loads(told["mean"]) == [0.3053] * 3 and json.loads(told["shorter_side"]) == 96
-    assert told["resize"].startswith("the shorter side to 96 pixels")
+    assert "to 96 pixels" in told["resize"]
     del told["shorter_side"]
     for size, shorter in ((64, 64), (224, 256)):
         told |= {"image_size": str(size), "inputs": f'["float32", [3, {size}, {size}]]'}
@@ -232,10 +230,10 @@ def test_a_model_that_looks_at_values_is_refused_in_one_line(here):
     words = ["moody", "plugin=mine_to_export"]
     with pytest.raises(RecipeError) as error:
         exporting.command([*words, "format=exported_program"])
-    assert re.match(r"format=exported_program cannot express model.name=moody \(.*\): try format=", str(error.value))
+    assert re.match(r"format=exported_program .*model\.name=moody \(.*\): try format=", str(error.value))
     with pytest.raises(RecipeError) as error:  # traced, it always takes the way of the traced inputs
         exporting.command([*words, "format=torchscript"])
-    assert re.search(r"samples its outputs differ by \S+, allowed is .*: try format=exported_program", str(error.value))
+    assert re.search(r"outputs differ by \d\S+, .*: try format=exported_program", str(error.value))
     assert "\n" not in str(error.value) and [*(here / "runs" / "moody").glob("*model*")] == []
 
 
@@ -247,7 +245,7 @@ def test_what_computes_something_else_gets_no_name(here, monkeypatch):
         return lambda inputs: run(inputs) * 1.01
 
     monkeypatch.setitem(export.WRITERS, "torchscript", wrong)
-    with pytest.raises(RecipeError, match=r"for 1 samples its outputs differ by .*, allowed is "):
+    with pytest.raises(RecipeError, match=r"\b1 samples? .*outputs differ by \d"):
         exporting.command(["images", "format=torchscript"])
     assert [path.name for path in (here / "runs" / "images").iterdir() if "model" in path.name] == []
 
@@ -273,8 +271,7 @@ def test_a_disk_that_is_full_at_any_byte_is_one_line(here, kind, full):
             assert done.returncode == 0, done.stderr
         else:
             assert done.returncode == 28, (limit, done.stderr[-2000:])
-            line = r"trainer: error: runs/images: the disk is full \(.*\); what was saved before is intact: free some "
-            assert re.fullmatch(line + r"space, then the same words again\n", done.stderr), done.stderr
+            assert re.fullmatch(r"trainer: error: runs/images: .*disk is full \(.*\).*\n", done.stderr), done.stderr
             assert sorted(run.rglob("*")) == before
 
 
@@ -342,21 +339,21 @@ def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, erro
 
 def test_nothing_is_written_over(here):
     (here / "model.pt2").write_text("mine")
-    with pytest.raises(RecipeError, match=r"model.pt2 is there already: remove it, or choose another output="):
+    with pytest.raises(RecipeError, match=r"model\.pt2 .*\boutput="):
         exporting.command(["images", "output=model.pt2"])
     assert (here / "model.pt2").read_text() == "mine"
 
 
 def test_without_onnx_it_says_what_to_install(here, monkeypatch):
     monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "onnxscript" else object())
-    with pytest.raises(SetupError, match=r"format=onnx needs onnxscript: pip install onnx onnxscript onnxruntime"):
+    with pytest.raises(SetupError, match=r"format=onnx .*pip install onnx onnxscript onnxruntime"):
         exporting.command(["images", "format=onnx"])
 
 
 def test_damaged_weights(here, tmp_path):
     shutil.copytree(here / "runs" / "images", tmp_path / "bad")
     (tmp_path / "bad" / "last.safetensors").write_bytes(b"no weights")
-    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"last\.safetensors .*safetensors file"):
         exporting.command([str(tmp_path / "bad"), "format=torchscript"])
 
 
@@ -374,10 +371,10 @@ def test_what_weights_tell_of_their_inputs_is_not_trusted(here, tmp_path, damage
     with safe_open(weights, "pt") as file:
         metadata = file.metadata()
     save_file(load_file(weights), tmp_path / "bad.safetensors", {**metadata, **damage})
-    with pytest.raises(CheckpointError, match=r"is damaged: .* makes no sense"):
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors .*damaged"):
         exporting.command([str(tmp_path / "bad.safetensors"), "format=torchscript"])
 
 
 def test_wrong_words_are_answered_without_torch(here):
     done = trainer("export", "images", "format=onx", cwd=here)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("trainer: error: format=onx is not one")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("trainer: error: format=onx ")

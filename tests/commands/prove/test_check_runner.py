@@ -26,13 +26,13 @@ def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
 
 
 def test_a_run_that_fails_tells_its_own_line(tmp_path):
-    with pytest.raises(Failed, match="did you mean recipe=digits"):
+    with pytest.raises(Failed, match="recipe=digits"):
         CheckRunner(tmp_path, DEVICES).train("x", ["recipe=digts"])
 
 
 def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(check_runner, "TIMEOUT", 2.0)
-    with pytest.raises(PeerError, match="it did not end within 2 s") as error:
+    with pytest.raises(PeerError, match=r"\b2 s\b") as error:
         CheckRunner(tmp_path, DEVICES).train("x", SHORT, {"TRAINER_FAULT": "hang@0:1"})
     assert error.value.code == 7
 

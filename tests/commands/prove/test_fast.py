@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from trainer.commands.prove import fast
@@ -46,18 +48,17 @@ def test_a_slower_kind_of_card_is_not_held_against_a_faster_one():
 def test_a_slow_card_is_wrong_with_what_to_type(tmp_path):
     answers = [rate([300e12] * 3), rate([200e12] * 3), rate([299e12] * 3), rate([300e12] * 3)]
     found = fast.rates(runner(tmp_path, CARDS, answers))
-    assert found.status == "wrong" and found.line.startswith("cuda:1 is slow: its matrix products reach 67%")
-    assert found.todo.startswith("train without it, devices=[cuda:0,cuda:2,cuda:3]; nvidia-smi -q")
+    assert found.status == "wrong" and re.match(r"cuda:1 .*matrix products .*\b67%", found.line)
+    assert re.search(r"devices=\[cuda:0,cuda:2,cuda:3\].*nvidia-smi -q", found.todo)
     low = [rate([3e14] * 3), *[rate([3e14] * 3, [1.5e12] * 3)] * 2, rate([3e14] * 3, [0.9e12] * 3)]
     found = fast.rates(runner(tmp_path, CARDS, low))
-    assert found.status == "wrong" and found.line.startswith("cuda:3 is slow: its memory reach")
+    assert found.status == "wrong" and re.match("cuda:3 .*memory", found.line)
 
 
 def test_good_cards_stand_beside_their_limits(tmp_path):
     found = fast.rates(runner(tmp_path, CARDS, [rate([281e12, 280e12, 250e12])] * 4))
     assert found.status == "measured"
-    assert "matrix products 280,000 GFLOP/s in bf16 (90% of the card's limit)" in found.line
-    assert "memory 1,500 GB/s (74% of the card's limit)" in found.line
+    assert re.search(r"\b280,000 GFLOP/s in bf16 \(90% .*\b1,500 GB/s \(74% ", found.line)
     assert found.figures["devices"][0]["product"] == {"median": 280e12, "low": 250e12, "high": 281e12}
 
 
@@ -72,7 +73,7 @@ def test_a_slow_way_is_named(tmp_path):
     ways = [{"1 to 0": [24e9, 25e9], "2 to 0": [25e9] * 2}, {"0 to 1": [25e9] * 2, "2 to 1": [9e9, 11e9]}]
     answers = [{"ways": part, "all_reduce": [20e9] * 3} for part in ways]
     found = fast.links(runner(tmp_path, CARDS, answers))
-    assert found.status == "wrong" and found.line == "slow from cuda:2 to cuda:1: 44% of the fastest way"
+    assert found.status == "wrong" and "cuda:2 to cuda:1: 44%" in found.line
     assert "nvidia-smi topo -m" in found.todo and found.figures["slow"] == ["2 to 1"]
     answers[1]["ways"]["2 to 1"] = [9e9, 24e9]  # one slow moment is none of the link's
     found = fast.links(runner(tmp_path, CARDS, answers))
@@ -92,10 +93,8 @@ def outcome_of(tmp_path, devices, count, ours, bare, exposed=(), result=RESULT):
 def test_images_a_second_stand_beside_a_bare_loop_one_device_and_others(tmp_path):
     eight = Devices(tuple(f"cuda:{n}" for n in range(8)), "cuda", (CARD,) * 8)
     found = outcome_of(tmp_path, eight, 8, [15000.0, 14000.0, 16000.0], [15000.0, 14500.0, 15500.0], [0.09, 0.05, 0.1])
-    assert found.line == (
-        "15,000 images/s (14,000 to 16,000); 1.00 (0.97 to 1.03) times a bare loop; 7.50 times one, "
-        "9% of a bare step waits for communication; 90% of the 16,621 published"
-    )
+    figures = ["15,000", "(14,000", "16,000);", "1.00", "(0.97", "1.03)", "7.50", "9%", "90%", "16,621"]
+    assert [word for word in found.line.split() if word[-1] != "/" and re.search(r"\d", word)] == figures
     assert found.figures["exposed_communication"] == 0.09 and found.figures["batch"] == 2048
     assert found.figures["beside_others"][0]["source"].startswith("https://github.com/NVIDIA/DeepLearningExamples")
 

@@ -43,7 +43,7 @@ def test_of_another_machine_versions_or_devices_it_is_refused(key, tmp_path):
     with claim(str(tmp_path / "proof"), BOUND) as one:
         assert [*one.outcomes] == ["sums"]
     with (
-        pytest.raises(FolderInUseError, match=f"the proof of other {key}: choose another output="),
+        pytest.raises(FolderInUseError, match=rf"\bproof .*\b{key}\b.*output="),
         claim(str(tmp_path / "proof"), {**BOUND, key: "c"}),
     ):
         pass
@@ -59,7 +59,7 @@ def test_without_a_folder_another_proof_goes_beside(tmp_path, monkeypatch):
 def test_two_at_once_are_one_too_many(tmp_path):
     with (
         claim(str(tmp_path), BOUND),
-        pytest.raises(FolderInUseError, match="in use by another proof"),
+        pytest.raises(FolderInUseError, match="in use"),
         claim(str(tmp_path), BOUND),
     ):
         pass

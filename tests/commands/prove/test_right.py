@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from trainer.commands.compare.running import Failed
@@ -82,7 +84,7 @@ def test_patterns_that_nobody_compared_are_wrong(tmp_path):
     bad = right.copies(
         runner(tmp_path, "cuda", 2, [{"done": 9, "wrong": ["cuda:0 to cuda:1: odd"]}, {"done": 9, "wrong": []}])
     )
-    assert bad.line == "1 of 18 came out wrong: cuda:0 to cuda:1: odd" and "NCCL_P2P_DISABLE=1" in bad.todo
+    assert re.fullmatch("1 of 18 .*: cuda:0 to cuda:1: odd", bad.line) and "NCCL_P2P_DISABLE=1" in bad.todo
     good = right.copies(runner(tmp_path, answers=[{"done": 9, "wrong": []}] * 2))
     assert good.status == "right" and good.figures["done"] == 18
 
@@ -115,20 +117,20 @@ def test_only_what_an_older_torch_lacks_may_be_refused(mode, code, status, tmp_p
     """Anything else that does not run is wrong: it must not be taken for something that this machine need not do."""
     monkeypatch.setattr(right, "single", lambda runner: None)
     check = next(check for check in right.checks(machine("cpu", 2)) if check.name == f"mode {mode}")
-    one = runner(tmp_path, error=Failed("pipeline.schedule=zbv needs torch 2.14", code))
+    one = runner(tmp_path, error=Failed("needs torch 2.14", code))
     if status is None:
         with pytest.raises(Failed):
             check.run(one)
     else:
-        assert check.run(one) == Outcome("not here", "pipeline.schedule=zbv needs torch 2.14")
+        assert check.run(one) == Outcome("not here", "needs torch 2.14")
 
 
 def test_memory_that_each_run_keeps_is_a_leak_and_one_that_settles_is_none(tmp_path):
     mib = 2**20
     found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 150 * mib, 201 * mib]}]))
-    assert found.status == "wrong" and "each run keeps 50 MiB of the host's memory" in found.line
+    assert found.status == "wrong" and re.search(r"\b50 MiB .*\bhost", found.line)
     found = right.memory(runner(tmp_path, "cuda", 1, [{"host": [100 * mib] * 3, "device": [0, 30 * mib, 60 * mib]}]))
-    assert found.status == "wrong" and "30 MiB of the device's memory" in found.line
+    assert found.status == "wrong" and re.search(r"\b30 MiB .*\bdevice", found.line)
     found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 160 * mib, 160 * mib]}]))
     assert found.status == "right" and found.figures["kept_bytes"] == {"host": 0}
 
@@ -140,6 +142,6 @@ def test_without_a_compiler_compiling_is_not_here(tmp_path, monkeypatch):
 
 
 def test_what_doctor_finds_is_wrong(tmp_path):
-    found = right.doctor(runner(tmp_path, answers=[{"problems": ["the disk is full", "and more"]}]))
-    assert found.status == "wrong" and found.line == "the disk is full, and 1 more"
+    found = right.doctor(runner(tmp_path, answers=[{"problems": ["a full disk", "and more"]}]))
+    assert found.status == "wrong" and re.fullmatch(r"a full disk.*\b1 .*", found.line)
     assert right.doctor(runner(tmp_path, answers=[{"problems": []}])).status == "right"

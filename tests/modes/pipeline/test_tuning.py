@@ -276,9 +276,9 @@ def test_memory_that_ends_in_a_probe(largest):
     bench = Bench(largest=largest)
     plan, _ = bench.find(pipe(*DIVISORS))
     assert 96 // plan.microbatches <= largest and all(96 // plan.microbatches <= largest for plan in bench.tried)
-    with pytest.raises(DeviceMemoryError, match=r"24 micro-batches of 4 images: type pipeline.microbatches=48, "):
+    with pytest.raises(DeviceMemoryError, match=r"24 micro-batches .*\b4 images.*pipeline\.microbatches=48\b"):
         Bench(largest=1).find(pipe(*DIVISORS))
-    with pytest.raises(DeviceMemoryError, match=r"8 micro-batches of 12 images: type a smaller batch_size"):
+    with pytest.raises(DeviceMemoryError, match=r"8 micro-batches .*\b12 images.*batch_size"):
         Bench(largest=1).find(pipe(8))
 
 
@@ -288,5 +288,5 @@ def test_memory_that_ends_in_a_trial():
     assert plan.microbatches == bench.tried[0].microbatches == 24
     assert {trial["microbatches"] for trial in known["trials"]} == {24}
     json.dumps(known, allow_nan=False)
-    with pytest.raises(DeviceMemoryError, match=r"type pipeline.microbatches=\d+, pipeline.recompute=true"):
+    with pytest.raises(DeviceMemoryError, match=r"pipeline\.microbatches=\d+.*pipeline\.recompute=true"):
         Bench(seconds=lambda plan: math.inf).find(pipe(*DIVISORS))

@@ -108,7 +108,7 @@ class LoadedModel:
     def _labeller(self) -> Labeller:
         """This process's own."""
         labeller = Labeller(*self._arguments)
-        labeller.setup(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+        labeller.setup(torch.device(chosen_devices("auto")[0]))
         return labeller
 
     @property

@@ -11,6 +11,7 @@ from tests.command_line import PROJECT, environment
 
 FOLDER = PROJECT / "tests" / "benchmarks"
 COMMANDS = [
+    "averaging.py --workers 2 --every 5 --epochs 1 --seeds 1",
     "compare_verdicts.py --comparisons 1 --repeats 2 --steps 20 --batch 16",
     "fork_hang.py --rounds 1 --workers 1 --limit 5",
     "images_per_second.py --model resnet18 --size 32 --batch 4 --steps 6 --rounds 1",

@@ -1,5 +1,9 @@
 """Local SGD: what is averaged, by which weights and when; and whole runs that are killed, resumed, evaluated."""
 
+import math
+import shutil
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +18,23 @@ from trainer.modes import local_sgd
 from trainer.recipe import load
 
 SHAPE = (4, 2, 3, 3)
+
+
+# A task that stops its job, once, in the first batch of an evaluation.
+STOPPING = """
+import os, pathlib, signal
+from trainer import Classification, register_task
+
+@register_task("stopping")
+class Stopping(Classification):
+    def sums(self, outputs, targets):
+        mark = os.environ.get("STOP_AT")
+        trial = len(targets) == 2  # before training
+        if mark and not trial and not pathlib.Path(mark).exists() and os.environ["RANK"] == "0":
+            pathlib.Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().sums(outputs, targets)
+"""
 
 
 def build(world, *words, samples=10_003):
@@ -76,18 +97,99 @@ def test_averages_are_weighted_by_samples(bucket, monkeypatch):
         assert rank[4].tolist() == pytest.approx([(2500 * 0 + 2500 * 1 + 2500 * 2 + 2503 * 3) / 10_003] * 2, rel=1e-12)
 
 
-def test_averaging_twice_changes_nothing():
-    """A run stopped between the last step of an epoch and its averaging, or after it, ends the same."""
+OUTER = ["local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9"]
+
+
+@pytest.mark.parametrize("words", [[], OUTER], ids=["plain", "outer"])
+def test_averaging_twice_changes_nothing(words):
+    """A run stopped between the last step of an epoch and its averaging, or after it, ends the same; so does one whose
+    last step was one of averaging."""
 
     def work(world):
-        strategy = build(world)
-        scatter(strategy)
-        strategy.after_epoch({})
-        once = clones(tensors(strategy))
-        strategy.after_epoch({})
-        return all(torch.equal(once[name], tensor) for name, tensor in tensors(strategy).items())
+        strategy = build(world, "local_sgd.every=2", *words)
+        same = []
+        for first in (partial(strategy.after_epoch, {}), partial(strategy.after_step, 2)):
+            scatter(strategy)
+            first()
+            once = clones(tensors(strategy) | strategy.outer_state())
+            strategy.after_epoch({})
+            now = tensors(strategy) | strategy.outer_state()
+            same.append(all(torch.equal(once[name], tensor) for name, tensor in now.items()))
+        return same
 
-    assert on_ranks(3, work) == [True] * 3
+    assert on_ranks(3, work) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (0.5, 0.0), (1.0, 0.5)])
+def test_an_averaging_is_a_step_of_torchs_sgd_towards_the_weighted_average(lr, momentum):
+    """Averaged in an epoch and at its end: 2500, 2500, 2500 and 2503 images. Statistics are averaged and not stepped,
+    what is frozen stays."""
+
+    def work(world):
+        strategy = build(world, "local_sgd.every=2", f"local_sgd.outer_lr={lr}", f"local_sgd.outer_momentum={momentum}")
+        frozen = strategy.module[3].bias
+        frozen.requires_grad = False
+        strategy.finish()
+        assert "3.bias//anchor" not in strategy.outer_state()
+        generator = torch.Generator().manual_seed(world.rank)
+        history = [clones(tensors(strategy))]
+        in_epoch, at_its_end = partial(strategy.after_step, 2), partial(strategy.after_epoch, {})
+        for average in (in_epoch, at_its_end, in_epoch):
+            for tensor in tensors(strategy).values():
+                if tensor.is_floating_point() and tensor is not frozen:
+                    tensor.data += torch.randn(tensor.shape, generator=generator)
+            trained = clones(tensors(strategy))
+            strategy.after_step(3)  # is none of averaging
+            average()
+            history.append((trained, clones(tensors(strategy))))
+        return history
+
+    ranks = on_ranks(4, work)
+    share = torch.tensor([2500, 2500, 2500, 2503], dtype=torch.float64) / 10_003
+    first = ranks[0][0]
+    trained = ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight")
+    weights = {name: nn.Parameter(first[name].double()) for name in trained}
+    outer = torch.optim.SGD(weights.values(), lr=lr, momentum=momentum, nesterov=momentum > 0)
+    for turn in (1, 2, 3):
+        for name, tensor in first.items():
+            everyone = torch.stack([rank[turn][0][name].double() for rank in ranks])
+            mean = torch.tensordot(share, everyone, 1)
+            if name in weights:
+                weights[name].grad = weights[name].detach() - mean
+            elif tensor.is_floating_point():
+                torch.testing.assert_close(ranks[0][turn][1][name].double(), mean, rtol=1e-6, atol=1e-6)
+        outer.step()
+        for rank in ranks:
+            assert torch.equal(rank[turn][1]["3.bias"], first["3.bias"])
+            for name, weight in weights.items():
+                torch.testing.assert_close(rank[turn][1][name].double(), weight.detach(), rtol=1e-5, atol=1e-5)
+                assert torch.equal(rank[turn][1][name], ranks[0][turn][1][name]), "workers go on from one place"
+
+
+def test_plain_averaging_keeps_nothing():
+    """`outer_lr=1 outer_momentum=0` is the average itself; without momentum there is one copy of the weights."""
+    kept = {}
+    for lr, momentum in ((1.0, 0.0), (0.5, 0.0), (1.0, 0.5)):
+        words = [f"local_sgd.outer_lr={lr}", f"local_sgd.outer_momentum={momentum}"]
+        kept[lr, momentum] = [
+            {len(state) for state in on_ranks(size, lambda world, words=words: build(world, *words).outer_state())}
+            for size in (1, 2)
+        ]
+    weights = 6  # of a convolution, a BatchNorm, a linear layer
+    assert kept == {(1.0, 0.0): [{0}, {0}], (0.5, 0.0): [{0}, {weights}], (1.0, 0.5): [{0}, {2 * weights}]}
+
+
+def test_weights_of_a_checkpoint_that_holds_no_outer_state_are_where_it_begins():
+    def work(world):
+        strategy = build(world, *OUTER)
+        for parameter in strategy.named_parameters().values():
+            parameter.data += 1
+        strategy.load_outer_state({})
+        before = clones(tensors(strategy))
+        strategy.after_epoch({})
+        return all(torch.equal(before[name], tensor) for name, tensor in tensors(strategy).items())
+
+    assert on_ranks(2, work) == [True, True]
 
 
 def test_every_step_without_momentum_is_data_parallel():
@@ -152,7 +254,11 @@ def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
 
 
 @pytest.mark.full  # test_resume_modes.py has a sample of all modes
-@pytest.mark.parametrize("more", [[], ["precision=fp16", "local_sgd.every=4"]], ids=["epoch", "steps, fp16"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["precision=fp16", "local_sgd.every=4"], ["local_sgd.every=4", *OUTER]],
+    ids=["epoch", "steps, fp16", "outer"],
+)
 def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
     """BatchNorm, momentum, moving average; shards of 718 and 719 images, 15 steps an epoch."""
     words = ["recipe=digits_local_sgd", "nproc=2", "ema=0.9", "epochs=2", "save.every_steps=6", *QUIET, *more]
@@ -171,7 +277,8 @@ def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
     apart = [not torch.equal(first[name], second[name]) for name in kept]
     assert kept and all(apart), "between averagings each worker has weights of its own"
     assert "optimizer:0.weight//momentum_buffer" in first and "ema:0.weight" in second
-    assert ("scaler:scale" in second) == bool(more)
+    assert ("scaler:scale" in second) == ("precision=fp16" in more)
+    assert (cut / "checkpoints" / "step-00000018" / "outer.safetensors").exists() == ("local_sgd.outer_lr=0.7" in more)
 
     ok(*words, f"output={cut}", "resume=auto")
     assert losses(cut) == losses(whole)
@@ -181,6 +288,43 @@ def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
     found = result(whole)
     evaluated = ok("evaluate", f"checkpoint={whole}").stdout
     assert f"val loss {found['val_loss']:.4f}" in evaluated and f"{found['val_top1']:.2%}" in evaluated
+
+
+SHORT = [*DATA, "data.samples=192", "batch_size=32", "epochs=2", "logging.verdict=false", *QUIET]  # 6 steps an epoch
+SHORT += ["local_sgd.every=4", *OUTER]
+LOCAL = [*SHORT, "mode=local_sgd"]
+
+
+def test_what_other_workers_and_modes_make_of_the_outer_optimizer(tmp_path):
+    """Saved at step 5, between averagings. The weights of the last one and the momentum are as many workers' as there
+    are; a mode without them says so, and so does local SGD that comes after it."""
+    run = tmp_path / "run"
+    killed = trainer(*LOCAL, "nproc=2", "save.every_steps=5", f"output={run}", env={"TRAINER_FAULT": "kill@1:6"})
+    assert killed.returncode == 7, killed.stderr
+    shutil.copytree(run, tmp_path / "other")
+    shutil.copytree(run, tmp_path / "wider")
+    wider = ok(*LOCAL, "nproc=4", f"output={tmp_path / 'wider'}", "resume=auto").stdout
+    assert "resuming at step 5 of 12" in wider and "outer" not in wider
+    words = [*SHORT, "nproc=2", f"output={tmp_path / 'other'}", "resume=auto"]
+    other = trainer(*words, "mode=ddp", "save.every_steps=1", env={"TRAINER_FAULT": "kill@1:9"})
+    assert "mode=ddp has no outer optimizer" in other.stdout and "resuming at step 5 of 12" in other.stdout
+    again = ok(*words, "mode=local_sgd")
+    assert "outer optimizer starts anew" in again.stdout and math.isfinite(result(tmp_path / "other")["val_loss"])
+
+
+def test_a_run_stopped_in_its_evaluation_does_not_step_twice(tmp_path):
+    """The epoch's end has been averaged and stepped, and its evaluation is still to do."""
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    words = [word.replace("val_samples=30", "val_samples=90") for word in LOCAL]  # in several batches
+    words += ["nproc=2", "plugin=stopping", "task.name=stopping"]
+    ok(*words, f"output={tmp_path / 'whole'}", cwd=tmp_path)
+    stopped = trainer(*words, f"output={tmp_path / 'cut'}", cwd=tmp_path, env={"STOP_AT": str(tmp_path / "stopped")})
+    assert stopped.returncode == 143 and "saved step 6" in stopped.stderr, stopped.stdout + stopped.stderr
+    assert "epoch 1/2" not in stopped.stdout, "not evaluated yet"
+    ok(*words, f"output={tmp_path / 'cut'}", "resume=auto", cwd=tmp_path)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    last = [(tmp_path / name / "last.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert last[0] == last[1]
 
 
 @pytest.mark.full("compiling takes a minute and a C++ compiler")

@@ -58,7 +58,7 @@ def test_the_reference_has_a_row_for_every_key() -> None:
     [
         ("optimizer.lr", ["optimizer.lr"]),
         ("lr", ["optimizer.lr"]),
-        ("local_sgd", ["local_sgd.every"]),
+        ("local_sgd", ["local_sgd.every", "local_sgd.outer_lr", "local_sgd.outer_momentum"]),
         ("every", ["local_sgd.every", "save.every"]),
         ("root", ["data.root"]),
     ],

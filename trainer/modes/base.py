@@ -241,6 +241,13 @@ class Strategy:
             for name, piece in layout.items():
                 piece.local.copy_(piece.rows_of(saved[name]))
 
+    def outer_state(self) -> dict[str, Tensor]:
+        """What an optimizer of the mode's own keeps, the same on all ranks, by the names that checkpoints have."""
+        return {}
+
+    def load_outer_state(self, saved: Mapping[str, StoredTensor]) -> None:
+        """Continue with it, or begin anew from the weights as they are where nothing of it was saved."""
+
     def notes(self) -> dict[str, str]:
         """Lines of the banner that this mode adds, by their title."""
         return {}

@@ -8,16 +8,64 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.data import Batch
 from trainer.data.sampling import contiguous_span
 from trainer.models.blocks import frozen_norms
 from trainer.modes.base import Communication, Context, Strategy
-from trainer.saving.tensor_files import Piece
+from trainer.saving.tensor_files import Piece, StoredTensor
 from trainer.telemetry.clocks import Stopwatch
 
 BUCKET = 2**24  # elements, about: what travels in one all-reduce, so that its copy stays small beside the model
+
+
+class OuterSGD:
+    """SGD with Nesterov momentum that takes one step at each averaging.
+
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105),
+    algorithm 1. With the weights x of the last averaging, the workers' new average w and velocity v,
+
+        g = x - w;   v = momentum * v + g;   x = x - lr * (g + momentum * v)
+
+    and each worker goes on from x. It is `torch.optim.SGD(nesterov=True)` on the outer gradient g. SlowMo (Wang et al.,
+    arXiv:1910.00643) has plain momentum in place of Nesterov's, and keeps it in units of the learning rate.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], lr: float, momentum: float) -> None:
+        self.lr, self.momentum = lr, momentum
+        self.weights: list[Tensor] = list(parameters.values())
+        self._names = list(parameters)
+        self.restart()
+
+    def restart(self) -> None:
+        """Take the weights as they are for those of the last averaging."""
+        self.anchors = [weight.detach().clone() for weight in self.weights]
+        self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors] if self.momentum else []
+
+    def step(self) -> None:
+        """One step, with the average in the weights."""
+        if not self.weights:
+            return
+        with torch.no_grad():
+            gradients = self.weights  # for a moment: no more memory than the state
+            torch._foreach_neg_(gradients)
+            torch._foreach_add_(gradients, self.anchors)
+            if self.velocities:
+                torch._foreach_mul_(self.velocities, self.momentum)
+                torch._foreach_add_(self.velocities, gradients)
+                torch._foreach_add_(gradients, self.velocities, alpha=self.momentum)
+            torch._foreach_add_(self.anchors, gradients, alpha=-self.lr)
+            torch._foreach_copy_(self.weights, self.anchors)
+
+    def moved(self) -> bool:
+        """Whether the weights are others than after the last step; waits for the device."""
+        return not all(map(torch.equal, self.weights, self.anchors))
+
+    def state(self) -> dict[str, Tensor]:
+        """Its live tensors as `parameter//key`."""
+        kept = {f"{name}//anchor": tensor for name, tensor in zip(self._names, self.anchors, strict=True)}
+        return kept | {f"{name}//velocity": tensor for name, tensor in zip(self._names, self.velocities, strict=False)}
 
 
 class LocalSGD(Strategy):
@@ -25,12 +73,22 @@ class LocalSGD(Strategy):
     every epoch's end.
 
     An average is over the workers, weighted by the images that each has in an epoch. Buffers of whole numbers
-    (BatchNorm's counters) become rank 0's. Optimizer states are never averaged.
+    (BatchNorm's counters) become rank 0's. Optimizer states are never averaged. With `local_sgd.outer_lr` and
+    `outer_momentum` the trained weights go on from a step of `OuterSGD` towards the average. One worker trains as
+    `single` does.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.averaging = Stopwatch(self.device)
+        self.outer: OuterSGD | None = None
+
+    def finish(self) -> None:
+        super().finish()
+        section = self.recipe.local_sgd
+        if section.outer_copies and self.world.size > 1:
+            trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
+            self.outer = OuterSGD(trained, section.outer_lr, section.outer_momentum)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
@@ -43,11 +101,25 @@ class LocalSGD(Strategy):
             weights = self._weights()
             with self.averaging:
                 self._average(weights, weights)
+                if self.outer is not None:
+                    self.outer.step()
 
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
         tensors = [*self._weights(), *averages.values()]
-        # A run that was stopped right here averages a second time, which must change nothing.
+        # A run that was stopped right here averages a second time, which must change nothing. Nor may momentum push
+        # weights that no worker has trained since the last averaging.
         self._average(tensors, tensors, exact=True)
+        if self.outer is not None and self.outer.moved():
+            self.outer.step()
+
+    def outer_state(self) -> dict[str, Tensor]:
+        return {} if self.outer is None else self.outer.state()
+
+    def load_outer_state(self, saved: Mapping[str, StoredTensor]) -> None:
+        if saved:
+            self.scatter(saved, self.outer_state())
+        elif self.outer is not None:
+            self.outer.restart()
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
         """The workers' average, of optimizer states too, as copies: saving does not change the training."""
@@ -59,9 +131,12 @@ class LocalSGD(Strategy):
         return Communication(self.averaging.seconds() / max(1, steps))
 
     def notes(self) -> dict[str, str]:
-        every = self.recipe.local_sgd.every
+        section = self.recipe.local_sgd
+        every = section.every
         when = "every epoch" if every is None else f"every {every} step{'s' * (every > 1)}"
-        return {"workers": f"each has its own weights and optimizer; weights are averaged {when}"}
+        rates = f"lr {section.outer_lr:g}, Nesterov momentum {section.outer_momentum:g}"
+        outer = f", and SGD steps to the average ({rates})" if self.outer is not None else ""
+        return {"workers": f"each has its own weights and optimizer; weights are averaged {when}{outer}"}
 
     def _weights(self) -> list[Tensor]:
         """What differs from worker to worker: what is frozen stays as it is, to the last bit."""

@@ -78,7 +78,9 @@ _KEYS = {
     "pipeline.schedule": "pp_schedule pipeline_schedule",
     "pipeline.recompute": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpointing",
     "fsdp.offload": "cpu_offload offload_params offload_to_cpu fsdp_offload_params fsdp.cpu_offload",
-    "local_sgd.every": "sync_every local_steps sync_interval",
+    "local_sgd.every": "sync_every local_steps sync_interval slowmo_freq",
+    "local_sgd.outer_lr": "outer_learning_rate slowmo_lr",
+    "local_sgd.outer_momentum": "slowmo_factor slowmo_momentum",
     "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator trainer.devices "
     "trainer.gpus trainer.accelerator",
     "threads": "num_threads omp_num_threads torch_threads",

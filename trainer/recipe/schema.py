@@ -187,6 +187,15 @@ class LocalSGDRecipe(_Section):
     """For mode=local_sgd."""
 
     every: Positive | None = key(None, "steps between averagings of the weights; null: every epoch")
+    outer_lr: float = key(
+        1.0, "learning rate of the step from the last average to the new one; 1: all the way", gt=0, allow_inf_nan=False
+    )
+    outer_momentum: Decay = key(0.0, "Nesterov momentum of these steps; 0 with outer_lr=1: plain averages")
+
+    @property
+    def outer_copies(self) -> int:
+        """Copies of the weights that the outer optimizer keeps; none where its step is the average."""
+        return 0 if (self.outer_lr, self.outer_momentum) == (1.0, 0.0) else 1 + (self.outer_momentum > 0)
 
 
 class FsdpRecipe(_Section):

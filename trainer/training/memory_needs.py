@@ -60,7 +60,7 @@ def _out_of_memory(run: Run, error: BaseException) -> DeviceMemoryError:
     kinds = (
         run.parameters.values(),
         trained,
-        optimizer_state(run.optimizer, run.parameters).values(),
+        [*optimizer_state(run.optimizer, run.parameters).values(), *run.strategy.outer_state().values()],
         averages.values(),
         run.strategy.named_buffers().values(),
     )

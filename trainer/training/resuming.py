@@ -88,6 +88,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
             advice = "resume_weights_only=true continues with its weights and a fresh optimizer"
             raise CheckpointError(f"{reason}; {advice}") from None
         run.tracker.say(f"  only the weights are continued, the optimizer starts anew: {reason}")
+    _restore_outer(run, state)
     run.updater.load(state.tensors.get("scaler", {}))
     if run.average is not None:
         saved = state.part("ema")
@@ -116,6 +117,17 @@ def _restore(run: Run, state: checkpoint.State) -> None:
             if name in mine:  # an optimizer that starts anew has other tensors
                 tensor.copy_(mine[name])
     run.unlogged = list(mine["unlogged"].to(run.world.device).unbind())
+
+
+def _restore_outer(run: Run, state: checkpoint.State) -> None:
+    """Continue the mode's own optimizer, whose anchor is the same for any number of workers, or tell that it is not."""
+    saved, kept = state.part("outer"), run.strategy.outer_state()
+    run.strategy.load_outer_state(saved)
+    if kept and not saved:
+        run.tracker.say("  local_sgd's outer optimizer starts anew from these weights: the checkpoint holds none")
+    if saved and not kept:
+        where = f"mode={run.recipe.mode}" if run.world.size > 1 else "one process"
+        run.tracker.say(f"  {where} has no outer optimizer: the momentum of local_sgd's averagings is dropped")
 
 
 def _take_position(run: Run, state: checkpoint.State) -> None:

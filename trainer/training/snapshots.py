@@ -136,6 +136,7 @@ def _copied(run: Run, sealed: bool) -> Parts:
         parts[part_of_rank(run.world.rank)] = _uncut(mine)
     if sealed and run.world.is_main:
         parts |= {"scaler": _uncut(run.updater.state()), "samples": _uncut(run.samples)}
+        parts["outer"] = _uncut(run.strategy.outer_state())
     return on_host(run.saver, parts, run.world.drives)
 
 

@@ -94,6 +94,22 @@ def test_workers_that_share_a_card_add_up(monkeypatch):
     assert found["peak"] == sum(device["peak"] for device in found["memory_per_device"])
 
 
+def test_the_outer_optimizer_of_local_sgd_is_counted():
+    words = ["mode=local_sgd", "model.name=cnn", "data.name=synthetic", "devices=[cpu]"]
+    plain, stepped, both = (
+        plan(load_recipe(None, *words, *more), nproc=2)
+        for more in (
+            [],
+            ["local_sgd.outer_lr=0.7"],
+            ["local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9"],
+        )
+    )
+    weights = 4 * plain["model"]["parameters"]
+    for copies, found in ((0, plain), (1, stepped), (2, both)):
+        assert found["peak"] == plain["peak"] + copies * weights
+        assert found["disk"]["checkpoint"] == plain["disk"]["checkpoint"] + copies * weights
+
+
 def test_what_cuda_and_nccl_take_cannot_be_used_by_a_run():
     words = ["model.name=mlp", "data.name=synthetic", "data.image_size=8", "batch_size=96"]
 

@@ -44,6 +44,7 @@ def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[D
 
 def _of_whole(fake: FakeModel, layout: Layout) -> Device:
     resident, recipe = fake.resident(fake.model), layout.recipe
+    resident = resident._replace(optimizer=resident.optimizer + _outer(resident, layout))
     images = sum(fake.batch_bytes(layout.rows))
     several, exchanges = layout.processes > 1, recipe.traits.exchanges
     stays = recipe.accumulate > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
@@ -57,6 +58,12 @@ def _of_whole(fake: FakeModel, layout: Layout) -> Device:
         averaging = AVERAGING * min(BUCKET, resident.parameters // 4)
         peak = max(peak, sum(resident) - resident.gradients + averaging)
     return Device("", *resident, images=images, activations=activations, peak=peak)
+
+
+def _outer(resident: Resident, layout: Layout) -> int:
+    """Bytes that local SGD's outer optimizer keeps."""
+    steps = layout.recipe.traits.exchanges == "weights" and layout.processes > 1
+    return layout.recipe.local_sgd.outer_copies * resident.gradients if steps else 0
 
 
 def _of_shards(fake: FakeModel, layout: Layout) -> Device:
@@ -243,7 +250,7 @@ def disk(fake: FakeModel, layout: Layout) -> DiskFigures:
     weights = resident.parameters + saved_buffers(fake.model)
     state = {"model": weights, "optimizer": resident.optimizer, "ema": resident.ema}
     private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
-    checkpoint = sum(state.values()) + layout.processes * private
+    checkpoint = sum(state.values()) + layout.processes * private + _outer(resident, layout)
     files = 2 * weights  # last and best
     folder = (layout.recipe.save.keep + 1) * checkpoint + files  # a new one is whole before an old one goes
     return DiskFigures(checkpoint, weights, folder)

@@ -48,6 +48,20 @@ def test_parts_that_overlap_never_exceed_the_step():
             StepParts(1, communication=0.4),
             Setting(4),
             "communication",
+            ["batch_size=256", "ddp.compress=bf16", "mode=local_sgd local_sgd.every=20"],
+        ),
+        (
+            ["mode=ddp", "ddp.compress=bf16"],
+            StepParts(1, communication=0.4),
+            Setting(4),
+            "communication",
+            ["batch_size=256"],
+        ),
+        (
+            ["mode=fsdp"],
+            StepParts(1, communication=0.4),
+            Setting(4),
+            "communication",
             ["batch_size=256", "mode=local_sgd local_sgd.every=20"],
         ),
         (

@@ -9,9 +9,10 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.data import Batch
@@ -24,6 +25,9 @@ from trainer.processes.world import lost_peers
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.clocks import synchronise
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
 
 
@@ -34,6 +38,16 @@ def read_in_training(model: nn.Module) -> bool:
     """
     holders = {name: module for name, module in model.named_modules() if any(True for _ in module.buffers(False))}
     return bool(unlike(holders, writes_statistics_only))
+
+
+def mean_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tensor]:
+    """A bucket's mean over all ranks, sent as bf16, by which every rank gets the same numbers.
+
+    As torch's `bf16_compress_hook`, which divides what is rounded already, and which a torch without CUDA refuses.
+    """
+    gradients = bucket.buffer()
+    summed = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
+    return summed.then(lambda done: gradients.copy_(done.value()[0]).div_(ranks))
 
 
 class DistributedDataParallel(Strategy):
@@ -63,6 +77,9 @@ class DistributedDataParallel(Strategy):
                 static_graph=static_graph,
                 **synced,
             )
+            if self.recipe.ddp.compress == "bf16":
+                # Torch looks at a hook's annotations, which a lambda has none of.
+                self.wrapped.register_comm_hook(self.world.size, lambda ranks, bucket: mean_in_bf16(bucket, ranks))
             # DDP rebuilds its buckets after its first backward pass, and from three ranks on the order of a sum in gloo
             # depends on a gradient's place in its bucket: every start has to have the buckets of a resumed run.
             for _ in range(2):
@@ -158,4 +175,5 @@ class DistributedDataParallel(Strategy):
 
     def _exchanged(self, budget: float) -> Communication:
         size = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
+        size //= 2 if self.recipe.ddp.compress else 1
         return Communication(self.all_reduce_seconds(size, budget), at_most=True)

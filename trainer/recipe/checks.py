@@ -36,6 +36,7 @@ OPTIONS = {
     "layer_decay": ("optimizer.layer_decay", 0.75),
     "muon": ("optimizer.name", "muon"),
     "lars": ("optimizer.name", "lars"),
+    "compress": ("ddp.compress", "bf16"),
 }  # each with a key and a value that turn it on
 
 

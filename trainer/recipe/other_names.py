@@ -81,6 +81,7 @@ _KEYS = {
     "local_sgd.every": "sync_every local_steps sync_interval slowmo_freq",
     "local_sgd.outer_lr": "outer_learning_rate slowmo_lr",
     "local_sgd.outer_momentum": "slowmo_factor slowmo_momentum",
+    "ddp.compress": "comm_hook ddp_comm_hook",
     "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator trainer.devices "
     "trainer.gpus trainer.accelerator",
     "threads": "num_threads omp_num_threads torch_threads",

@@ -183,6 +183,14 @@ class PipelineRecipe(_Section):
     timeline: bool = key(False, "draw each stage's work as timeline.png and timeline.json")
 
 
+class DdpRecipe(_Section):
+    """For mode=ddp."""
+
+    compress: Literal["bf16"] | None = key(
+        None, "bf16: send gradients in half of the bytes, rounded; null: as they are"
+    )
+
+
 class LocalSGDRecipe(_Section):
     """For mode=local_sgd."""
 
@@ -267,6 +275,7 @@ class Recipe(_Section):
     clip_grad_norm: float | None = key(None, "the gradient's norm is cut to this", gt=0, allow_inf_nan=False)
     sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")
     pipeline: PipelineRecipe = PipelineRecipe()
+    ddp: DdpRecipe = DdpRecipe()
     local_sgd: LocalSGDRecipe = LocalSGDRecipe()
     fsdp: FsdpRecipe = FsdpRecipe()
     devices: Devices = key("auto", "auto, or a list as in [cuda:2, cuda:3] or [cpu]")

@@ -65,6 +65,8 @@ class Traits:
         return self.staged and not self.micro_batches
 
 
+DDP_GRADIENTS = "only ddp sends gradients so; use mode=ddp, or leave it out"
+
 TRAITS: dict[str, Traits] = {
     "single": Traits(
         when=("one device. All other modes are tested against it",),
@@ -78,6 +80,7 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
+            "compress": DDP_GRADIENTS,
         },
         also_called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),
@@ -94,6 +97,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="activations",
         staged=True,
+        refuses={"compress": DDP_GRADIENTS},
         also_called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
@@ -109,6 +113,7 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
+            "compress": DDP_GRADIENTS,
         },
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
@@ -119,6 +124,7 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "muon": "it works on whole matrices, of which a rank has some rows; use adamw, or mode=ddp",
             "lars": "it works on whole layers, of which a rank has some rows; use sgd, or mode=ddp",
+            "compress": DDP_GRADIENTS,
         },
         also_called="fsdp2 fullysharded fullyshardeddataparallel zero zero3 deepspeed sharded",
     ),
@@ -133,7 +139,10 @@ TRAITS: dict[str, Traits] = {
         same_maths=False,
         every_sample=True,
         private=("model", "optimizer", "ema", "scaler"),
-        refuses={"sync_bn": "its workers compute apart from each other between averagings; use mode=ddp"},
+        refuses={
+            "sync_bn": "its workers compute apart from each other between averagings; use mode=ddp",
+            "compress": DDP_GRADIENTS,
+        },
         also_called="localsgd local diloco postlocalsgd",
     ),
     "hogwild": Traits(
@@ -144,7 +153,10 @@ TRAITS: dict[str, Traits] = {
         same_maths=False,
         every_sample=True,
         private=("optimizer", "scaler"),
-        refuses={"sync_bn": "its workers never wait for each other; use mode=ddp"},
+        refuses={
+            "sync_bn": "its workers never wait for each other; use mode=ddp",
+            "compress": DDP_GRADIENTS,
+        },
         also_called="async asgd asyncsgd hogwild",
     ),
 }

@@ -249,7 +249,8 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
             return [f"local_sgd.every={2 * (recipe.local_sgd.every or 1)}"]
         if recipe.traits.micro_batches:
             return [f"pipeline.stages={processes}", larger]
-        return [larger, "mode=local_sgd local_sgd.every=20"]
+        compress = [] if recipe.ddp.compress else ["ddp.compress=bf16"]
+        return [larger, *compress, "mode=local_sgd local_sgd.every=20"]
     by_hand = recipe.pipeline.microbatches != "auto" or recipe.pipeline.split_size is not None
     micro = ["pipeline.microbatches=auto"] if by_hand else []
     if bound == "bubble":

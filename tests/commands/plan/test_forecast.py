@@ -30,6 +30,21 @@ def test_communication_as_it_was_measured(tmp_path):
     made = plan(of_cnn("ddp"), nproc=8, measured=folder)["prediction"]
     assert made["compute_seconds"] == pytest.approx(0.07 / 4)
     assert made["communication_seconds"] == pytest.approx(0.03 * (7 / 8) / (1 / 2))
+    halved = plan(of_cnn("ddp", "ddp.compress=bf16"), nproc=8, measured=folder)["prediction"]
+    assert halved["communication_seconds"] == pytest.approx(made["communication_seconds"] / 2)
+
+
+def test_compressed_gradients_take_half_the_time(tmp_path):
+    step = {"data": 0.0, "compute": 0.7, "communication": 0.3, "bubble": 0.0, "optimizer": 0.0, "logging": 0.0}
+    words = ["mode=ddp", "ddp.compress=bf16"]
+    folder = run_folder(tmp_path / "run", *words, world_size=2, verdict={"step": step})
+    seconds = {
+        word: plan(of_cnn("ddp", word), nproc=2, measured=folder)["prediction"]["communication_seconds"]
+        for word in ("ddp.compress=bf16", "ddp.compress=null")
+    }
+    assert [*seconds.values()] == pytest.approx([0.03, 0.06])
+    stated = plan(of_cnn("ddp", words[1]), nproc=2, measured=folder, bandwidth="10MB/s")
+    assert stated["prediction"]["communication_seconds"] == pytest.approx(2 * stated["model"]["parameters"] / 10e6)
 
 
 def test_a_gpu_hides_communication(tmp_path, monkeypatch):

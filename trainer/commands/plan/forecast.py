@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainer.commands.plan import schedules
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import Timings, ring, sharded_traffic
+from trainer.commands.plan.measured import Timings, gradients_sent, ring, sharded_traffic
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.run_plan import PredictionFigures, ScalingFigures
 from trainer.commands.plan.schedules import Cut
@@ -101,7 +101,7 @@ def _all_reduce(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[flo
         seconds, ranks = measured.exposed
         scale = ring(count) / ring(ranks)
         return seconds * scale * per_step, f"communication as measured among {ranks} ranks, times {scale:.2f}"
-    size = fake.resident(fake.model).gradients
+    size = gradients_sent(layout.recipe, fake.resident(fake.model).gradients)
     if measured.bandwidth is None:
         return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
     seconds = ring(count) * size / measured.bandwidth + 2 * (count - 1) * measured.latency

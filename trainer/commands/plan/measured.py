@@ -122,12 +122,13 @@ def _of_run(
     computing = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
     computing += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
     reduced = was.traits.exchanges == "gradients" and apart["communication"]
+    exposed = apart["communication"] * gradients_sent(recipe, 1) / gradients_sent(was, 1)
     return Timings(
         image,
         rows,
         apart["optimizer"],
         apart["data"] + apart["logging"],
-        exposed=(apart["communication"], processes) if reduced else None,
+        exposed=(exposed, processes) if reduced else None,
         stages=StagesOfRun(stages["cuts"], stages["microbatches"], stages["split_size"], busy, was.pipeline.recompute)
         if busy
         else None,
@@ -157,6 +158,11 @@ def sharded_traffic(recipe: Recipe, ranks: int, size: int) -> float:
     parts = weight_shards(recipe, ranks)
     passes = (2 + recipe.fsdp.reshard) * recipe.accumulate  # weights forward, weights backward, gradients
     return size * (passes * (parts - 1) / parts + ring(ranks // parts) / parts)
+
+
+def gradients_sent(recipe: Recipe, size: int) -> float:
+    """Bytes that gradients of so many bytes are sent as."""
+    return size / 2 if recipe.ddp.compress else size
 
 
 def ring(ranks: int) -> float:

@@ -49,6 +49,8 @@ def _of_whole(fake: FakeModel, layout: Layout) -> Device:
     several, exchanges = layout.processes > 1, recipe.traits.exchanges
     stays = recipe.accumulate > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
     activations = fake.whole(layout.rows, gradients=True).peak
+    if several and recipe.ddp.compress:  # all gradients in bf16 may be under way at once
+        activations = max(activations, resident.gradients // 2)
     if stays:
         working = resident.gradients + activations
     else:

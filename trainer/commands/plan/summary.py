@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import from_run, reading, ring, sharded_traffic
+from trainer.commands.plan.measured import from_run, gradients_sent, reading, ring, sharded_traffic
 from trainer.commands.plan.planned_layout import Layout, every_mode
 from trainer.commands.plan.run_plan import (
     BatchFigures,
@@ -158,7 +158,7 @@ def _communication(fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: 
     resident = fake.resident(fake.model)
     reduced = averaged = crossing = 0.0
     if exchanges == "gradients":
-        reduced = ring(count) * resident.gradients
+        reduced = ring(count) * gradients_sent(recipe, resident.gradients)
     elif exchanges == "shards":
         reduced = sharded_traffic(recipe, count, resident.parameters)
     elif exchanges == "weights":

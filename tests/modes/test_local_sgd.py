@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.command_line import QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, digest, losses, ok, result, steps, trainer
 from tests.contexts import mode_of
 from tests.worlds import gathered, on_ranks
 from trainer import train
@@ -39,7 +39,8 @@ class Stopping(Classification):
 
 def build(world, *words, samples=10_003):
     """A small network with BatchNorm under local SGD, the same on every rank."""
-    strategy = mode_of(load(None, "mode=local_sgd", *words), world, SHAPE, classes=5, samples=samples)
+    plain = {"mode": "local_sgd", "local_sgd": {"outer_momentum": 0.0}}
+    strategy = mode_of(load(plain, *words), world, SHAPE, classes=5, samples=samples)
     layers = [nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 5)]
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(*layers)
@@ -247,7 +248,14 @@ def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
     """Epochs of one step: both modes cut the same permutation in the same two halves."""
     words = [*DATA, "data.samples=64", "batch_size=64", "epochs=8", "optimizer.momentum=0", "optimizer.lr=0.01", *QUIET]
     ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'ddp'}")
-    ok(*words, "mode=local_sgd", "local_sgd.every=1", "nproc=2", f"output={tmp_path / 'local'}")
+    ok(
+        *words,
+        "mode=local_sgd",
+        "local_sgd.every=1",
+        "local_sgd.outer_momentum=0",
+        "nproc=2",
+        f"output={tmp_path / 'local'}",
+    )
     assert losses(tmp_path / "local") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-4)
     assert losses(tmp_path / "ddp")[-1] < losses(tmp_path / "ddp")[0]
     assert result(tmp_path / "local")["val_loss"] == pytest.approx(result(tmp_path / "ddp")["val_loss"], rel=1e-4)
@@ -256,7 +264,7 @@ def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
 @pytest.mark.full  # test_resume_modes.py has a sample of all modes
 @pytest.mark.parametrize(
     "more",
-    [[], ["precision=fp16", "local_sgd.every=4"], ["local_sgd.every=4", *OUTER]],
+    [[], ["precision=fp16", "local_sgd.every=4", "local_sgd.outer_momentum=0"], ["local_sgd.every=4", *OUTER]],
     ids=["epoch", "steps, fp16", "outer"],
 )
 def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
@@ -333,3 +341,21 @@ def test_compile(tmp_path):
     ok(*words, f"output={tmp_path / 'plain'}")
     ok(*words, "compile=true", f"output={tmp_path / 'compiled'}", timeout=600)
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+def test_momentum_is_the_default_of_averages_within_an_epoch(tmp_path):
+    """Which a run of before there was one goes on without."""
+    assert load(None, "mode=local_sgd").local_sgd.outer_copies == 0
+    assert load(None, "mode=local_sgd", "local_sgd.every=4").local_sgd.momentum == 0.5
+    assert load(None, "mode=local_sgd", "local_sgd.every=4", "local_sgd.outer_momentum=0").local_sgd.outer_copies == 0
+    words = ["recipe=digits", "model.name=mlp", "mode=local_sgd", "nproc=2", "local_sgd.every=4", "epochs=2", *QUIET]
+    plain, old, new = (tmp_path / name for name in ("plain", "old", "new"))
+    ok(*words, "local_sgd.outer_momentum=0", f"output={plain}")
+    ok(*words, f"output={new}")
+    trainer(*words, "local_sgd.outer_momentum=0", f"output={old}", env={"TRAINER_FAULT": "kill@1:20"})
+    lines = (old / "recipe.yaml").read_text().splitlines()
+    (old / "recipe.yaml").write_text("\n".join(line for line in lines if "outer_" not in line))
+    ok(*words, f"output={old}", "resume=auto")
+    assert digest(old / "last.safetensors") == digest(plain / "last.safetensors") != digest(new / "last.safetensors")
+    again = trainer(*words, f"output={new}", "resume=auto", "local_sgd.outer_momentum=0", "epochs=2")
+    assert again.returncode == 2 and "local_sgd.outer_momentum" in again.stderr

@@ -88,7 +88,7 @@ class LocalSGD(Strategy):
         section = self.recipe.local_sgd
         if section.outer_copies and self.world.size > 1:
             trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
-            self.outer = OuterSGD(trained, section.outer_lr, section.outer_momentum)
+            self.outer = OuterSGD(trained, section.outer_lr, section.momentum)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
@@ -134,7 +134,7 @@ class LocalSGD(Strategy):
         section = self.recipe.local_sgd
         every = section.every
         when = "every epoch" if every is None else f"every {every} step{'s' * (every > 1)}"
-        rates = f"lr {section.outer_lr:g}, Nesterov momentum {section.outer_momentum:g}"
+        rates = f"lr {section.outer_lr:g}, Nesterov momentum {section.momentum:g}"
         outer = f", and SGD steps to the average ({rates})" if self.outer is not None else ""
         return {"workers": f"each has its own weights and optimizer; weights are averaged {when}{outer}"}
 

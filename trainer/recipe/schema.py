@@ -198,12 +198,20 @@ class LocalSGDRecipe(_Section):
     outer_lr: float = key(
         1.0, "learning rate of the step from the last average to the new one; 1: all the way", gt=0, allow_inf_nan=False
     )
-    outer_momentum: Decay = key(0.0, "Nesterov momentum of these steps; 0 with outer_lr=1: plain averages")
+    outer_momentum: Decay | None = key(
+        None,
+        "Nesterov momentum of these steps; 0: none; null: 0.5 where every is given, else 0",
+    )
+
+    @property
+    def momentum(self) -> float:
+        """`outer_momentum`, or what is best on CIFAR-10 where it is left open (the guide's page on modes)."""
+        return self.outer_momentum if self.outer_momentum is not None else 0.5 * (self.every is not None)
 
     @property
     def outer_copies(self) -> int:
         """Copies of the weights that the outer optimizer keeps; none where its step is the average."""
-        return 0 if (self.outer_lr, self.outer_momentum) == (1.0, 0.0) else 1 + (self.outer_momentum > 0)
+        return 0 if (self.outer_lr, self.momentum) == (1.0, 0.0) else 1 + (self.momentum > 0)
 
 
 class FsdpRecipe(_Section):

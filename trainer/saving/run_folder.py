@@ -168,6 +168,10 @@ class RunFolder(NullFolder):
         }
         if recipe.data.cache == "auto":
             self.settled["data__cache"] = before.data.cache
+        if "local_sgd.outer_momentum" not in recipes.origins(str(file)):  # of before there was one: plain averages
+            before = before.replace(local_sgd__outer_momentum=0.0)
+            if recipe.local_sgd.outer_momentum is None:
+                self.settled["local_sgd__outer_momentum"] = 0.0
         changes = recipes.changed_keys(before, recipe.replace(**self.settled))
         if before.data.name in OWN_PHOTOS:  # what null was before a run's recipe said it
             changes = {key: pair for key, pair in changes.items() if pair != (None, PHOTOS.get(key))}

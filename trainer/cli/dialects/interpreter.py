@@ -22,7 +22,7 @@ from trainer.recipe.text import shown
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
 REGISTERED = ("model.name", "data.name", "task.name")  # a plugin may have registered any name
 OFF_AT_ZERO = ("model.freeze", "stop.patience")  # whole numbers for which 0 means null
-ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay",)  # null takes another key's instead
+ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay", "local_sgd.outer_momentum")  # null takes another instead
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 # Values to show for words that want one.
 EXAMPLES = {

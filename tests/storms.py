@@ -40,6 +40,7 @@ MODES = {
     "single": ["mode=single"],
     "dp": ["mode=dp", "devices=[cpu,cpu]"],
     "ddp": ["mode=ddp", "nproc=2"],
+    "fsdp": ["mode=fsdp", "nproc=2"],
     "split": ["mode=split", "devices=[cpu,cpu]", TWO],
     "streams": [*PIPELINE, "devices=[cpu,cpu]", TWO],
     "1f1b": [*PIPELINE, "nproc=2", TWO],

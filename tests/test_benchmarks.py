@@ -24,6 +24,7 @@ COMMANDS = [
     "plan_accuracy.py --rounds 1 --steps 4 --only resnet18",
     "pool.py heavy --items 32 --rounds 1",
     "pool.py tiny --items 2000 --rounds 1",
+    "slow_network.py resnet18 --batch 8 --size 32 --rounds 1 --rate none",
     "workers.py ddp --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py hogwild --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py local_sgd --batch 8 --size 32 --steps 4 --rounds 1",

@@ -111,7 +111,7 @@ class Saver:
             except Exception as error:  # raised where the ranks synchronise
                 self.error = error
 
-        self._draft = save.draft
+        self._draft, self._left = save.draft, None
         self._thread = threading.Thread(target=work, name="saver", daemon=True)
         self._thread.start()
         if faults.at_a_step():  # a test is to know what is there when it strikes

@@ -77,6 +77,9 @@ def test_another_word_finds_the_nearest_topics(asked: str, first: str) -> None:
         ("longer", "resume", "recipe=runs/first model.init_from=runs/first epochs=2 output=runs/longer"),
         ("more epochs", "resume", "recipe=runs/first model.init_from=runs/first epochs=2 output=runs/longer"),
         ("exit codes", "errors", "28"),
+        ("options", "modes", "clip_grad_norm"),
+        ("result", "folder", "peak_memory_bytes"),
+        ("unproven", "tested", "TPUs"),
     ],
 )
 def test_words_of_one_heading_print_its_section(asked: str, topic: str, line: str) -> None:

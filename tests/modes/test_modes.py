@@ -215,7 +215,7 @@ def table():
             why = line.partition(": ")[2] if line else None
             if option == "compile" and column == "`pipeline`, processes":
                 *others, last = SPLIT_BACKWARD
-                why = f"not with {', '.join(others)} and {last}, which compute gradients of inputs and weights apart"
+                why = f"not with {', '.join(others)} and {last}, which separate the gradients of inputs and weights"
             number = reasons.setdefault(why, len(reasons) + 1) if why else 0
             cells.append(("no" if line else "yes") + f" ({number})" * bool(why))
         lines.append(f"| `{option}` | {' | '.join(cells)} |")
@@ -223,7 +223,7 @@ def table():
 
 
 def test_the_guide_has_this_table():
-    assert table() in (GUIDE / "options.md").read_text()
+    assert table() in (GUIDE / "modes.md").read_text()
 
 
 # Recipes one after the other in the same ranks, which is quicker than a start for each. Each run is to the launcher's

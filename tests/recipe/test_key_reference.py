@@ -7,12 +7,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.command_line import PROJECT, ok, trainer
 from tests.pages import REFERENCE, made
 from trainer.cli.known_keys import COMMANDS
 from trainer.recipe import Recipe, flatten, load
-from trainer.recipe.key_reference import keys, sections
+from trainer.recipe.key_reference import Key, keys, sections
+from trainer.recipe.schema import EXTENDS
 
 
 def test_every_key_has_a_comment_of_its_own() -> None:
@@ -28,16 +30,18 @@ def test_every_key_has_a_comment_of_its_own() -> None:
 def test_what_a_key_takes_is_told_in_words() -> None:
     known = keys()
     told = {
-        "epochs": "whole number from 1",
-        "max_steps": "whole number from 1 or null",
+        "epochs": "integer from 1",
+        "max_steps": "integer from 1",
         "augment.hflip": "number from 0 to 1",
-        "ema": "number above 0 below 1 or null",
+        "ema": "number above 0 below 1",
         "compile": "true, false",
-        "resume": "auto or null",
-        "data.channels": "1, 3 or null",
-        "pipeline.microbatches": "auto or whole number from 1",
-        "pipeline.cuts": "auto or list of text or whole number",
-        "loss.class_weights": "balanced or list of number from 0 or null",
+        "resume": "auto",
+        "save.every_epochs": "integer from 1 or null",
+        "optimizer.betas": "list of numbers from 0 below 1",
+        "data.channels": "1, 3",
+        "pipeline.microbatches": "auto or integer from 1",
+        "pipeline.cuts": "auto or list of text or integer",
+        "loss.class_weights": "balanced or list of numbers from 0",
         "model.name": "text",
     }
     assert {name: known[name].takes for name in told} == told
@@ -50,7 +54,21 @@ def test_what_is_made_from_the_schema_is_up_to_date(path: Path) -> None:
 
 def test_the_reference_has_a_row_for_every_key() -> None:
     rows = [line.split("`")[1] for line in REFERENCE.read_text().splitlines() if line.startswith("| `")]
-    assert sorted(rows) == sorted(keys())
+    assert sorted(rows) == sorted(key.example for key in keys().values())
+
+
+@pytest.mark.parametrize("key", keys().values(), ids=lambda key: key.name)
+def test_the_example_of_a_key_is_what_can_be_typed(key: Key, tmp_path: Path) -> None:
+    if key.name == EXTENDS:
+        (tmp_path / "mine.yaml").write_text(f"{key.example}\n")
+        assert load(tmp_path / "mine.yaml").to_dict() == load(key.example.partition(": ")[2]).to_dict()
+        return
+    words = key.example.split()
+    name, _, value = words[-1].partition("=")
+    recipe = load(None, *words)
+    assert name == key.name
+    assert flatten(recipe.to_dict())[name] == yaml.safe_load(value)
+    assert value != key.default or re.search("[1-9]", value), "shows nothing"
 
 
 @pytest.mark.parametrize(

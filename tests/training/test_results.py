@@ -16,7 +16,7 @@ OF_CLASSIFICATION = {"val_loss", "val_top1", "val_top5", "best_top1"}
 
 
 def test_the_guide_lists_the_keys():
-    assert table() in (GUIDE / "result.md").read_text()
+    assert table() in (GUIDE / "folder.md").read_text()
 
 
 def test_a_runs_result_has_these_keys_and_types(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 from trainer.errors import RecipeError
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
 from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
-from trainer.recipe.reflection import defaults
+from trainer.recipe.reflection import READERS, defaults, unread
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
 from trainer.recipe.text import nearest, typed
 
@@ -25,9 +25,10 @@ USUAL_MODELS = ("resnet18", "resnet50", "vit_b_16", "convnext_tiny", "efficientn
 PAGE = """\
 # Every key of a recipe
 
-A recipe is a YAML file of these keys; on the command line a key is written `section.key=value`. What a recipe leaves
-out is as in the recipe that it `extends`, or else the default. In a terminal, `python -m trainer recipes keys NAME`
-shows a section or a key, and `python -m trainer recipes NAME` a recipe with every key and who set it.
+A recipe is a YAML file of these keys. On the command line, write them as in the first column, and put quotes around
+lists. A key that a recipe leaves out is as in the recipe that it `extends`, or else the default; a key whose default is
+`null` also takes `null`. In a terminal, `python -m trainer recipes keys NAME` shows a section or a key, and
+`python -m trainer recipes NAME` prints a recipe with every key and where its value comes from.
 """
 
 
@@ -79,12 +80,13 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted name, its default as typed, what it takes in words, and its comment."""
+    """One key: its dotted name, its default as typed, what it takes besides, its comment, and one way to set it."""
 
     name: str
     default: str
     takes: str
     comment: str
+    example: str
 
     @property
     def section(self) -> str:
@@ -98,7 +100,8 @@ def keys() -> dict[str, Key]:
     reference = {}
     for name, node in _leaves(properties):
         default = "none" if name == EXTENDS else typed(defaults()[name])
-        reference[name] = Key(name, default, _takes(node), node.get("description", ""))
+        takes = _takes(node).removesuffix(" or null" if default == "null" else "")
+        reference[name] = Key(name, default, takes, node.get("description", ""), _example(name, node))
     return reference
 
 
@@ -124,7 +127,10 @@ def shown_keys(word: str | None = None) -> str:
     for section, comment in sections().items():
         rows = [key for key in chosen if key.section == section]
         lines += [f"{section or 'recipe'}: {comment}"] if rows else []
-        lines += [f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{key.takes}]" for key in rows]
+        lines += [
+            f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{key.takes}, as in {key.example}]"
+            for key in rows
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -133,9 +139,9 @@ def reference_page() -> str:
     parts = [PAGE]
     for section, comment in sections().items():
         parts += [f"## {section}\n\n{comment}\n" if section else ""]
-        rows = ["| key | default | takes | meaning |", "| --- | --- | --- | --- |"]
+        rows = ["| key and example | default | takes | meaning |", "| --- | --- | --- | --- |"]
         for key in (key for key in keys().values() if key.section == section):
-            cells = (f"`{key.name}`", f"`{key.default}`", key.takes, key.comment)
+            cells = (f"`{key.example}`", f"`{key.default}`", key.takes, key.comment)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows) + "\n")
     return "\n".join(part for part in parts if part)
@@ -153,6 +159,27 @@ def _leaves(properties: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{name}", node
 
 
+def _example(name: str, node: Mapping[str, Any]) -> str:
+    """A key with a value as typed: the schema's example, or another value than the default, or else that.
+
+    Before it, what a run needs in order to read the key.
+    """
+    default = None if name == EXTENDS else defaults()[name]
+    value = next((each for each in (*node.get("examples", ()), *_values(node)) if each != default), default)
+    text = f"[{','.join(map(typed, value))}]" if isinstance(value, list) else typed(value)
+    needed = [f"{chooser}={READERS[name][0]}" for _, chooser in unread(defaults(), [name])]
+    return f"{name}: {text}" if name == EXTENDS else " ".join([*needed, f"{name}={text}"])
+
+
+def _values(node: Mapping[str, Any]) -> list[Any]:
+    """The values that a JSON Schema lists; none where it takes any number or text."""
+    if "anyOf" in node:
+        return [value for each in node["anyOf"] for value in _values(each)]
+    if node.get("type") == "boolean":
+        return [True, False]
+    return [*node.get("enum", ()), *([node["const"]] if "const" in node else [])]
+
+
 def _takes(node: Mapping[str, Any]) -> str:
     """What a JSON Schema lets through, in words."""
     if "enum" in node:
@@ -163,10 +190,10 @@ def _takes(node: Mapping[str, Any]) -> str:
         return " or ".join(map(_takes, node["anyOf"]))
     kind = node.get("type")
     if kind == "array":
-        return f"list of {_takes(node['items'])}" if "items" in node else "list"
+        return f"list of {_takes(node['items'])}".replace("number", "numbers") if "items" in node else "list"
     if isinstance(kind, list):
         return " or ".join(_takes({"type": each}) for each in kind)
-    words = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
+    words = {"integer": "integer", "number": "number", "boolean": "true, false", "string": "text"}
     text = words.get(str(kind), str(kind))
     low, above = node.get("minimum"), node.get("exclusiveMinimum")
     high, below = node.get("maximum"), node.get("exclusiveMaximum")

@@ -46,21 +46,26 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
-def key(default: Any, comment: str, **limits: Any) -> Any:
-    """A key with its default and the one comment that `recipes`, the key reference and editors show of it."""
-    return Field(default, description=comment, **limits)
+def key(default: Any, comment: str, example: Any = None, **limits: Any) -> Any:
+    """A key with its default and the one comment that `recipes`, the key reference and editors show of it.
+
+    `example` is a value to show, where the default and what it takes are none to learn from.
+    """
+    return Field(default, description=comment, examples=None if example is None else [example], **limits)
 
 
 class ModelRecipe(_Section):
     """The network."""
 
     name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, fast_cnn_small, torchvision's, timm:NAME")
-    weights: str | None = key(None, "weights that torchvision or timm publishes to start from, by name, or DEFAULT")
-    init_from: str | None = key(
-        None, "a run folder, checkpoint or .safetensors file to start from, in place of weights"
+    weights: str | None = key(
+        None, "published weights of torchvision or timm to start from: a name, or DEFAULT", "DEFAULT"
     )
-    num_classes: Positive | None = key(None, "outputs; null: as many as the data has classes", le=2**20)
-    freeze: Freeze = key(None, "first blocks that are not trained (-1: all but the last), or names, as in [conv1]")
+    init_from: str | None = key(
+        None, "a run folder, checkpoint or .safetensors file to start from, instead of weights", "runs/first"
+    )
+    num_classes: Positive | None = key(None, "number of outputs; null: the number of classes", 10, le=2**20)
+    freeze: Freeze = key(None, "number of first blocks to freeze (-1: all but the last), or names, as in [conv1]", 3)
 
     @model_validator(mode="before")
     @classmethod
@@ -74,31 +79,41 @@ class DataRecipe(_Section):
     """The images."""
 
     name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, synthetic; yours: imagefolder, shards")
-    root: Root = key(None, "folder of the images, or a pattern of shards; null: ~/.cache/trainer, of sets to download")
-    labels: str | None = key(None, "a CSV with the labels of each image; null: the name of its folder")
-    image_column: str | None = key(None, "the column of data.labels that names the images; null: the first that does")
-    label_column: Columns | None = key(None, "the one with the labels, or several as [age, height]; null: all others")
-    val_fraction: float = key(0.2, "of each class, held out where photos have no val folder", gt=0, lt=1)
-    image_size: Positive | None = key(None, "pixels a side; null: the data set's own, 224 for photos", le=LARGEST_SIDE)
+    root: Root = key(
+        None, "folder of the images, or pattern of shards; null: ~/.cache/trainer, for downloads", "photos"
+    )
+    labels: str | None = key(None, "CSV file with the labels of each image; null: the names of folders", "labels.csv")
+    image_column: str | None = key(
+        None, "column of data.labels that names the images; null: the first that does", "photo"
+    )
+    label_column: Columns | None = key(None, "column with the labels, or several; null: all others", ["age", "height"])
+    val_fraction: float = key(0.2, "share of each class to hold out if the photos have no val folder", gt=0, lt=1)
+    image_size: Positive | None = key(
+        None, "pixels per side; null: the data set's own, 224 for photos", 128, le=LARGEST_SIDE
+    )
     channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")
-    mean: Fractions | None = key(None, "of pixels, from 0 to 1 a channel; null: the data set's or the model's")
-    std: Deviations | None = key(None, "of pixels, their standard deviation; null: as mean")
+    mean: Fractions | None = key(
+        None, "mean of the pixels, 0 to 1 per channel; null: the data set's or the model's", [0.485, 0.456, 0.406]
+    )
+    std: Deviations | None = key(None, "standard deviation of the pixels; null: as for mean", [0.229, 0.224, 0.225])
     pixel_range: PixelRange | None = key(
-        None, "black and white of pixels of over 8 bits, as [0, 4095]; null: [0, 65535], of real numbers [0, 1]"
+        None, "black and white in images of over 8 bits; null: [0, 65535], for floating point [0, 1]", [0, 4095]
     )
-    balance: bool = key(False, "draw all classes equally often, whatever their numbers of images")
+    balance: bool = key(False, "draw all classes equally often, however many images each has")
     workers: Workers | Literal["auto"] | None = key(
-        None, "processes that read photos, a rank; auto: as many as it turns out to need; null: one a core"
+        None, "processes per rank that read photos; auto: as many as the run needs; null: one per core"
     )
-    download: bool = key(True, "fetch a published set that is not there yet")
-    missing: Literal["error", "synthetic"] = key("error", "synthetic: made-up images while data.root is not set")
-    cache: Cache = key("off", "photos kept decoded and small; auto: where there is room")
-    cache_format: Literal["raw", "jpeg"] | None = key(None, "raw is fastest, jpeg a tenth of the bytes; null: raw")
+    download: bool = key(True, "download a published data set that is missing")
+    missing: Literal["error", "synthetic"] = key("error", "synthetic: use made-up images if data.root is not set")
+    cache: Cache = key("off", "keep decoded, small copies of photos; auto: if there is room", "disk")
+    cache_format: Literal["raw", "jpeg"] | None = key(
+        None, "raw is fastest, jpeg a tenth of the bytes; null: raw", "jpeg"
+    )
     cache_size: Positive | None = key(
-        None, "shorter side of what is kept; null: as for evaluation, 256 for 224", le=LARGEST_SIDE
+        None, "shorter side of the copies; null: as for evaluation, 256 for 224", 320, le=LARGEST_SIDE
     )
-    cache_dir: str | None = key(None, "folder of the caches; null: ~/.cache/trainer/cache")
-    on_error: Literal["stop", "skip"] = key("stop", "at an image that cannot be read; skip replaces and counts it")
+    cache_dir: str | None = key(None, "folder of the copies; null: ~/.cache/trainer/cache", "/fast/cache")
+    on_error: Literal["stop", "skip"] = key("stop", "when an image cannot be read; skip replaces and counts it")
     samples: Positive = key(1024, "training images of data.name=synthetic")
     val_samples: Positive = key(256, "held-out images of data.name=synthetic")
 
@@ -106,16 +121,18 @@ class DataRecipe(_Section):
 class AugmentRecipe(_Section):
     """How training images are varied; held-out ones never are."""
 
-    crop: Literal["none", "pad", "resized"] = key("none", "pad: shifted by some pixels; resized: a random part of it")
+    crop: Literal["none", "pad", "resized"] = key("none", "pad: shift by some pixels; resized: enlarge a random part")
     crop_padding: int = key(4, "how far crop=pad shifts, in pixels", ge=1, le=64)
     crop_scale: list[Annotated[float, Field(gt=0, le=1)]] = key(
         [0.08, 1.0], "smallest and largest share of the image that crop=resized keeps", min_length=2, max_length=2
     )
-    hflip: Probability = key(0.0, "probability of a flip from left to right")
+    hflip: Probability = key(0.0, "probability of a left-right flip", 0.5)
     auto: Literal["none", "trivial", "rand", "autoaugment"] = key("none", "torchvision's automatic policies")
-    mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha), by which two images are blended; 0 is off")
-    cutmix: Amount = key(0.0, "the same for a rectangle of one put into the other; with mixup, half of the pairs each")
-    erase: Probability = key(0.0, "probability that a rectangle is blanked")
+    mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha) for blending two images; 0: off", 0.2)
+    cutmix: Amount = key(
+        0.0, "as mixup, but pastes a rectangle of one image into another; with both, half of the pairs each", 1.0
+    )
+    erase: Probability = key(0.0, "probability of blanking a rectangle", 0.25)
 
     @property
     def together(self) -> int:
@@ -127,59 +144,67 @@ class OptimizerRecipe(_Section):
     """How gradients change weights."""
 
     name: Literal["sgd", "adam", "adamw", "muon", "lars"] = key(
-        "sgd", "sgd has momentum, adam betas and eps; adamw for transformers; lars for huge batches"
+        "sgd", "sgd has momentum, adam betas and eps; adamw suits transformers, lars huge batches", "adamw"
     )
-    lr: float = key(0.1, "the learning rate at its highest, for the whole batch_size", gt=0, allow_inf_nan=False)
-    lr_per: Positive | None = key(None, "images a step that lr is for: it grows with batch_size; null: lr as it is")
-    layer_decay: float | None = key(None, "a block's share of the next block's learning rate; null: 1", gt=0, le=1)
+    lr: float = key(0.1, "highest learning rate, for the whole batch_size", 0.05, gt=0, allow_inf_nan=False)
+    lr_per: Positive | None = key(
+        None, "images per step that lr is meant for; lr scales with batch_size; null: it does not", 256
+    )
+    layer_decay: float | None = key(
+        None, "a block's learning rate as a share of the next block's; null: 1", 0.75, gt=0, le=1
+    )
     momentum: Decay = key(0.9, "sgd, muon, lars: the share of the last step that goes into the next")
     nesterov: bool = key(False, "sgd, muon: Nesterov's form of momentum")
-    weight_decay: Amount = key(0.0, "pulls weights to zero; BatchNorm and biases as well, see norm_weight_decay")
-    norm_weight_decay: Amount | None = key(None, "that of normalisation layers and biases; null: as weight_decay")
+    weight_decay: Amount = key(
+        0.0, "pulls weights to zero, BatchNorm and biases included; see norm_weight_decay", 0.0005
+    )
+    norm_weight_decay: Amount | None = key(
+        None, "weight decay of normalisation layers and biases; null: as weight_decay", 0.0
+    )
     betas: list[Decay] = key(
-        [0.9, 0.999], "adam, adamw, muon: memory of gradients and of squares", min_length=2, max_length=2
+        [0.9, 0.999], "adam, adamw, muon: decay of the averages of gradients and squares", min_length=2, max_length=2
     )
     eps: float = key(1e-8, "adam, adamw, muon: added to the divisor", gt=0, allow_inf_nan=False)
-    trust: float = key(0.001, "lars: a layer's step as a share of its weights", gt=0, allow_inf_nan=False)
+    trust: float = key(0.001, "lars: size of a layer's step as a share of its weights", gt=0, allow_inf_nan=False)
 
 
 class ScheduleRecipe(_Section):
     """How the learning rate changes over the run."""
 
-    name: Literal["constant", "cosine", "step"] = key("cosine", "what follows the warm-up")
-    warmup_epochs: Amount = key(0.0, "epochs in which the rate rises to optimizer.lr; parts such as 0.5 count")
+    name: Literal["constant", "cosine", "step"] = key("cosine", "course of the learning rate after the warm-up")
+    warmup_epochs: Amount = key(0.0, "epochs in which the rate rises to optimizer.lr; fractions work too", 0.5)
     warmup_factor: float = key(0.01, "the share of optimizer.lr at the first step", gt=0, le=1)
-    min_lr: Amount = key(0.0, "where cosine ends")
+    min_lr: Amount = key(0.0, "cosine: the last learning rate", 0.0001)
     step_epochs: Positive = key(30, "step: epochs between changes, counted after the warm-up")
     gamma: float = key(0.1, "step: what the rate is multiplied by at each change", gt=0, le=1)
 
 
 class TaskRecipe(_Section):
-    """What the network is to predict of an image."""
+    """What the network predicts for an image."""
 
     name: str = key("classification", "classification, multilabel, regression, or one that a plugin registers")
 
 
 class LossRecipe(_Section):
-    """What training makes small."""
+    """What training minimises."""
 
-    label_smoothing: float = key(0.0, "share of the target that is spread over all classes", ge=0, lt=1)
+    label_smoothing: float = key(0.0, "share of the target spread over all classes", 0.1, ge=0, lt=1)
     class_weights: Literal["balanced"] | list[Amount] | None = key(
-        None, "what a sample of each class counts: balanced (rare ones more), or a number a class"
+        None, "weight of each class in the loss: balanced (rare classes more), or a number per class"
     )
 
 
 class PipelineRecipe(_Section):
-    """How a split model works; for mode=split and mode=pipeline."""
+    """How the stages of a model work; for mode=split and mode=pipeline."""
 
-    schedule: Schedule | None = key(None, "order of the work; null: streams in one process, 1f1b in several")
-    stages: int | None = key(None, "parts of the model; null: as many as devices or processes", ge=2, le=1024)
-    virtual_stages: int | None = key(None, "parts on each rank; null: 2 where the schedule has them", ge=1, le=64)
-    microbatches: MicroBatches = key("auto", "pieces of a batch under way at once; auto measures a few numbers")
-    split_size: Positive | None = key(None, "images of such a piece, instead of microbatches")
-    cuts: Cuts = key("auto", "names after which to cut, as in [layer2.3]; auto balances by measured time")
-    deferred_batch_norm: bool = key(True, "running statistics of whole batches, as without micro-batches")
-    recompute: bool = key(False, "activations are computed again in the backward pass, which saves memory")
+    schedule: Schedule | None = key(None, "order of the work; null: streams in one process, 1f1b in several", "gpipe")
+    stages: int | None = key(None, "number of stages; null: one per device or process", 4, ge=2, le=1024)
+    virtual_stages: int | None = key(None, "stages on each rank; null: 2 if the schedule has several", 2, ge=1, le=64)
+    microbatches: MicroBatches = key("auto", "number of micro-batches; auto measures a few numbers", 8)
+    split_size: Positive | None = key(None, "images per micro-batch, instead of microbatches", 16)
+    cuts: Cuts = key("auto", "names after which to cut; auto balances by measured time", ["layer2.3"])
+    deferred_batch_norm: bool = key(True, "BatchNorm's running statistics over whole batches, as without micro-batches")
+    recompute: bool = key(False, "recompute activations in the backward pass, to save memory")
     timeline: bool = key(False, "draw each stage's work as timeline.png and timeline.json")
 
 
@@ -187,20 +212,25 @@ class DdpRecipe(_Section):
     """For mode=ddp."""
 
     compress: Literal["bf16"] | None = key(
-        None, "bf16: send gradients in half of the bytes, rounded; null: as they are"
+        None, "bf16: round gradients, to send half of the bytes; null: send them as they are"
     )
 
 
 class LocalSGDRecipe(_Section):
     """For mode=local_sgd."""
 
-    every: Positive | None = key(None, "steps between averagings of the weights; null: every epoch")
+    every: Positive | None = key(None, "steps between averagings of the weights; null: every epoch", 20)
     outer_lr: float = key(
-        1.0, "learning rate of the step from the last average to the new one; 1: all the way", gt=0, allow_inf_nan=False
+        1.0,
+        "learning rate of the step from the last average to the new one; 1: all the way",
+        0.7,
+        gt=0,
+        allow_inf_nan=False,
     )
     outer_momentum: Decay | None = key(
         None,
-        "Nesterov momentum of these steps; 0: none; null: 0.5 where every is given, else 0",
+        "Nesterov momentum of these steps; 0: none; null: 0.5 if every is given, else 0",
+        0.5,
     )
 
     @property
@@ -217,46 +247,48 @@ class LocalSGDRecipe(_Section):
 class FsdpRecipe(_Section):
     """For mode=fsdp."""
 
-    shards: int | None = key(None, "ranks that hold one copy of the weights; null: all ranks", ge=2, le=2**16)
+    shards: int | None = key(None, "ranks that hold one copy of the weights; null: all ranks", 8, ge=2, le=2**16)
     reshard: bool = key(True, "free a block's weights after its forward pass; false: one gathering less, more memory")
-    offload: bool = key(False, "a GPU's shards, their gradients and the optimizer are in the host's memory")
+    offload: bool = key(False, "keep a GPU's shards, their gradients and the optimizer in host memory")
 
 
 class PredictRecipe(_Section):
-    """How `predict` labels images; training looks at none of it."""
+    """How `predict` labels images; training ignores it."""
 
-    batch_size: Positive | None = key(None, "images at once; null: what each device handles best", le=2**24)
-    split: Literal["train", "val"] | None = key(None, "label this part of the data set instead of data.root's files")
-    format: Literal["csv", "jsonl"] = key("csv", "of the file that is written")
-    timeout: float = key(60.0, "seconds for one image", gt=0, allow_inf_nan=False)
+    batch_size: Positive | None = key(None, "images at once; null: what each device handles best", 64, le=2**24)
+    split: Literal["train", "val"] | None = key(
+        None, "label this part of the data set instead of data.root's files", "val"
+    )
+    format: Literal["csv", "jsonl"] = key("csv", "format of the predictions file")
+    timeout: float = key(60.0, "seconds allowed for one image", gt=0, allow_inf_nan=False)
 
 
 class StopRecipe(_Section):
-    """When a run ends before its epochs are done."""
+    """When a run ends before its last epoch."""
 
-    patience: Positive | None = key(None, "epochs without a better value of the task's metric; null: all epochs")
+    patience: Positive | None = key(None, "end after this many epochs without a better metric; null: do not", 5)
 
 
 class SaveRecipe(_Section):
     """How often checkpoints are written."""
 
     every_epochs: Positive | None = key(1, "epochs between checkpoints; null: none at the end of epochs")
-    every_steps: Positive | None = key(None, "steps between checkpoints within epochs; null: none")
-    every: Literal["auto"] | None = key(None, "auto: saves within epochs too, as often as costs the least time")
-    mttf_hours: float = key(24.0, "hours between failures of this machine in the mean, for save.every=auto", gt=0)
-    keep: int = key(2, "newest checkpoints that stay", ge=2)
+    every_steps: Positive | None = key(None, "steps between checkpoints within epochs; null: none", 500)
+    every: Literal["auto"] | None = key(None, "auto: save within epochs too, as often as loses the least time")
+    mttf_hours: float = key(24.0, "mean hours between failures of this machine, for save.every=auto", gt=0)
+    keep: int = key(2, "number of newest checkpoints to keep", 5, ge=2)
 
 
 class LoggingRecipe(_Section):
     """What a run logs and shows."""
 
     every_steps: Positive = key(100, "steps between points in TensorBoard and rows of steps.csv")
-    warmup_steps: int = key(10, "first steps, which every speed figure leaves out", ge=0)
+    warmup_steps: int = key(10, "number of first steps that speed figures leave out", ge=0)
     tensorboard: bool = key(True, "write TensorBoard's events into the run folder")
-    wandb: Logger = key(None, "a project of Weights & Biases that gets the figures too, or true")
-    mlflow: Logger = key(None, "an MLflow server or folder that gets the figures too, or true for its own default")
-    progress: bool = key(True, "a progress bar on the terminal")
-    verdict: bool = key(True, "at the end, what bounds a step's time, in at most 1 % of the run")
+    wandb: Logger = key(None, "Weights & Biases project that also receives the figures, or true", "my-project")
+    mlflow: Logger = key(None, "MLflow server or folder that also receives the figures, or true", "http://host:5000")
+    progress: bool = key(True, "show a progress bar on the terminal")
+    verdict: bool = key(True, "say at the end what limits the speed; takes at most 1 % of the run")
 
 
 class Recipe(_Section):
@@ -267,38 +299,40 @@ class Recipe(_Section):
     model: ModelRecipe = ModelRecipe()
     data: DataRecipe = DataRecipe()
     augment: AugmentRecipe = AugmentRecipe()
-    batch_size: Positive = key(128, "images of one optimizer step, over all devices", le=2**24)
-    accumulate: Positive = key(1, "compute a batch in this many pieces, one after the other, which saves memory")
-    epochs: Positive = key(10, "times through the training images")
-    max_steps: Positive | None = key(None, "end after this many optimizer steps, if that is sooner")
+    batch_size: Positive = key(128, "images of one optimizer step, over all devices", 256, le=2**24)
+    accumulate: Positive = key(1, "compute a batch in this many pieces, one after the other, to save memory", 4)
+    epochs: Positive = key(10, "passes over the training images", 30)
+    max_steps: Positive | None = key(None, "end after this many optimizer steps, if that is sooner", 100)
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = key(
-        "fp32", "numbers of the computation; on a GPU bf16 is fastest, tf32 finer; weights stay fp32"
+        "fp32", "numbers to compute with; on a GPU bf16 is fastest, tf32 finer; weights stay fp32", "bf16"
     )
-    channels_last: bool = key(True, "memory order of images and convolutions; mostly faster")
+    channels_last: bool = key(True, "memory order of images and convolutions; usually faster")
     compile: bool = key(False, "torch.compile: minutes at the start, faster steps on a GPU")
-    ema: float | None = key(None, "decay of averaged weights, as in 0.999; lower in the first steps", gt=0, lt=1)
-    clip_grad_norm: float | None = key(None, "the gradient's norm is cut to this", gt=0, allow_inf_nan=False)
+    ema: float | None = key(
+        None, "decay of a moving average of the weights; lower in the first steps", 0.999, gt=0, lt=1
+    )
+    clip_grad_norm: float | None = key(None, "clip the gradient norm to this", 1.0, gt=0, allow_inf_nan=False)
     sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")
     pipeline: PipelineRecipe = PipelineRecipe()
     ddp: DdpRecipe = DdpRecipe()
     local_sgd: LocalSGDRecipe = LocalSGDRecipe()
     fsdp: FsdpRecipe = FsdpRecipe()
-    devices: Devices = key("auto", "auto, or a list as in [cuda:2, cuda:3] or [cpu]")
-    threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks", le=4096)
+    devices: Devices = key("auto", "auto for all, or a list", ["cuda:0", "cuda:1"])
+    threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks", 4, le=4096)
     timeout: float = key(600.0, "seconds to wait for a silent rank, loader worker or GPU", gt=0, allow_inf_nan=False)
     grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0, allow_inf_nan=False)
     stop: StopRecipe = StopRecipe()
     save: SaveRecipe = SaveRecipe()
-    resume: Literal["auto"] | None = key(None, "auto: continue the newest good checkpoint in output")
-    resume_weights_only: bool = key(False, "start with a new optimizer where a checkpoint's does not fit")
+    resume: Literal["auto"] | None = key(None, "auto: continue from the newest intact checkpoint in output")
+    resume_weights_only: bool = key(False, "start with a new optimizer if a checkpoint's does not fit")
     logging: LoggingRecipe = LoggingRecipe()
     predict: PredictRecipe = PredictRecipe()
-    seed: int = key(0, "everything random follows it", ge=0, lt=2**63)
-    deterministic: bool = key(False, "bit-equal repeats on a GPU, by slower kernels")
-    output: str | None = key(None, "the run folder; null: a new one below runs/")
+    seed: int = key(0, "seed of everything random", 1, ge=0, lt=2**63)
+    deterministic: bool = key(False, "repeat bit for bit on a GPU, with slower kernels")
+    output: str | None = key(None, "the run folder; null: a new one below runs/", "runs/first")
 
     _name: str = PrivateAttr(default="recipe")
 

@@ -65,7 +65,7 @@ class Traits:
         return self.staged and not self.micro_batches
 
 
-DDP_GRADIENTS = "only ddp sends gradients so; use mode=ddp, or leave it out"
+DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
 
 TRAITS: dict[str, Traits] = {
     "single": Traits(
@@ -102,7 +102,7 @@ TRAITS: dict[str, Traits] = {
     ),
     "pipeline": Traits(
         when=(
-            "as `split`, but on GPUs the stages work at the same time, on pieces of a batch (micro-batches)",
+            "like `split`, but on GPUs the stages work at the same time, on pieces of a batch (micro-batches)",
             "the model fits on no single device, and speed matters. More processes than stages make replicas",
         ),
         processes="either",
@@ -118,19 +118,19 @@ TRAITS: dict[str, Traits] = {
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
     "fsdp": Traits(
-        when=("the model, its gradients and optimizer fit on no single device. Where they do, `ddp` is faster",),
+        when=("the model, its gradients and optimizer fit on no single device. If they do, `ddp` is faster",),
         processes="many",
         exchanges="shards",
         refuses={
-            "muon": "it works on whole matrices, of which a rank has some rows; use adamw, or mode=ddp",
-            "lars": "it works on whole layers, of which a rank has some rows; use sgd, or mode=ddp",
+            "muon": "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp",
+            "lars": "it needs whole layers, but a rank has only some of their rows; use sgd, or mode=ddp",
             "compress": DDP_GRADIENTS,
         },
         also_called="fsdp2 fullysharded fullyshardeddataparallel zero zero3 deepspeed sharded",
     ),
     "local_sgd": Traits(
         when=(
-            "slow links between devices, or a model too small to fill a card. Weights are averaged every epoch, or "
+            "slow links between devices, or a model too small to fill a GPU. Weights are averaged every epoch, or "
             "every few steps",
         ),
         processes="many",
@@ -140,13 +140,13 @@ TRAITS: dict[str, Traits] = {
         every_sample=True,
         private=("model", "optimizer", "ema", "scaler"),
         refuses={
-            "sync_bn": "its workers compute apart from each other between averagings; use mode=ddp",
+            "sync_bn": "its workers compute separately between averagings; use mode=ddp",
             "compress": DDP_GRADIENTS,
         },
         also_called="localsgd local diloco postlocalsgd",
     ),
     "hogwild": Traits(
-        when=("several CPU workers on one small model, who never wait for each other",),
+        when=("several CPU workers on one small model, which never wait for each other",),
         processes="many",
         shares_devices=True,
         shared_memory=True,

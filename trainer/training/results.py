@@ -39,55 +39,57 @@ class Metrics(TypedDict, total=False):
 class Result(Metrics):
     """`result.json`: these keys, the task's metrics, and `data_parallel` under dp."""
 
-    recipe: Annotated[str, "its name"]
+    recipe: Annotated[str, "name of the recipe"]
     mode: Annotated[str, "as in the recipe"]
-    world_size: Annotated[int, "processes"]
-    devices: Annotated[list[str], "by name"]
-    batch_size: Annotated[int, "global"]
-    accumulate: Annotated[int, "pieces that a step is computed in"]
+    world_size: Annotated[int, "number of processes"]
+    devices: Annotated[list[str], "their names"]
+    batch_size: Annotated[int, "images of a step, over all devices"]
+    accumulate: Annotated[int, "number of pieces in which a step is computed"]
     precision: Annotated[str, "as computed on these devices"]
-    epochs: Annotated[int, "done"]
-    steps: Annotated[int, "done"]
+    epochs: Annotated[int, "epochs done"]
+    steps: Annotated[int, "steps done"]
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
-    error: Annotated[str | None, "one line, where it failed"]
+    error: Annotated[str | None, "one line, if it failed"]
     ended_by: Annotated[
         str | None,
-        "why it completed: `epochs`, `max_steps`, `stop.patience`, `callback`; `speed` where that alone was measured",
+        "why it completed: `epochs`, `max_steps`, `stop.patience`, `callback`; `speed` if only that was measured",
     ]
     exit_code: Annotated[int | None, "null while it runs"]
-    task: Annotated[str, "by its name"]
+    task: Annotated[str, "name of the task"]
     data: Annotated[
         dict[str, Any],
         "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how many were `skipped`, and how "
         "often the cache lacked one (`uncached`)",
     ]
     train_loss: Annotated[float | None, "mean of the last epoch"]
-    best_epoch: Annotated[int | None, "from 1, as on the screen; its weights are `best.safetensors`"]
+    best_epoch: Annotated[int | None, "counted from 1, as on the screen; its weights are `best.safetensors`"]
     throughput: Annotated[
         dict[str, Any] | None,
-        "images a second over all devices, `per_device`, their deviation `std` (null for one window), `threads`",
+        "images/s over all devices, `per_device`, their standard deviation `std` (null for one window), `threads`",
     ]
     step_time_s: Annotated[dict[str, float | None] | None, "seconds of a step: `mean`, `std`, `p95`"]
-    data_wait_fraction: Annotated[float | None, "of a step's time"]
+    data_wait_fraction: Annotated[float | None, "share of a step's time spent waiting for images"]
     short: Annotated[
-        bool, "whether the run was too short for logging.warmup_steps, and all steps but the first are measured"
+        bool, "true if the run was too short for logging.warmup_steps, so that all steps but the first are measured"
     ]
     peak_memory_bytes: Annotated[dict[str, int], "of each device"]
-    mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null where that is not known"]
+    mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null if that is not known"]
     pipeline: Annotated[
         dict[str, Any] | None,
-        "`stages`, `cuts`, `microbatches`, the bubble and more; null where the model is in one piece",
+        "`stages`, `cuts`, `microbatches`, the bubble and more; null if the model is in one piece",
     ]
     losses: Annotated[list[float], "mean training loss of each epoch"]
-    seconds: Annotated[float, "of all the run's parts"]
-    seconds_in: Annotated[dict[str, float], "of the last part: start-up, steps, evaluation, averaging, saving"]
+    seconds: Annotated[float, "of the whole run, before and after interruptions"]
+    seconds_in: Annotated[
+        dict[str, float], "since the last interruption: start-up, steps, evaluation, averaging, saving"
+    ]
     save: Annotated[
         dict[str, float] | None,
-        "of the last part: how many saves (`count`), mean seconds for which one held training (`blocked_s`) and until "
-        "its files were written (`seconds`)",
+        "since the last interruption: number of saves (`count`), mean seconds that one paused training (`blocked_s`) "
+        "and until its files were written (`seconds`)",
     ]
-    verdict: Annotated[dict[str, Any] | None, "what bounds the step; null where nothing was measured"]
-    versions: Annotated[dict[str, str | None], "of what computed it: trainer, python, torch, torchvision, cuda"]
+    verdict: Annotated[dict[str, Any] | None, "what limits the speed; null if nothing was measured"]
+    versions: Annotated[dict[str, str | None], "of trainer, python, torch, torchvision and cuda that computed it"]
     output: Annotated[str | None, "the run folder"]
 
 

@@ -18,7 +18,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
        ./launch.sh guide [TOPIC]                  answers by question: which mode, out of memory, your photos, ...
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
-       ./launch.sh COMMAND --help                 more on these and compare, plan, predict, completion, version
+       ./launch.sh COMMAND --help                 more on these and compare, sweep, plan, predict, completion, version
        ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts
        ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, beside .venv
 

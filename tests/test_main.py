@@ -363,6 +363,7 @@ def test_several_ranks_are_started_with_the_same_words(
         ("recipe=digits", "mode=single"),
         ("predict", "checkpoint=x"),
         ("compare",),
+        ("sweep",),
         ("plan", "recipe=digits"),
         ("runs",),
         ("export", "x", "format=onnx"),

@@ -21,6 +21,7 @@ from trainer.recipe import flatten, load, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names, torchvision_classifiers
 from trainer.recipe.recipe_files import split_words
+from trainer.recipe.search_space import dimension
 from trainer.recipe.text import typed as as_typed
 
 TRAIN = "python -m trainer"
@@ -105,6 +106,13 @@ TOLD = {
     "compare single ddp recipe=digits": "compare 'modes=[single,ddp]' recipe=digits",
     "compare recipe=digits modes=single,ddp": "compare recipe=digits 'modes=[single,ddp]'",
     "compare recipe=digits mode=single,ddp": "compare recipe=digits 'modes=[single,ddp]'",
+    "sweep": "sweep recipe=digits 'optimizer.lr=[0.01,0.1]'",
+    "tune": "sweep recipe=digits 'optimizer.lr=[0.01,0.1]'",
+    "sweep recipe=digits lr=[0.1,0.2] epoch=3": "sweep recipe=digits 'optimizer.lr=[0.1,0.2]' epochs=3",
+    "sweep recipe=digits optimizer.lr=0.1,0.2 --bs 32..64": (
+        "sweep recipe=digits 'optimizer.lr=[0.1,0.2]' batch_size=32..64"
+    ),
+    "train.py --multirun optimizer.lr=0.1,0.2 recipe=digits": "sweep 'optimizer.lr=[0.1,0.2]' recipe=digits",
     "--dry-run recipe=digits": "plan recipe=digits",
     "plan resnet50": "plan recipe=resnet50",
     "info": "doctor",
@@ -490,6 +498,11 @@ def test_what_is_taken_as_it_is_meant(typed: str) -> None:
     assert read(shlex.split(typed)) == ("train", shlex.split(TAKEN[typed]))
 
 
+def test_a_sweep_takes_lists_and_ranges_where_training_takes_one_value() -> None:
+    typed = ["recipe=digits", "--optimizer.lr", "0.01..0.1", "batch_size=[32,64]"]
+    assert read(["sweep", *typed]) == ("sweep", ["recipe=digits", "optimizer.lr=0.01..0.1", "batch_size=[32,64]"])
+
+
 @pytest.mark.parametrize("typed", TOLD)
 def test_what_is_answered_by_what_to_type(typed: str) -> None:
     with pytest.raises(RecipeError) as error:
@@ -738,6 +751,9 @@ def check_that_it_works(typed: str) -> None:
         modes = parse_modes(own["modes"]) if "modes" in own else None
         assert entries(source, rest, modes, parse_sweep(own["sweep"]) if "sweep" in own else None)
         return
+    if command == "sweep":
+        rest = [f"{key}={part.ends()[0]}" if (part := dimension(key, value)) else word
+                for word in rest for key, _, value in [word.partition("=")]]  # fmt: skip
     made = load(source or None, *rest)
     if command in ("train", "plan"):
         check_processes(made, int(own.get("nproc", 2 if made.pipeline.schedule in ("gpipe", "1f1b") else 1)))

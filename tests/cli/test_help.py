@@ -14,8 +14,10 @@ from trainer.cli.guide import first, pages
 from trainer.cli.known_keys import COMMAND_WORDS, COMMANDS
 from trainer.commands.compare import entries
 from trainer.commands.plan import OWN as PLAN_WORDS
+from trainer.commands.sweep.space import OWN_WORDS as SWEEP_WORDS
 from trainer.recipe import load
 from trainer.recipe.reflection import defaults
+from trainer.recipe.search_space import is_swept
 
 
 def test_every_command_has_a_page() -> None:
@@ -25,6 +27,7 @@ def test_every_command_has_a_page() -> None:
 
 def test_the_words_of_commands_are_those_that_they_read() -> None:
     assert {*COMMAND_WORDS["compare"]} == {*entries.OWN_WORDS}
+    assert {*COMMAND_WORDS["sweep"]} == {*SWEEP_WORDS}
     assert {*COMMAND_WORDS["plan"]} == {"recipe", "plugin", *PLAN_WORDS}
 
 
@@ -43,7 +46,7 @@ def test_examples_can_be_typed(example: str) -> None:
     own = {word for word in rest if word.partition("=")[0] in COMMAND_WORDS.get(command, ())}
     if command in COMMAND_WORDS:
         recipe = next((word.partition("=")[2] for word in own if word.startswith("recipe=")), None)
-        load(recipe, *(word for word in rest if word not in own))
+        load(recipe, *(word for word in rest if word not in own and not is_swept(*word.split("=", 1))))
 
 
 @pytest.mark.parametrize("words", [("plan", "--help"), ("--help", "plan"), ("help", "plan"), ("-h", "plan", "nproc=2")])

@@ -16,7 +16,9 @@ from trainer.commands.plan import OWN as PLAN
 from trainer.commands.prove import WORDS as PROVE
 from trainer.commands.prove import find_devices
 from trainer.commands.runs import SYNONYMS
-from trainer.errors import RecipeError
+from trainer.commands.sweep.space import OWN_WORDS as SWEEP
+from trainer.commands.sweep.space import SearchSpace
+from trainer.errors import RecipeError, SetupError
 from trainer.launch.topology import Launch, choose_launch
 from trainer.recipe import Recipe, checks, load
 from trainer.recipe.known_names import check_names
@@ -156,6 +158,13 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         sweep = entries.parse_sweep(own["sweep"]) if "sweep" in own else None
         listed = entries.entries(own["recipe"], rest, modes, sweep, own.get("nproc"), own.get("plugin"))
         assert [entry.problem for entry in listed if entry.problem] == []
+    elif command == "sweep":
+        own, rest = split_words(rest, SWEEP)
+        repeats, trials = int(own.get("repeats", 1)), own.get("trials")
+        try:
+            assert SearchSpace.of(own["recipe"], rest, repeats, int(trials) if trials else None, own.get("nproc"), None)
+        except SetupError as error:
+            assert "pip install optuna" in str(error)
     elif command == "plan":
         own, rest = split_words([word for word in rest if word != "--json"], ("recipe", "plugin", *PLAN))
         recipe = load(own.get("recipe"), *rest)

@@ -30,6 +30,7 @@ from trainer.processes.rank import place
 from trainer.recipe import flatten, shipped_recipes
 from trainer.recipe.recipe_files import misspelt
 from trainer.recipe.reflection import READERS, choices, defaults, unread
+from trainer.recipe.search_space import is_swept
 
 
 def program(environment: Mapping[str, str] = os.environ) -> str:
@@ -79,7 +80,9 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
 def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[str, list[str]]:
     """The command and the words as they are taken, where there is nothing to answer. Raises RecipeError."""
     values = {word.key: word.value for word in words if word.key}
-    line = CommandLine(command, COMMAND_WORDS[command], values, tuple(word.typed for word in words))
+    multirun = any(FLAG_COMMANDS.get(word.key) == "sweep" and not word.fine for word in words)
+    meant = "sweep" if multirun else command
+    line = CommandLine(meant, COMMAND_WORDS[meant], values, tuple(word.typed for word in words))
     kept: list[str] = []
     odd: dict[str, Meaning] = {}
     roots: list[str] = []  # of several folders and files, wherever the others stand
@@ -98,7 +101,8 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
             roots += [] if word.key else [root for root in answer.words if root.startswith("data.root=")]
         else:
             kept.append(word.text)
-            if (reason := _unknown(word)) is not None:
+            swept = meant == "sweep" and is_swept(word.key, word.value)
+            if not swept and (reason := _unknown(word)) is not None:
                 odd[word.text] = Meaning((), reason, word.typed)
     if not answers:
         return command, [word for place, word in enumerate(kept) if "=" not in word or word not in kept[:place]]
@@ -111,7 +115,7 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
     answers += [*odd.values(), *_contradictions(kept, roots)]
     kept = list({word.partition("=")[0]: word for word in [*kept, *(root for root in roots if root in kept)]}.values())
-    idle = dict(_unread(kept, line)) if command in ("train", "compare", "plan") else {}
+    idle = dict(_unread(kept, line)) if command in ("train", "compare", "sweep", "plan") else {}
     answers += [Meaning((), f"does nothing with {why}: leave it out", word) for word, why in idle.items()]
     kept = [word for word in kept if word not in idle]
     texts = "; ".join(dict.fromkeys(map(str, answers)))

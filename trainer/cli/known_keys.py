@@ -8,8 +8,8 @@ from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.reflection import defaults, is_text, kinds, sections
 
 COMMANDS = (
-    "train", "compare", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "prove", "recipes",
-    "guide", "completion", "version", "help",
+    "train", "compare", "sweep", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "prove",
+    "recipes", "guide", "completion", "version", "help",
 )  # fmt: skip
 
 # What people type first, and what to type: words of ours, or a sentence that stands for itself.
@@ -18,7 +18,8 @@ _TYPED = {
     "train recipe=digits": "fit start run learn training main",
     "evaluate checkpoint=RUN": "val test eval validate validation score valid test_only evaluation evaluate_only",
     "predict checkpoint=RUN data.root=FOLDER": "infer inference detect classify label prediction classification",
-    "compare recipe=digits": "benchmark bench speed profile race comparison sweep tune search multirun",
+    "compare recipe=digits": "benchmark bench speed profile race comparison",
+    "sweep recipe=digits optimizer.lr=[0.01,0.1]": "tune search multirun",
     "plan recipe=digits": "estimate dry-run dryrun dry_run memory simulate planning",
     "export RUN format=onnx": "convert onnx deploy",
     "export RUN format=torchscript": "torchscript jit trace",
@@ -52,7 +53,8 @@ _FLAGS = {
     "predict": "predict infer do_predict",
     "recipes": "list list_models list_recipes ls",
     "plan": "dry_run dryrun plan",
-    "compare": "benchmark bench multirun m compare",
+    "compare": "benchmark bench compare",
+    "sweep": "multirun m",
     "doctor": "doctor info",
     "train": "do_train train",
 }
@@ -67,6 +69,7 @@ FLAG_COMMANDS = {name: command for command, names in _FLAGS.items() for name in 
 COMMAND_WORDS = {
     "train": ("recipe", "nproc", "plugin"),
     "compare": ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps"),
+    "sweep": ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume"),
     "plan": ("recipe", "plugin", "nproc", "memory", "measured", "bandwidth"),
     "predict": ("checkpoint", "plugin"),
     "evaluate": ("checkpoint", "plugin"),
@@ -76,6 +79,7 @@ WANTS: dict[str, tuple[str, ...]] = {
     "train": ("recipe=digits",),
     "plan": ("recipe=digits",),
     "compare": ("recipe=digits",),
+    "sweep": ("recipe=digits", "optimizer.lr=[0.01,0.1]"),
     "predict": ("checkpoint=RUN", "data.root=FOLDER"),
     "evaluate": ("checkpoint=RUN",),
 }  # what each needs at least

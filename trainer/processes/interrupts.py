@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from trainer.errors import Preempted
 from trainer.processes import early, family, stacks
 from trainer.processes.rank import place
 from trainer.processes.terminal import plain
@@ -215,6 +216,20 @@ def raise_at_ctrl_c() -> None:
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Within this block SIGTERM raises `Preempted`, for commands that have children to stop and nothing to save."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Preempted("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

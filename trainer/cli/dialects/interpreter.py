@@ -17,6 +17,7 @@ from trainer.cli.spelling import DASHES
 from trainer.recipe import MODES, shipped_recipes
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 from trainer.recipe.reflection import choices, defaults, kinds, sections
+from trainer.recipe.search_space import is_swept
 from trainer.recipe.text import shown
 
 FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
@@ -28,7 +29,8 @@ NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 EXAMPLES = {
     **dict(word.split("=") for words in WANTS.values() for word in words),
     "nproc": "2", "plugin": "MODULE", "modes": "[single,ddp]", "sweep": "batch_size:[96,192]", "repeats": "5",
-    "steps": "100", "memory": "24GiB", "measured": "here", "bandwidth": "10GB/s", "output": "FOLDER", "resume": "auto",
+    "trials": "20", "steps": "100", "memory": "24GiB", "measured": "here", "bandwidth": "10GB/s",
+    "output": "FOLDER", "resume": "auto",
 }  # fmt: skip
 
 
@@ -45,6 +47,8 @@ def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
         return meaning(inner, value, line) or (put(inner, value) if inner in defaults() else None)
     if not value or value.startswith("{"):  # a section as YAML writes it
         return None
+    if line.command == "sweep" and (swept := _swept(key, value, line)) is not None:
+        return swept if swept.words != (f"{key}={value}",) else None
     if (several := _several(key, value, line)) is not None:
         return several
     ours = our_name(key, line.options)
@@ -57,6 +61,13 @@ def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
     if ours == key or not (ours in defaults() or ours in sections() or ours in line.options):
         return None
     return _meaning_of(ours, key, value, line) or unknown(ours, value) or put(ours, value)
+
+
+def _swept(key: str, value: str, line: CommandLine) -> Meaning | None:
+    """Values to try, also without their brackets; None where it is one value."""
+    ours = our_name(key, line.options)
+    listed = f"[{value}]" if "," in value and value[0] not in "[(" and list not in kinds().get(ours, ()) else value
+    return put(ours, listed) if ours in defaults() and is_swept(ours, listed) else None
 
 
 def _several(key: str, value: str, line: CommandLine) -> Meaning | None:

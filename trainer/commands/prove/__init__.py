@@ -8,15 +8,13 @@ Imports: errors, recipe, devices, processes, saving, data, models, telemetry, la
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Sequence
-from types import FrameType
 
 from trainer.commands.prove.check_runner import Devices
 from trainer.devices import cards
 from trainer.devices.assignment import present
 from trainer.errors import Interrupted, Preempted, RecipeError, SetupError
-from trainer.processes import resources
+from trainer.processes import interrupts, resources
 from trainer.processes.rank import place
 from trainer.recipe.recipe_files import split_words
 
@@ -44,17 +42,12 @@ def command(words: Sequence[str]) -> int:
     devices = find_devices(options.get("devices"))
     from trainer.commands.prove import proving  # with torch, which a wrong word need not wait for
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Preempted("stopped by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, stop)
     try:
-        return SetupError.code if proving.prove(devices, float(minutes), options.get("output")) == "wrong" else 0
+        with interrupts.sigterm_raises():
+            return SetupError.code if proving.prove(devices, float(minutes), options.get("output")) == "wrong" else 0
     except (KeyboardInterrupt, Preempted) as error:
         how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
         raise kind(f"stopped by {how}; what was done is kept, and the same words go on") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def find_devices(text: str | None) -> Devices:

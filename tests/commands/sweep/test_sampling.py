@@ -1,0 +1,99 @@
+"""Ranges: what Optuna samples, what it ends early, and how a stopped sweep goes on. With a stand-in for the runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.commands import sweep
+from trainer.commands.sweep import sources
+from trainer.errors import Interrupted
+
+pytest.importorskip("optuna", reason="pip install optuna")
+
+WORDS = ["recipe=digits", "optimizer.lr=0.001..1", "output=out", "epochs=4"]
+
+
+def swept(*words):
+    assert sweep.command([*WORDS, *words]) == 0
+    return json.loads(Path("out/sweep.json").read_text())
+
+
+def rates(report):
+    return [float(row["values"]["optimizer.lr"]) for row in sorted(report["trials"], key=lambda row: row["trial"])]
+
+
+def test_a_range_is_sampled_and_what_is_good_is_found(machine, capsys):
+    report = swept("trials=30", "threads=2")
+    found = rates(report)
+    assert len({*found}) == 30 and all(0.001 <= rate <= 1 for rate in found)
+    assert sum(rate < 0.03 for rate in found[: sources.RANDOM]) >= 2, "on a linear scale 3 % are that small"
+    late = found[sources.RANDOM :]
+    assert sum(0.03 < rate < 0.3 for rate in late) > len(late) / 2, "the best is 0.1"
+    out = capsys.readouterr().out
+    assert "from 0.001 to 1 on a log scale" in out and out.splitlines()[-1].endswith(
+        f"={report['trials'][0]['values']['optimizer.lr']}"
+    )
+    assert Path("out/sweep.png").stat().st_size > 5000
+
+
+def test_the_same_words_sample_the_same(machine):
+    first = rates(swept("trials=6", "threads=2"))
+    assert sweep.command([*WORDS[:2], "output=other", "epochs=4", "trials=6", "threads=2"]) == 0
+    assert rates(json.loads(Path("other/sweep.json").read_text())) == first
+
+
+def test_whole_numbers_and_lists_beside_a_range(machine):
+    report = swept("batch_size=16..64", "model.name=[cnn,mlp]", "trials=8")
+    sizes = {row["values"]["batch_size"] for row in report["trials"]}
+    assert all(size.isdigit() and 16 <= int(size) <= 64 for size in sizes) and len(sizes) > 3
+    assert {row["values"]["model.name"] for row in report["trials"]} == {"cnn", "mlp"}
+
+
+def test_a_hopeless_trial_is_ended_early_and_not_repeated(machine):
+    machine.score = lambda words: 0.9 - len(machine.ran) / 100  # each is worse than those before
+    report = swept("trials=9", "repeats=2", "threads=2")
+    early = [row for row in report["trials"] if row["status"] == "ended early"]
+    assert early and all(row["trial"] > sources.UNPRUNED and row["epochs"] < 4 for row in early)
+    assert all(len(row["folders"]) == 1 for row in early)
+    assert any("ended early" in line for line in report["conclusion"])
+    ran = len(machine.ran)
+    again = swept("trials=9", "repeats=2", "threads=2")
+    assert len(machine.ran) == ran and again["trials"] == report["trials"]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_stopped_sweep_goes_on_with_the_same_values(machine, torn):
+    machine.faults["004"] = KeyboardInterrupt()
+    with pytest.raises(Interrupted):
+        swept("trials=6", "threads=2")
+    begun = machine.ran.copy()
+    if torn:
+        with Path("out", sources.JOURNAL).open("a") as file:
+            file.write('{"op_code":4,"worker')
+    machine.faults.clear()
+    machine.ran.clear()
+    report = swept("trials=6", "threads=2")
+    assert machine.ran[0] == begun[-1] and len(machine.ran) == 3
+    assert len({*rates(report)}) == 6 and report["status"] == "completed"
+
+
+def test_a_stop_before_a_trial_has_its_values_loses_no_trial(machine):
+    swept("trials=2", "threads=2")
+    sources._study(Path("out", sources.JOURNAL), sources_space(), True).ask()
+    report = swept("trials=4", "threads=2")
+    assert len(report["trials"]) == 4
+
+
+def sources_space():
+    from trainer.commands.sweep.space import SearchSpace
+
+    return SearchSpace.of("digits", ["optimizer.lr=0.001..1", "epochs=4"], 1, 4, None, None)
+
+
+def test_a_trial_that_fails_is_no_value(machine):
+    machine.faults["002"] = 5
+    report = swept("trials=4", "threads=2")
+    assert report["trials"][-1]["status"] == "failed" and len(report["trials"]) == 4

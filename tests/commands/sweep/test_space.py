@@ -1,0 +1,178 @@
+"""What words mean: which keys vary, over what, and where trials run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import pytest
+
+from trainer.commands import sweep
+from trainer.commands.sweep import space
+from trainer.commands.sweep.space import Places, SearchSpace
+from trainer.errors import RecipeError, SetupError
+from trainer.processes import resources
+from trainer.recipe.reflection import defaults, kinds
+from trainer.recipe.search_space import Choices, Range, dimension
+
+BAD = [
+    ([], "optimizer.lr=[0.01,0.03,0.1]"),
+    (["epochs=3"], "type the values to try"),
+    (["optimizer.lr=[0.1]"], "optimizer.lr=0.1 is one trial"),
+    (["optimizer.lr=[]"], "no value"),
+    (["optimizer.lr=[0.1,0.1]"], "lists 0.1 twice"),
+    (["optimizer.lr=[0.1,1e-1]"], "0.1 and 1e-1, which are the same"),
+    (["optimizer.lr=[0.1,0.2"], "is not a list"),
+    (["optimizer.lr=[0.1,[0.2]]"], "cannot run"),
+    (["optimizer.lr=[0.1,-1]"], "a trial with optimizer.lr=-1 cannot run"),
+    (["optimizer.lrr=[0.1,0.2]"], "did you mean optimizer.lr?"),
+    (["optimizer.lr=0.1", "optimizer.lr=[0.1,0.2]"], "given twice"),
+    (["optimizer.lr=1..0.1"], "write optimizer.lr=0.1..1"),
+    (["optimizer.lr=0.1..0.1"], "is one number"),
+    (["optimizer.lr=0.1.."], "two numbers, as in optimizer.lr=0.001..0.1"),
+    (["batch_size=1.5..8"], "batch_size is a whole number"),
+    (["data.mean=[0.5]"], "type the values to try"),
+    (["data.mean=[[0.5],[0.5,0.5]]"], "a trial with data.mean=[0.5,0.5] cannot run"),
+    (["devices=[[cpu],[cpu,cpu]]"], "where trials run"),
+    (["mode=[single,ddp]"], "compare 'modes=[...]'"),
+    (["threads=[1,2]"], "change no result"),
+    (["optimizer.lr=[0.1,0.2]", "trials=5"], "lists are tried in every combination, here 2: leave trials= out"),
+    (["optimizer.lr=[0.1,0.2]", "repeats=0"], "repeats=0 must be a whole number"),
+    (["optimizer.lr=[0.1,0.2]", "trials=x"], "trials=x must be a whole number"),
+    (["seed=[1,2]", "repeats=3"], "keep repeats="),
+    (["optimizer.lr=[0.1,0.2]", "resume=never"], "the same words go on"),
+    (["optimizer.name=[sgd,adam]", "optimizer.nesterov=true"], "a trial with optimizer.name=adam cannot run"),
+    (["model.name=[cnn,cnnn]"], "did you mean model.name=cnn?"),
+    (["batch_size=[96,97]", "mode=ddp", "nproc=2"], "a trial with batch_size=97 cannot run"),
+    (["seed=[" + ",".join(map(str, range(40))) + "]", "epochs=[" + ",".join(map(str, range(1, 40))) + "]"], "1,560"),
+    (["optimizer.lr=[0.1,0.2]", "plugin=no_such_module"], "no_such_module"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD, ids=lambda value: " ".join(value)[:60] if value else "none")
+def test_words_that_no_trial_can_run_with(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(space, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError) as caught:
+        sweep.command(["recipe=digits", *words])
+    line = str(caught.value)
+    assert says in line and "\n" not in line and not list(tmp_path.iterdir())
+
+
+def test_a_range_without_optuna_says_what_to_install_and_what_to_type_instead(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(space, "find_spec", lambda name: None)
+    with pytest.raises(SetupError, match=r"pip install optuna, or type a list: optimizer.lr=\[0.001,1\]"):
+        sweep.command(["recipe=digits", "optimizer.lr=0.001..1"])
+
+
+def test_under_torchrun_it_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RecipeError, match="without torchrun"):
+        sweep.command(["recipe=digits", "seed=[1,2]"])
+
+
+LISTS = [key for key, taken in kinds().items() if list in taken]
+
+
+def test_there_are_keys_whose_value_is_a_list():
+    assert {"devices", "data.mean", "optimizer.betas", "pipeline.cuts", "loss.class_weights"} <= {*LISTS}
+
+
+@pytest.mark.parametrize("key", defaults())
+def test_a_list_is_taken_for_values_only_where_it_is_not_the_value(key):
+    assert (dimension(key, "[1,2]") is None) == (key in LISTS)
+    assert dimension(key, "[[1],[2]]") == Choices(key, ("[1]", "[2]"))
+    assert dimension(key, "1") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("optimizer.lr=0.001..1", Range("optimizer.lr", 0.001, 1.0, False)),
+        ("optimizer.lr=1e-3..1E-1", Range("optimizer.lr", 0.001, 0.1, False)),
+        ("batch_size=16..256", Range("batch_size", 16.0, 256.0, True)),
+        ("optimizer.weight_decay=0..1", Range("optimizer.weight_decay", 0.0, 1.0, False)),
+        ("optimizer.lr=[0.1, 1e-2]", Choices("optimizer.lr", ("0.1", "1e-2"))),
+        ("clip_grad_norm=[null,1.0]", Choices("clip_grad_norm", ("null", "1.0"))),
+        ("optimizer.nesterov=[true,false]", Choices("optimizer.nesterov", ("true", "false"))),
+        ("model.name=[cnn,'mlp']", Choices("model.name", ("cnn", "mlp"))),
+        ("augment.crop_scale=[[0.1,1.0],[0.5,1]]", Choices("augment.crop_scale", ("[0.1,1.0]", "[0.5,1]"))),
+        ("loss.class_weights=[balanced,[1,2]]", Choices("loss.class_weights", ("balanced", "[1,2]"))),
+        ("data.root=a..b", None),
+        ("nproc=[1,2]", None),
+    ],
+)
+def test_what_words_mean(word, meant):
+    assert dimension(*word.split("=", 1)) == meant
+
+
+def test_a_scale_is_logarithmic_from_a_factor_of_ten_on():
+    assert [Range("k", low, 1.0, False).log for low in (0.0, 0.1, 0.11)] == [False, True, False]
+
+
+def test_numbers_of_a_range_are_short_and_within_it():
+    part = Range("optimizer.lr", 0.12342, 0.2, False)
+    assert part.typed(0.123421) == "0.12342" and part.typed(0.15555555) == "0.1556"
+    assert Range("batch_size", 16, 64, True).typed(17) == "17"
+
+
+def of(*words: str, nproc: str | None = None, repeats: int = 1) -> SearchSpace:
+    return SearchSpace.of("digits", words, repeats, None, nproc, None)
+
+
+def test_trials_run_in_a_fixed_order_and_have_names():
+    made = of("optimizer.lr=[0.1,0.2]", "model.name=[cnn,mlp]")
+    names = [trial.name for trial in made.combinations()]
+    assert names == [f"optimizer.lr={rate} model.name={name}" for rate in (0.1, 0.2) for name in ("cnn", "mlp")]
+    folders = [trial.folder(None) for trial in made.combinations()]
+    assert folders[1] == "002-optimizer.lr=0.1-model.name=mlp"
+    assert made.combinations()[0].folder(3) == "001-optimizer.lr=0.1-model.name=cnn-seed=3"
+
+
+def places(cores: int, *words: str, cuda: int = 0, monkeypatch: pytest.MonkeyPatch, **options) -> list[Sequence[str]]:
+    monkeypatch.setattr(resources, "cores", lambda: cores)
+    monkeypatch.setattr(resources, "cuda_count", lambda: cuda)
+    found = Places.of(of("seed=[1,2,3,4,5]", *words, **options))
+    return [found.words(place) for place in range(len(found.devices))]
+
+
+def test_on_cpus_each_core_trains_one(monkeypatch):
+    assert places(2, monkeypatch=monkeypatch) == [["devices=[cpu]", "threads=1"]] * 2
+    assert places(16, monkeypatch=monkeypatch) == [["devices=[cpu]", "threads=3"]] * 5  # no more than runs
+    assert places(4, "threads=2", monkeypatch=monkeypatch) == [["devices=[cpu]", "threads=2"]] * 2
+    assert places(4, "devices=[cpu]", monkeypatch=monkeypatch) == [["devices=[cpu]", "threads=1"]] * 4
+    assert places(4, "devices=[cpu,cpu]", monkeypatch=monkeypatch) == [["devices=[cpu]", "threads=2"]] * 2
+
+
+def test_trials_of_several_processes_take_as_many_cores(monkeypatch):
+    words = ["devices=[cpu]", "threads=1", "nproc=2"]
+    assert places(4, "mode=local_sgd", nproc="2", monkeypatch=monkeypatch) == [words] * 2
+
+
+def test_on_gpus_each_card_trains_one(monkeypatch):
+    assert places(8, cuda=2, monkeypatch=monkeypatch) == [[f"devices=[cuda:{n}]", "threads=4"] for n in range(2)]
+    assert places(8, "devices=[cuda:1]", cuda=2, monkeypatch=monkeypatch) == [["devices=[cuda:1]", "threads=8"]]
+    pairs = places(8, "mode=ddp", cuda=4, nproc="2", monkeypatch=monkeypatch)
+    assert pairs == [[f"devices=[cuda:{n},cuda:{n + 1}]", "threads=2", "nproc=2"] for n in (0, 2)]
+
+
+def test_readers_of_photos_do_not_fight(monkeypatch):
+    """By default each run has one a core."""
+    words = places(4, "data.name=imagefolder", "data.root=photos", "batch_size=32", monkeypatch=monkeypatch)
+    assert words == [["devices=[cpu]", "threads=1", "data.workers=1"]] * 4
+
+
+def test_a_trial_has_one_device_where_that_computes_the_same():
+    assert of("seed=[1,2]").base.mode == "single"
+    assert of("seed=[1,2]", "mode=local_sgd").base.mode == "local_sgd"
+    assert of("seed=[1,2]", nproc="2").base.mode == "ddp"
+
+
+@pytest.mark.skipif(find_spec("optuna") is None, reason="pip install optuna")
+def test_ranges_are_sampled_some_twenty_times_unless_it_is_said():
+    assert SearchSpace.of("digits", ["optimizer.lr=0.001..1"], 1, None, None, None).count() == space.SAMPLED
+    assert SearchSpace.of("digits", ["optimizer.lr=0.001..1"], 1, 3, None, None).count() == 3
+    with pytest.raises(RecipeError, match=r"optimizer.lr=0 cannot run"):
+        SearchSpace.of("digits", ["optimizer.lr=0..1"], 1, 3, None, None)

@@ -1,0 +1,267 @@
+"""`sweep` over lists: runs, tables, going on. Most with a stand-in for the runs' processes, some as it is typed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.command_line import BARE, environment, ok, result, told_to_type, trainer
+from tests.typed import odd
+from trainer.commands import sweep
+from trainer.commands.sweep.results import SweepReport
+from trainer.errors import FolderInUseError, Interrupted, Preempted
+
+RATES = "optimizer.lr=[0.01,0.1,1]"
+
+
+def swept(*words, code=0):
+    assert sweep.command(["recipe=digits", *words]) == code
+    folder = "out" if "output=out" in words else "runs/sweep-digits"
+    return json.loads(Path(folder, "sweep.json").read_text())
+
+
+def test_every_combination_runs_once_as_many_at_a_time_as_there_are_cores(machine):
+    report = swept(RATES, "batch_size=[32,64]", "epochs=3")
+    assert machine.ran == [
+        f"{n:03d}-optimizer.lr={rate}-batch_size={size}"
+        for n, (rate, size) in enumerate([(rate, size) for rate in ("0.01", "0.1", "1") for size in (32, 64)], 1)
+    ]
+    assert machine.most == 2
+    words = machine.words[0]
+    assert (words["mode"], words["threads"], words["devices"], words["epochs"]) == ("single", "1", "[cpu]", "3")
+    assert [row["trial"] for row in report["trials"]][:2] == [3, 4] and report["status"] == "completed"
+    assert odd(report_of(report), SweepReport) == []
+
+
+def report_of(plain):
+    """As it was before JSON made texts of numbers."""
+    for row in plain["trials"]:
+        row["runs"] = {int(seed): value for seed, value in row["runs"].items()}
+    return plain
+
+
+def test_the_last_line_is_the_winning_command(machine, capsys):
+    report = swept(RATES, "epochs=3")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "python -m trainer recipe=digits epochs=3 mode=single optimizer.lr=0.1"
+    assert shlex.split(last) == report["best"]
+
+
+def test_the_tables(machine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    swept(RATES, "output=out")
+    with (tmp_path / "out/sweep.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["optimizer.lr"] for row in rows] == ["0.1", "0.01", "1"]
+    assert float(rows[0]["value"]) == pytest.approx(0.9) and rows[0]["folder"] == "out/002-optimizer.lr=0.1"
+    page = (tmp_path / "out/sweep.md").read_text()
+    assert "| **2** | **0.1** | **90.00%** |" in page and "python -m trainer sweep recipe=digits" in page
+    (bold,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("\033[1m")]
+    assert "90.00%" in bold
+    assert (tmp_path / "out/sweep.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["batch_size=[32,64]"], ["batch_size=[32,64]", "model.name=[cnn,mlp]"], ["optimizer.nesterov=[true,false]"]],
+    ids=" ".join,
+)
+def test_pictures_of_two_keys_and_more(machine, words, capsys):
+    machine.faults["001"] = 6
+    folder = Path(swept(RATES, *words)["trials"][0]["folders"][0]).parent
+    assert (folder / "sweep.png").stat().st_size > 5000 and "no picture" not in capsys.readouterr().out
+
+
+def test_it_says_of_which_images_the_metric_is(machine, capsys):
+    swept(RATES, "output=out")
+    assert "validation: no test set is looked at" in capsys.readouterr().out
+    report = sweep_of_mnist()
+    assert any("test images" in line and "optimistic" in line for line in report["conclusion"])
+
+
+def sweep_of_mnist():
+    assert sweep.command(["recipe=mnist", RATES, "output=mnist"]) == 0
+    return json.loads(Path("mnist/sweep.json").read_text())
+
+
+def test_repeats_have_a_seed_each_and_say_what_chance_does(machine):
+    machine.score = lambda words: {"0.01": 0.5, "0.1": 0.9, "1": 0.899}[words["optimizer.lr"]] + noise(words)
+    report = swept(RATES, "repeats=3", "seed=5")
+    assert machine.ran[3:5] == ["001-optimizer.lr=0.01-seed=6", "002-optimizer.lr=0.1-seed=6"]
+    assert [words["seed"] for words in machine.words] == ["5"] * 3 + ["6"] * 3 + ["7"] * 3
+    best, alike, worse = report["trials"]
+    assert (best["trial"], best["compared"], alike["compared"]) == (2, None, "no difference shown")
+    assert worse["compared"] == "worse" and best["std"] > 0
+    assert any("no difference shown between trial 2 and 1 other (trial 3)" in line for line in report["conclusion"])
+
+
+def noise(words):
+    """The best and the next scatter more than they differ."""
+    return 0.004 * (int(words["seed"]) * (1 + (words["optimizer.lr"] == "1")) % 3)
+
+
+def test_a_metric_of_which_less_is_better(machine, monkeypatch):
+    machine.score = lambda words: {"0.01": 0.5, "0.1": 0.1, "1": 0.3}[words["optimizer.lr"]] + noise(words) / 100
+
+    from trainer.tasks.classification import Classification
+
+    monkeypatch.setattr(Classification, "larger_is_better", False)
+    report = swept(RATES, "repeats=3", "seed=5")
+    assert [row["trial"] for row in report["trials"]] == [2, 3, 1]
+    assert [row["compared"] for row in report["trials"]] == [None, "worse", "worse"]
+
+
+def test_one_seed_shows_no_difference(machine):
+    assert any("repeats=3" in line for line in swept(RATES)["conclusion"])
+
+
+def test_a_trial_that_fails_is_a_row_and_the_others_go_on(machine):
+    machine.faults = {"lr=0.01": 6}
+    report = swept(RATES, "repeats=2")
+    *good, bad = report["trials"]
+    assert (bad["trial"], bad["status"], bad["exit_code"], bad["error"]) == (1, "failed", 6, "it broke")
+    assert [row["status"] for row in good] == ["done", "done"] and len(machine.ran) == 5  # not repeated
+    assert "1 trial failed" in report["conclusion"]
+
+
+def test_where_all_fail_the_exit_code_is_the_first_trials(machine):
+    machine.faults = {"001": 6, "002": 5, "003": 5}
+    report = swept(RATES, code=6)
+    assert report["best"] is None
+
+
+def test_hundreds_are_told_before_they_start(machine, capsys):
+    seeds = ",".join(map(str, range(150)))
+    machine.faults["00"] = KeyboardInterrupt()
+    with pytest.raises(Interrupted):
+        sweep.command(["recipe=digits", f"seed=[{seeds}]", "optimizer.lr=[0.1,0.2]"])
+    assert "300 trials, 150 seed x 2 optimizer.lr" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(("error", "kind"), [(KeyboardInterrupt(), Interrupted), (Preempted(), Preempted)])
+def test_what_is_stopped_goes_on(machine, error, kind, tmp_path):
+    machine.faults["003"] = error
+    with pytest.raises(kind, match="the same words go on"):
+        swept(RATES, "output=out")
+    assert json.loads((tmp_path / "out/sweep.json").read_text())["status"] == "interrupted"
+    machine.faults.clear()
+    ran = machine.ran.copy()
+    machine.ran.clear()
+    report = swept(RATES, "output=out")
+    assert machine.ran == [name for name in ran if name.startswith("003")] and machine.words[-1]["resume"] == "auto"
+    assert [row["status"] for row in report["trials"]] == ["done"] * 3
+    machine.ran.clear()
+    assert swept(RATES, "output=out")["trials"] == report["trials"] and not machine.ran
+
+
+def test_a_loss_that_was_not_finite_is_not_tried_again_and_other_failures_are(machine):
+    machine.faults = {"001": 5, "002": 6}
+    swept(RATES, "output=out")
+    machine.faults.clear()
+    machine.ran.clear()
+    report = swept(RATES, "output=out")
+    assert machine.ran == ["002-optimizer.lr=0.1"]
+    assert [row["status"] for row in report["trials"]] == ["done", "done", "failed"]
+
+
+def test_more_repeats_are_added(machine):
+    swept(RATES, "output=out")
+    machine.ran.clear()
+    report = swept(RATES, "repeats=2", "output=out")
+    assert [name[-6:] for name in machine.ran] == ["seed=1"] * 3 and report["repeats"] == 2
+
+
+def test_another_sweep_has_another_folder_and_the_same_words_the_same(machine):
+    for words in ([RATES], [RATES, "epochs=3"], [RATES, "epochs=3"], ["optimizer.lr=[0.1,0.2]"]):
+        sweep.command(["recipe=digits", *words])
+    assert sorted(path.name for path in Path("runs").iterdir()) == [f"sweep-digits{n}" for n in ("", "-2", "-3")]
+    assert len(machine.ran) == 3 + 3 + 2
+
+
+def test_a_folder_of_another_sweep_is_refused_with_what_goes_on_there(machine):
+    swept(RATES, "output=out")
+    with pytest.raises(FolderInUseError, match="other epochs") as caught:
+        swept(RATES, "epochs=3", "output=out")
+    (line,) = told_to_type(str(caught.value))
+    machine.ran.clear()
+    words = shlex.split(line)[4:]
+    assert sweep.command(words) == 0 and not machine.ran
+    with pytest.raises(FolderInUseError, match=r"other swept.*choose another output="):
+        swept("optimizer.lr=[0.1,0.2]", "output=out")
+
+
+def test_a_folder_of_something_else_is_left_alone(machine, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").touch()
+    with pytest.raises(FolderInUseError, match="something else"):
+        swept(RATES, "output=out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) in (["notes.txt"], [".lock", "notes.txt"])
+
+
+TINY = ["model.name=mlp", "epochs=1", "max_steps=4", *BARE]
+
+
+def test_as_it_is_typed(tmp_path):
+    """Trials are ordinary runs, a loss that is not finite is a row, and the winning command runs."""
+    words = ["recipe=digits", "optimizer.lr=[0.1,1e30]", *TINY, "optimizer.nesterov=false"]
+    done = ok("sweep", *words, cwd=tmp_path)
+    folder = tmp_path / "runs/sweep-digits"
+    report = json.loads((folder / "sweep.json").read_text())
+    good, bad = report["trials"]
+    assert (good["status"], bad["status"], bad["exit_code"]) == ("done", "failed", 5), report
+    run = result(tmp_path / good["folders"][0])
+    assert run["best_top1"] == good["value"] and run["mode"] == "single"
+    listed = ok("runs", cwd=tmp_path).stdout
+    assert "sweep-digits/001-optimizer.lr=0.1" in listed and "completed" in listed
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("python -m trainer recipe=digits")
+    ok(*shlex.split(last)[3:], "output=again", "threads=1", cwd=tmp_path)
+    assert result(tmp_path / "again")["best_top1"] == good["value"]
+
+
+def under_way(tmp_path, *words):
+    """A sweep whose two trials have a checkpoint each."""
+    command = [sys.executable, "-m", "trainer", "sweep", "recipe=digits", *words, "output=out", "devices=[cpu,cpu]"]
+    command += ["model.name=mlp", "epochs=400", "save.every_epochs=1", *BARE]
+    pipe = subprocess.PIPE
+    started = warm.Popen(command, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    until = time.monotonic() + 120
+    while (
+        len({*(path.parent for path in (tmp_path / "out").glob("*/checkpoints/step-*"))}) < 2
+        and time.monotonic() < until
+    ):
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.02)
+    return started, command[3:]
+
+
+def test_killed_and_typed_again_it_goes_on(tmp_path):
+    started, words = under_way(tmp_path, "optimizer.lr=[0.05,0.1]")
+    started.kill()
+    started.communicate()
+    folders = sorted((tmp_path / "out").glob("0*"))
+    others = [word if not word.startswith("epochs=") else "epochs=2" for word in words]
+    refused = trainer(*others, cwd=tmp_path)
+    assert refused.returncode == 8 and "other epochs" in refused.stderr, refused.stderr
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "trainer", *words]
+    again = warm.Popen(command, env=environment(), cwd=tmp_path, text=True, stdout=pipe, stderr=pipe)
+    log = tmp_path / "out/logs" / f"{folders[0].name}.log"
+    until = time.monotonic() + 60
+    while "resuming at step" not in log.read_text() and time.monotonic() < until:
+        assert again.poll() is None, again.communicate()
+        time.sleep(0.05)
+    again.send_signal(signal.SIGTERM)
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 143 and err.count("\n") == 1 and "the same words go on" in err, out + err
+    assert "resuming at step" in log.read_text() and result(folders[0])["status"] == "preempted"

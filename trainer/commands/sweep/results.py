@@ -1,0 +1,183 @@
+"""What the runs amount to: a row a trial, best first, and what may be said of which is best. `sweep.json` holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from trainer.commands.compare.ranking import NO_DIFFERENCE
+from trainer.commands.compare.significance import ERROR, differences, mean_and_std
+from trainer.commands.sweep.space import SweepTrial
+from trainer.commands.sweep.trial_runner import TrialOutcome
+from trainer.telemetry import readable
+
+Status = Literal["done", "ended early", "failed", "not done"]
+ORDER: tuple[Status, ...] = ("done", "ended early", "not done", "failed")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The task's metric, of the held-out images, and what these are, in words."""
+
+    name: str
+    larger_is_better: bool
+    images: str
+
+    def text(self, value: float | None) -> str:
+        return readable.score(self.name, value)
+
+    def spread(self, value: float) -> str:
+        """A standard deviation, in the metric's unit."""
+        return self.text(value).removesuffix("%")
+
+
+@dataclass(frozen=True)
+class TrialFigures:
+    """A row of the table.
+
+    Attributes:
+        trial: its number, in the order in which trials ran.
+        value, std: mean and standard deviation of the metric over the runs; of each its best epoch.
+        runs: the metric by seed.
+        epochs: that were trained in all runs together.
+        seconds: of training, of all runs together.
+        compared: with the best: "worse", or that no difference is shown; null for the best and where nothing can be
+            said.
+        folders: of the runs.
+    """
+
+    trial: int
+    values: dict[str, str]
+    status: Status
+    value: float | None
+    std: float | None
+    runs: dict[int, float]
+    epochs: int
+    seconds: float
+    compared: str | None
+    error: str | None
+    exit_code: int
+    folders: list[str]
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """All of it."""
+
+    recipe: str
+    status: str
+    command: str
+    asked: dict[str, Any]
+    keys: list[str]
+    logarithmic: list[str]
+    repeats: int
+    metric: str
+    larger_is_better: bool
+    images: str
+    trials: list[TrialFigures]
+    conclusion: list[str]
+    best: list[str] | None
+    seconds: float
+    versions: dict[str, str | None]
+
+    @property
+    def done(self) -> list[TrialFigures]:
+        return [row for row in self.trials if row.status == "done"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As sweep.json has it."""
+        return asdict(self)
+
+
+def tabulate(
+    trials: Sequence[SweepTrial],
+    outcomes: Mapping[int, Mapping[int, TrialOutcome]],
+    folders: Mapping[int, Sequence[str]],
+    repeats: int,
+    metric: Metric,
+) -> list[TrialFigures]:
+    """The rows, best first, then those that ended early, are not done, or failed.
+
+    Args:
+        outcomes: by the trials' numbers, then by seed.
+        folders: of each trial's runs.
+    """
+    rows = [_row(trial, outcomes.get(trial.number, {}), folders.get(trial.number, ()), repeats) for trial in trials]
+    sign = -1 if metric.larger_is_better else 1
+    rows.sort(key=lambda row: (ORDER.index(row.status), math.inf if row.value is None else sign * row.value, row.trial))
+    return _compared(rows, metric)
+
+
+def _row(trial: SweepTrial, outcomes: Mapping[int, TrialOutcome], folders: Sequence[str], repeats: int) -> TrialFigures:
+    failed = next((outcome for outcome in outcomes.values() if outcome.error is not None), None)
+    runs = {seed: outcome.value for seed, outcome in outcomes.items() if outcome.value is not None and not failed}
+    early = any(outcome.early for outcome in outcomes.values())
+    mean, std = mean_and_std(list(runs.values())) if runs else (None, None)
+    status: Status = "failed" if failed else "ended early" if early else "done" if len(runs) >= repeats else "not done"
+    return TrialFigures(
+        trial=trial.number,
+        values=dict(trial.values),
+        status=status,
+        value=mean,
+        std=std if len(runs) > 1 else None,
+        runs=runs,
+        epochs=sum(outcome.epochs for outcome in outcomes.values()),
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        compared=None,
+        error=failed.error if failed else None,
+        exit_code=failed.code if failed else 0,
+        folders=list(folders),
+    )
+
+
+def _compared(rows: list[TrialFigures], metric: Metric) -> list[TrialFigures]:
+    """With what repeats say of the best row and each other one.
+
+    Which row is the best was chosen by the same figures. So the error is that of all pairs: each row may have been the
+    best, and of a pair only one direction is claimed, hence 2 / rows of it for the pairs of one row.
+    """
+    done = {str(row.trial): row for row in rows if row.status == "done"}
+    if len(done) < 2 or len(rows[0].runs) < 2:
+        return rows
+    best, *others = done
+    scale = max(abs(value) for row in done.values() for value in row.runs.values()) or 1.0
+    # `differences` compares logarithms; of a metric plain differences count.
+    logs = {name: {seed: math.exp(value / scale) for seed, value in row.runs.items()} for name, row in done.items()}
+    pairs = differences(logs, ERROR * 2 / len(done), margin=0.0, among=[(best, other) for other in others])
+    verdicts = {int(pair.second): "worse" if pair.verdict else NO_DIFFERENCE for pair in pairs}
+    return [replace(row, compared=verdicts.get(row.trial)) for row in rows]
+
+
+def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> list[str]:
+    """What may be said, in sentences."""
+    done = [row for row in rows if row.status == "done"]
+    sentences = []
+    if done:
+        sentences.append(
+            f"{metric.name} is of each run's best epoch on {metric.images}; the best of {counted(len(done), 'trial')} "
+            "was chosen by it, so its own figure is optimistic: images that no trial has seen tell more"
+        )
+    if len(done) > 1 and repeats == 1:
+        sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
+    elif len(done) > 1:
+        alike = [row for row in done[1:] if row.compared == NO_DIFFERENCE]
+        if alike:
+            which = f"trial {', '.join(str(row.trial) for row in alike[:8])}{' ...' * (len(alike) > 8)}"
+            few = ", few seeds show only the grossest" if repeats < 5 else ""
+            sentences.append(
+                f"{NO_DIFFERENCE} between trial {done[0].trial} and {counted(len(alike), 'other')} ({which}){few}"
+            )
+        if len(alike) < len(done) - 1:
+            sentences.append(
+                f"trial {done[0].trial} is shown to be better than {len(done) - 1 - len(alike)} of {len(done) - 1}"
+            )
+    for status in ("ended early", "failed"):
+        if count := sum(row.status == status for row in rows):
+            sentences.append(f"{counted(count, 'trial')} {status}")
+    return sentences
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,280 @@
+"""Words -> what is tried: the keys that vary, what all trials share, and where on this machine each trial runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from trainer import recipe as recipes
+from trainer.devices.assignment import present
+from trainer.errors import RecipeError, SetupError
+from trainer.launch import launching
+from trainer.processes import resources
+from trainer.recipe import Recipe
+from trainer.recipe.known_names import OWN_PHOTOS, check_names
+from trainer.recipe.search_space import Dimension, Range, dimension
+
+OWN_WORDS = ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume")
+SAMPLED = 20  # trials, where a range is given and nothing is said of their number
+MOST = 1000  # combinations
+WIDEST = 100  # characters of a trial's folder
+FIXED = {  # keys that no sweep varies, and what to type instead
+    "mode": "every mode trains the same model: compare 'modes=[...]' tells which is fastest",
+    "devices": "they say where trials run, one trial each: write devices=[cuda:0,cuda:1]",
+    "threads": "they change no result: write one number, or leave it out",
+}
+
+
+@dataclass(frozen=True)
+class SweepTrial:
+    """One choice of values, in the order in which trials run.
+
+    Attributes:
+        number: from 1 on.
+        values: of the swept keys, as one types them.
+    """
+
+    number: int
+    values: Mapping[str, str]
+
+    @property
+    def words(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.words)
+
+    def folder(self, seed: int | None) -> str:
+        """The name of its run with the recipe's own seed, or with another one."""
+        text = "-".join([*self.words, *([f"seed={seed}"] if seed is not None else [])])
+        return f"{self.number:03d}-" + re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)[:WIDEST].strip("-")
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a sweep was asked for, checked.
+
+    Attributes:
+        source: the recipe's name or file.
+        typed_words: of the recipe, as they were typed.
+        words: those for every trial; with `mode=single` where one device is enough for a trial.
+        dimensions: the keys that vary.
+        trials: how many are sampled; None where lists are tried in every combination.
+        repeats: runs of each trial, with a seed each.
+        base: the recipe of the words, without the keys that vary.
+    """
+
+    source: str
+    typed_words: tuple[str, ...]
+    words: tuple[str, ...]
+    dimensions: tuple[Dimension, ...]
+    trials: int | None
+    repeats: int
+    nproc: str | None
+    plugin: str | None
+    base: Recipe
+
+    @classmethod
+    def of(
+        cls, source: str, words: Sequence[str], repeats: int, trials: int | None, nproc: str | None, plugin: str | None
+    ) -> SearchSpace:
+        """From the words that no command takes.
+
+        Raises:
+            RecipeError: words that no trial could run with.
+            SetupError: a range, and no Optuna.
+        """
+        pairs = [word.partition("=") for word in words]
+        swept = [(key, part) for key, _, text in pairs if (part := dimension(key, text)) is not None]
+        fixed = [word for word, (key, _, text) in zip(words, pairs, strict=True) if dimension(key, text) is None]
+        dimensions = tuple(part for _, part in swept)
+        base = recipes.load(source, *fixed)
+        _check(dimensions, pairs, repeats, trials)
+        if any(isinstance(part, Range) for part in dimensions):
+            _check_optuna(next(part for part in dimensions if isinstance(part, Range)))
+            trials = trials or SAMPLED
+        if base.traits.exchanges in ("gradients", "copies") and nproc is None and not _typed("mode", pairs):
+            fixed.append("mode=single")  # the same maths on one device
+            base = recipes.load(source, *fixed)
+        launching.load_plugin(plugin)
+        space = cls(source, tuple(words), tuple(fixed), dimensions, trials, repeats, nproc, plugin, base)
+        for values in space.probes():
+            space.check(values)
+        return space
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def keys(self) -> list[str]:
+        return [part.key for part in self.dimensions]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [self.base.seed + repeat for repeat in range(self.repeats)]
+
+    def combinations(self) -> list[SweepTrial]:
+        """Of lists alone: every one, the last key changing fastest."""
+        lists = [[(part.key, value) for value in part.ends()] for part in self.dimensions]
+        return [SweepTrial(number, dict(values)) for number, values in enumerate(itertools.product(*lists), 1)]
+
+    def probes(self) -> Iterator[Mapping[str, str]]:
+        """Values whose recipes are checked before anything starts: all combinations of lists; of ranges their ends."""
+        if self.trials is None:
+            yield from (trial.values for trial in self.combinations())
+            return
+        first = {part.key: part.ends()[0] for part in self.dimensions}
+        yield from ({**first, part.key: value} for part in self.dimensions for value in part.ends())
+
+    def recipe(self, values: Mapping[str, str]) -> Recipe:
+        """Of one trial."""
+        return recipes.load(self.source, *self.words, *(f"{key}={value}" for key, value in values.items()))
+
+    def typed(self, values: Mapping[str, str]) -> list[str]:
+        """What one types to train with a trial's values, on whichever devices there are."""
+        shared = [word for word in self.words if not word.startswith(("devices=", "threads="))]
+        more = [f"{key}={value}" for key in ("plugin", "nproc") if (value := getattr(self, key)) is not None]
+        if self.base.devices != "auto" and self.base.traits.single_device:
+            more.append(f"devices=[{self.base.devices[0]}]")
+        return [f"recipe={self.source}", *more, *shared, *(f"{key}={value}" for key, value in values.items())]
+
+    def check(self, values: Mapping[str, str]) -> None:
+        """Raises RecipeError where a trial could not run with these values."""
+        try:
+            chosen = self.recipe(values)
+            if self.plugin is None:
+                check_names(chosen)
+            launching.launch_to_start(_on_one_place(chosen, self.nproc), self.nproc)
+        except RecipeError as error:
+            trial = " ".join(f"{key}={value}" for key, value in values.items())
+            raise RecipeError(f"a trial with {trial} cannot run: {error}") from None
+
+    def count(self) -> int:
+        """Trials."""
+        return self.trials or math.prod(len(part.ends()) for part in self.dimensions)
+
+    def asked(self) -> dict[str, Any]:
+        """What a folder is bound to: all but how many trials and repeats there are to be."""
+        return {
+            "swept": {part.key: str(part) for part in self.dimensions},
+            "nproc": self.nproc,
+            "plugin": self.plugin,
+            "settings": self.base.replace(output=None, resume=None).model_dump(mode="json"),
+        }
+
+
+def _typed(key: str, pairs: Sequence[tuple[str, str, str]]) -> bool:
+    return any(typed == key for typed, _, _ in pairs)
+
+
+def _check(
+    dimensions: Sequence[Dimension], pairs: Sequence[tuple[str, str, str]], repeats: int, trials: int | None
+) -> None:
+    keys = [part.key for part in dimensions]
+    for key in keys:
+        if key in FIXED:
+            raise RecipeError(f"{key}= is not for a sweep: {FIXED[key]}")
+        if sum(typed == key for typed, _, _ in pairs) > 1:
+            raise RecipeError(f"{key} is given twice: keep the list or the range")
+    if "seed" in keys and repeats > 1:
+        raise RecipeError(f"seed=[...] and repeats={repeats} both give the seeds: keep repeats=")
+    sampled = any(isinstance(part, Range) for part in dimensions)
+    count = math.prod(len(part.ends()) for part in dimensions) if not sampled else 0
+    if not dimensions or count == 1:
+        what = "every key has one value" if not dimensions else f"{dimensions[0]} is one trial"
+        raise RecipeError(
+            f"{what}: type the values to try, as in optimizer.lr=[0.01,0.03,0.1], or a range, optimizer.lr=0.001..1 "
+            "(of a key whose value is a list: data.mean=[[0.5],[0.4]])"
+        )
+    if trials and not sampled:
+        raise RecipeError(
+            f"trials={trials} is for ranges, as in optimizer.lr=0.001..1; lists are tried in every combination, here "
+            f"{count:,}: leave trials= out"
+        )
+    if count > MOST:
+        raise RecipeError(
+            f"{count:,} combinations are more than {MOST:,}: shorten the lists, or type ranges with trials=100"
+        )
+
+
+def _check_optuna(part: Range) -> None:
+    if find_spec("optuna") is None:
+        raise SetupError(
+            f"{part.key}={part.typed(part.low)}..{part.typed(part.high)} is a range, which Optuna samples, and that is "
+            f"not installed: pip install optuna, or type a list: {part.key}=[{','.join(part.ends())}]"
+        )
+
+
+def _on_one_place(recipe: Recipe, nproc: str | None) -> Recipe:
+    """A trial's recipe as it runs: `devices` are those of the sweep, and a trial gets as many as it needs."""
+    needs = 1 if recipe.traits.single_device else int(nproc) if nproc and nproc.isdigit() else None
+    if needs and recipe.devices != "auto":
+        return recipe.replace(devices=recipe.devices[:needs])
+    return recipe
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where trials run at the same time.
+
+    Attributes:
+        devices: of each place, as recipes write them.
+        ranks, threads: processes of a trial, and threads in each.
+        several: whether the trials' mode can have several processes.
+        workers: processes that read photos, a rank; None where the data is none of that.
+    """
+
+    devices: tuple[tuple[str, ...], ...]
+    ranks: int
+    threads: int
+    several: bool
+    workers: int | None
+
+    @classmethod
+    def of(cls, space: SearchSpace) -> Places:
+        """As many as this machine has devices for, or cores; never more than runs.
+
+        Raises:
+            RecipeError: devices that are not here, or fewer than a trial needs.
+        """
+        recipe, runs = space.base, space.count() * space.repeats
+        launch = launching.launch_to_start(_on_one_place(recipe, space.nproc), space.nproc)
+        if launch is not None and launch.nnodes > 1:
+            raise RecipeError(f"sweep runs on one node, and NNODES or SLURM say {launch.nnodes}: unset them for it")
+        ranks, cores = launch.nproc if launch else 1, resources.cores()
+        cuda = resources.cuda_wanted(recipe)
+        names = [f"cuda:{n}" for n in range(cuda)] if recipe.devices == "auto" else present(recipe.devices, cuda)
+        listed = [name for name in names if name != "cpu"]
+        if listed:
+            width = 1 if recipe.traits.single_device else ranks if ranks > 1 else len(listed)
+            groups = [tuple(listed[n : n + width]) for n in range(0, len(listed) - width + 1, width)][:runs]
+        else:
+            fit = len(names) if len(names) > 1 and recipe.traits.single_device else 0
+            fit = fit or max(1, cores // (ranks * (recipe.threads or 1)))
+            groups = [("cpu",)] * min(runs, fit)
+        threads = recipe.threads or max(1, cores // (len(groups) * ranks))
+        reads = recipe.data.name in OWN_PHOTOS and recipe.data.workers is None
+        workers = max(1, cores // (len(groups) * ranks)) if reads else None
+        return cls(tuple(groups), ranks, threads, recipe.traits.processes != "one", workers)
+
+    def words(self, place: int) -> list[str]:
+        """Of a run at a place."""
+        devices = self.devices[place]
+        words = [f"devices=[{','.join(devices)}]", f"threads={self.threads}"]
+        words += [f"nproc={self.ranks}"] * self.several
+        return words + [f"data.workers={self.workers}"] * (self.workers is not None)
+
+    def __str__(self) -> str:
+        count = len(self.devices)
+        at_once = f"{count} at a time" if count > 1 else "one at a time"
+        what = f"{self.threads} CPU thread{'s' * (self.threads > 1)} each"
+        if self.devices[0] != ("cpu",):
+            return f"{at_once}, on {' | '.join(','.join(names) for names in self.devices)}"
+        return f"{at_once}, {f'{self.ranks} processes of ' * (self.ranks > 1)}{what}"

@@ -1,0 +1,98 @@
+"""A sweep for terminals, scripts and issues: text, sweep.csv, sweep.json, sweep.md."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands.sweep.results import Metric, SweepReport, TrialFigures
+from trainer.processes.terminal import as_typed
+from trainer.saving.files import without_nan, write_atomically
+from trainer.telemetry import readable
+
+BOLD, PLAIN = "\033[1m", "\033[0m"
+SHOWN = 20  # rows on a terminal
+NOTE = 40  # characters of a note within the table
+FIGURES = ("status", "value", "std", "epochs", "seconds", "compared", "error", "exit_code")  # columns of sweep.csv
+
+
+def write_tables(folder: Path, report: SweepReport, metric: Metric) -> None:
+    """sweep.json, sweep.csv and sweep.md, each replaced at once."""
+    plain = without_nan(report.to_dict())
+    write_atomically(folder / "sweep.json", json.dumps(plain, indent=2, allow_nan=False) + "\n")
+    write_atomically(folder / "sweep.csv", as_csv(report))
+    write_atomically(folder / "sweep.md", as_markdown(report, metric))
+
+
+def as_csv(report: SweepReport) -> str:
+    """A line a trial, best first."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["trial", *report.keys, *FIGURES, "folder"])
+    for row in report.trials:
+        figures = [getattr(row, name) for name in FIGURES]
+        writer.writerow([row.trial, *(row.values[key] for key in report.keys), *figures, " ".join(row.folders)])
+    return text.getvalue()
+
+
+def columns(report: SweepReport, metric: Metric) -> list[list[str]]:
+    """The table in words, its head first."""
+    spread = f" +- std of {report.repeats} seeds" if report.repeats > 1 else ""
+    compared = "compared" if any(row.compared for row in report.trials) else ""
+    table = [["trial", *report.keys, f"{metric.name}{spread}", compared, "time", "note"]]
+    for row in report.trials:
+        value = metric.text(row.value) if row.value is not None else "-"
+        value += f" +- {metric.spread(row.std)}" if row.std is not None else ""
+        time = readable.duration(row.seconds) if row.seconds else "-"
+        values = (row.values[key] for key in report.keys)
+        table.append([str(row.trial), *values, value, row.compared or "", time, note(row)])
+    return table
+
+
+def note(row: TrialFigures) -> str:
+    """What is to be said of a row."""
+    if row.status == "failed":
+        return f"exit {row.exit_code}: {row.error}"
+    if row.status == "ended early":
+        return f"ended early, after {row.epochs} epoch{'s' * (row.epochs != 1)}"
+    return "" if row.status == "done" else "not done"
+
+
+def as_text(report: SweepReport, metric: Metric, colour: bool = False) -> str:
+    """The table for a terminal; the best row is bold, and long notes stand below."""
+    table = columns(report, metric)
+    shown, below = table[: SHOWN + 1], []
+    for row, cells in zip(report.trials, shown[1:], strict=False):
+        if len(cells[-1]) > NOTE:
+            below.append(f"trial {row.trial}: {cells[-1]}")
+            cells[-1] = cells[-1].partition(":")[0]
+    right = {0, len(report.keys) + 3}
+    lines = [as_typed(line) for line in readable.table(shown, right)]
+    if colour and report.done:
+        lines[1] = f"{BOLD}{lines[1]}{PLAIN}"
+    if len(table) > len(shown):
+        lines.append(f"and {len(table) - len(shown)} more in sweep.md")
+    return "\n".join([*lines, "", *map(as_typed, (*below, *report.conclusion))])
+
+
+def as_markdown(report: SweepReport, metric: Metric) -> str:
+    """To paste into an issue: command, table, what it says, the winning command, versions."""
+    head, *rest = columns(report, metric)
+    lines = [f"### {report.recipe}: {len(rest)} trials", "", f"    {report.command}", ""]
+    lines += [_row(head), _row(["---"] * len(head))]
+    for position, cells in enumerate(rest):
+        best = position == 0 and report.done
+        lines.append(_row([f"**{cell}**" if best and cell else cell.replace("|", "\\|") for cell in cells]))
+    lines += ["", *(f"- {sentence}" for sentence in report.conclusion), ""]
+    if report.best:
+        lines += ["Best:", "", f"    {shlex.join(report.best)}", ""]
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
+    return "\n".join([*lines, f"Versions: {versions}.", ""])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

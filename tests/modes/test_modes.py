@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from functools import cache
 from statistics import fmean
 from types import SimpleNamespace
@@ -205,9 +206,9 @@ def refusal(option, column):
 
 
 def table():
-    """Options x modes as the guide shows them, with the reason of every no."""
+    """Options x modes as the guide shows them, with the reason of every no; in a sentence those without one."""
     lines = [f"| option | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
-    reasons = {}
+    everywhere, reasons = [], {}
     for option in OPTIONS:
         cells = []
         for column in COLUMNS:
@@ -218,8 +219,13 @@ def table():
                 why = f"not with {', '.join(others)} and {last}, which separate the gradients of inputs and weights"
             number = reasons.setdefault(why, len(reasons) + 1) if why else 0
             cells.append(("no" if line else "yes") + f" ({number})" * bool(why))
-        lines.append(f"| `{option}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
+        if {*cells} == {"yes"}:
+            everywhere.append(f"`{option}`")
+        else:
+            lines.append(f"| `{option}` | {' | '.join(cells)} |")
+    *others, last = everywhere
+    sentence = textwrap.fill(f"{', '.join(others)} and {last} work in every mode. The others:", 120)
+    return "\n".join([sentence, "", *lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
 
 
 def test_the_guide_has_this_table():

@@ -8,8 +8,7 @@ interleaved rounds:
 
 - auto: what `mode=pipeline` chooses by itself (cuts and micro-batches), with its schedule;
 - sweep: all cuts with 35 to 65 % of the cost before them x micro-batches x gpipe, 1f1b; the best five again;
-- bound: the slowest stage alone over all micro-batches, and one micro-batch of the other stage to fill: stage times
-  are measured with the other rank idle;
+- bound: the rank with more work, which never waits: its stages' times are measured with the other rank idle;
 - single: one rank of one thread with the whole model at the same micro-batch size, the other idle.
 """
 
@@ -133,7 +132,7 @@ def report(bench: Bench) -> None:
         singles.append(bench.single(plan.microbatches))
     auto = statistics.median(autos)
     stages = bench.alone(plan)
-    bound = plan.microbatches * max(stages) + sum(stages) - max(stages)
+    bound = plan.microbatches * max(sum(stages[0::2]), sum(stages[1::2]))
     ratios = [one / pipe for one, pipe in zip(singles, autos, strict=True)]
     bench.say(
         f"{options.model}, {options.size} px, batch {options.batch}: auto cuts after {', '.join(plan.cuts)}, "

@@ -16,7 +16,7 @@ class Split(Staged):
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
-        return Pipe(workers, workers, (IN_TURN,), rows, (1,))
+        return Pipe(workers, ((IN_TURN, workers),), rows, (1,))
 
     def build(self, traced: Traced, plan: Plan) -> None:
         self._deferred.clear()

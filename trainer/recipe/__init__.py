@@ -10,6 +10,7 @@ from trainer.recipe.recipe_files import describe, find, shipped_recipes
 from trainer.recipe.reflection import changed_keys
 from trainer.recipe.schema import (
     IN_TURN,
+    MEASURED,
     STREAMS,
     AugmentRecipe,
     DataRecipe,
@@ -25,6 +26,7 @@ from trainer.recipe.traits import MODES, TRAITS, Traits
 __all__ = [
     "DEVICE",
     "IN_TURN",
+    "MEASURED",
     "MODES",
     "STREAMS",
     "TRAITS",

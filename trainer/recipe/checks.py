@@ -10,11 +10,18 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import IN_TURN, STREAMS, Recipe, flatten, neighbours
+from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, neighbours
 from trainer.recipe.recipe_files import word_of
 from trainer.recipe.versions import SINCE, installed, torch_has
 
-VIRTUAL = {"interleaved1f1b": 2, "loopedbfs": 2, "interleavedzerobubble": 2, "zbv": 2, "dualpipev": 2}  # stages a rank
+VIRTUAL = {
+    "interleaved1f1b": 2,
+    "loopedbfs": 2,
+    "interleavedzerobubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+    MEASURED: 2,
+}  # a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
 TWO_PARTS = "backward passes in two parts"  # the row of these schedules in the table of versions

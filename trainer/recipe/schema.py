@@ -31,10 +31,11 @@ from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
 STREAMS = "streams"  # the one pipeline schedule that runs in one process
+MEASURED = "measured"  # the pipeline schedule that is made of the stages' seconds
 LARGEST_SIDE = 2**14  # pixels
 IN_TURN = "split"  # what stages have for a schedule that work one at a time
 Schedule = Literal[
-    "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"
+    "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev", "measured"
 ]
 
 LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")  # paths

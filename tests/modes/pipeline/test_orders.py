@@ -3,19 +3,25 @@
 Digits are forward passes of micro-batches and letters their backward passes: "0" and "aa" are the first micro-batch's.
 """
 
+import random
+
 import pytest
 
 from trainer.modes.pipeline.orders import (
     Action,
     Span,
+    as_ready,
     gpipe,
     ideal_bubble,
     idle_share,
     issue_order,
+    length_and_bubble,
     one_forward_one_backward,
+    seconds_of,
     simulate,
 )
 from trainer.modes.pipeline.timeline import title
+from trainer.modes.pipeline.torch_schedules import pipeline_order
 
 LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "ABCDEFGHIJ", "W": "zyxwvutsrq"}
 KINDS = {letter: (kind, m) for kind, letters in LETTERS.items() for m, letter in enumerate(letters)}
@@ -220,3 +226,57 @@ def test_idle_share():
     assert idle_share([span(0, 5, 7), span(1, 7, 9)], 2) == 0.5  # from the first begin, not from zero
     assert idle_share([span(0, 0, 4), span(1, 1, 4)], 2) == pytest.approx(1 / 8)
     assert idle_share([span(0, 0, 4)], 2) == 0.5  # a worker that did nothing at all
+
+
+def test_what_is_ready_is_done_at_once_forward_passes_first():
+    """Two stages on each of two workers, which wait for the first forward and the last backward pass alone."""
+    listed = as_ready([0, 1, 0, 1], [(1.0, 2.0)] * 4, 2)
+    assert [[(action.kind, action.stage, action.microbatch) for action in worker] for worker in listed] == [
+        [("F", 0, 0), ("F", 0, 1), ("F", 2, 0), ("F", 2, 1), ("B", 2, 0), ("B", 2, 1), ("B", 0, 0), ("B", 0, 1)],
+        [("F", 1, 0), ("F", 1, 1), ("F", 3, 0), ("F", 3, 1), ("B", 3, 0), ("B", 3, 1), ("B", 1, 0), ("B", 1, 1)],
+    ]
+    assert draw(simulate(listed, COSTS)) == table("0101...aabbaabb .0101aabbaabb..")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_order_of_what_is_ready_is_whole_and_in_turn(seed):
+    dice = random.Random(seed)
+    workers, virtual, microbatches = dice.choice([2, 3, 4]), dice.choice([1, 2, 3]), dice.randint(1, 9)
+    holders = list(range(workers)) * virtual
+    stages = [(dice.uniform(0.5, 2), dice.uniform(0.5, 4)) for _ in holders]
+    listed = as_ready(holders, stages, microbatches)
+    spans = simulate(listed, seconds_of(stages))  # no circle
+    assert len({span.action for span in spans}) == len(spans) == 2 * len(holders) * microbatches
+    assert all(holders[span.action.stage] == span.worker for span in spans)
+    for kind in "FB":
+        for stage in range(len(holders)):
+            done = [a.microbatch for worker in listed for a in worker if (a.kind, a.stage) == (kind, stage)]
+            assert done == sorted(done), "sums would depend on the seconds"
+    work = [
+        sum(microbatches * sum(s) for s, holder in zip(stages, holders, strict=True) if holder == w)
+        for w in range(workers)
+    ]
+    assert max(span.end for span in spans) >= max(work)
+
+
+def test_an_order_of_what_is_ready_is_as_short_as_the_known_ones_and_holds_less_where_that_costs_nothing():
+    for workers, microbatches in ((2, 4), (2, 8), (4, 8), (4, 16)):
+        stages = [(1.0, 2.0)] * (2 * workers)
+        listed = as_ready(list(range(workers)) * 2, stages, microbatches)
+        known = pipeline_order("interleaved1f1b", workers, 2, microbatches)
+        ours, theirs = (max(s.end for s in simulate(o, seconds_of(stages))) for o in (listed, known))
+        assert ours <= 1.01 * theirs
+    alone = as_ready([0], [(1.0, 2.0)], 8)
+    assert written(alone[0]) == "0a1b2c3d4e5f6g7h"
+
+
+def test_uneven_stages_wait_less_than_in_any_fixed_order():
+    """A small first stage: the second worker begins soon, and the first has something to do while the last ends."""
+    stages = [(1.0, 2.0), (2.0, 4.0), (4.0, 8.0), (2.5, 5.0)]
+    listed = as_ready([0, 1, 0, 1], stages, 4)
+    ours = length_and_bubble(listed, seconds_of(stages))
+    others = [
+        length_and_bubble(pipeline_order(name, 2, 2, 4), seconds_of(stages))
+        for name in ("interleaved1f1b", "loopedbfs")
+    ]
+    assert ours[0] < 0.95 * min(length for length, _ in others)

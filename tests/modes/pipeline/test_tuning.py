@@ -3,15 +3,17 @@
 import json
 import math
 import random
+import statistics
+from itertools import combinations
 
 import pytest
 from torch import nn
 
 from trainer.errors import DeviceMemoryError
-from trainer.models.balance import BlockCost
+from trainer.models.balance import BlockCost, stage_seconds
 from trainer.models.partition import trace
 from trainer.modes.pipeline.tuning import FINALISTS, ROUNDS, Pipe, Plan, Trial, find_plan, key_of, predict, recall
-from trainer.recipe import load
+from trainer.recipe import MEASURED, load
 
 TRACED = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))  # cuts "0" to "4", after each layer but the last
 DIVISORS = tuple(m for m in range(1, 97) if 96 % m == 0)
@@ -50,7 +52,7 @@ class Bench:
 
 
 def pipe(*counts, stages=2, schedules=("1f1b",), rows=96):
-    return Pipe(stages, 2, schedules, rows, counts)
+    return Pipe(2, tuple((schedule, stages) for schedule in schedules), rows, counts)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +122,13 @@ def test_the_busiest_stage_gives_a_block_away(busy, seconds, cut):
     assert sum(first) / (sum(first) + sum(second)) == pytest.approx((int(cut) + 1) / 6)  # of the cut that was taken
 
 
-def test_a_stage_in_the_middle_gives_to_both_sides_and_keeps_a_block():
+def test_a_stage_in_the_middle_gives_a_block_away_unless_it_is_its_last():
     bench = Bench(busy=(1, 2, 1))
-    bench.find(Pipe(3, 3, ("1f1b",), 96, DIVISORS))
-    assert {plan.cuts for plan in bench.tried} == {("1", "3"), ("2", "3"), ("1", "2")}
+    bench.find(Pipe(3, (("1f1b", 3),), 96, DIVISORS))
+    cuts = {plan.cuts for plan in bench.tried}
+    assert len(cuts) == 2 and cuts & {("2", "3"), ("1", "2")}
     bench = Bench("111181", busy=(1, 2, 1))
-    bench.find(Pipe(3, 3, ("1f1b",), 96, DIVISORS))
+    bench.find(Pipe(3, (("1f1b", 3),), 96, DIVISORS))
     assert {plan.cuts for plan in bench.tried} == {("3", "4")}  # one block cannot be parted
 
 
@@ -141,6 +144,53 @@ def test_another_order_where_it_is_faster(faster):
     plan, known = bench.find(pipe(*DIVISORS, schedules=("1f1b", "interleaved1f1b")))
     assert plan.schedule == faster == known["plan"]["schedule"]
     assert {found.schedule for found in bench.tried} == {"1f1b", "interleaved1f1b"}
+
+
+def pipe_that_measures(*counts):
+    return Pipe(2, (("1f1b", 2), (MEASURED, 2), (MEASURED, 4)), 96, counts or DIVISORS)
+
+
+def test_two_stages_on_each_rank_where_that_is_faster():
+    for stages in (2, 4):
+        bench = Bench(seconds=lambda plan, n=stages: 2.0 - (plan.stages == n), busy=(1,) * stages)
+        plan, known = bench.find(pipe_that_measures())
+        assert plan.stages == stages == len(known["stage_seconds"])
+        assert {(tried.schedule, tried.stages) for tried in bench.tried} == {("1f1b", 2), (MEASURED, 2), (MEASURED, 4)}
+        assert recall(json.loads(json.dumps(known)), known["key"], TRACED, pipe_that_measures()) == plan
+        unordered = {**known, "plan": {**known["plan"], "stage_seconds": []}}
+        assert (recall(unordered, known["key"], TRACED, pipe_that_measures()) is None) == (plan.schedule == MEASURED)
+
+
+def test_cuts_are_those_of_the_shortest_step_in_the_order_of_the_schedule():
+    """Nearly: a search that moves two neighbouring cuts at most can end beside them."""
+    dice, longer = random.Random(3), []
+    for _ in range(30):
+        bench = Bench("".join(str(dice.randint(1, 9)) for _ in range(6)), overhead=dice.random(), busy=(1,) * 4)
+        asked = Pipe(2, ((MEASURED, 4),), 96, (8,))
+        plan, known = bench.find(asked)
+        costs = bench.probe(12)
+        steps = {
+            cuts: predict(asked, 8, stage_seconds(TRACED, cuts, costs))[0] for cuts in combinations(TRACED.cuts, 3)
+        }
+        assert known["predicted"]["step_seconds"] == pytest.approx(steps[plan.cuts])
+        longer.append(steps[plan.cuts] / min(steps.values()))
+    assert statistics.median(longer) < 1.005 and max(longer) < 1.1
+
+
+def test_a_model_of_few_blocks_has_no_two_stages_a_rank():
+    bench = Bench("111")
+    short = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
+    find_plan(short, load(None, "mode=pipeline"), pipe_that_measures(), bench.probe, bench.trial, bench.said.append)
+    assert {plan.stages for plan in bench.tried} == {2}
+
+
+def test_an_order_that_holds_more_than_there_is_room_for_is_not_tried():
+    """1F1B holds two micro-batches of 24 images on the first worker, 264 bytes in all; the measured order more."""
+    bench = Bench(busy=(1, 1))
+    bench.find(Pipe(2, (("1f1b", 2), (MEASURED, 2)), 96, (4,)), room=300)
+    assert {plan.schedule for plan in bench.tried} <= {"1f1b"}
+    bench.find(Pipe(2, (("1f1b", 2), (MEASURED, 2)), 96, (4,)))
+    assert {plan.schedule for plan in bench.tried} == {"1f1b", MEASURED}
 
 
 def test_a_lucky_first_time_is_tried_again():
@@ -192,7 +242,7 @@ def test_a_plan_is_for_one_pipe_only():
     others = [key_of(TRACED, load(None, "mode=pipeline", word), pipe(*DIVISORS)) for word in words[1:]]
     others += [key_of(TRACED, load(None, words[0]), pipe(*DIVISORS)), key_of(shorter, recipe, pipe(*DIVISORS))]
     pipes = [pipe(4, 8), pipe(*DIVISORS, stages=4), pipe(*DIVISORS, rows=192), pipe(*DIVISORS, schedules=("gpipe",))]
-    others += [key_of(TRACED, recipe, other) for other in (*pipes, Pipe(2, 1, ("1f1b",), 96, DIVISORS))]
+    others += [key_of(TRACED, recipe, other) for other in (*pipes, Pipe(1, (("1f1b", 2),), 96, DIVISORS))]
     assert all(recall(known, other, TRACED, pipe(*DIVISORS)) is None for other in others)
     assert len({key, *others}) == 1 + len(others)
 
@@ -231,13 +281,13 @@ def test_a_plan_that_was_damaged_is_measured_again(damage):
     ],
 )
 def test_predictions_by_hand(schedule, stages, microbatches, seconds, bubble):
-    asked = Pipe(len(stages), len(stages), (schedule,), 96, (microbatches,))
+    asked = Pipe(len(stages), ((schedule, len(stages)),), 96, (microbatches,))
     assert predict(asked, microbatches, stages) == pytest.approx((seconds, bubble))
 
 
 def test_predictions_with_several_stages_a_worker():
     """4 stages of (1, 2) on 2 workers: 4 micro-batches and half a one of 6 seconds each; then of torch's own order."""
-    asked = Pipe(4, 2, ("interleaved1f1b",), 96, (4,))
+    asked = Pipe(2, (("interleaved1f1b", 4),), 96, (4,))
     assert predict(asked, 4, [(1, 2)] * 4) == pytest.approx((27, 1 / 9))
     assert predict(asked, 4, [(1, 2)] * 3 + [(2, 2)]) == pytest.approx((31, 5 / 31))  # 28 s of work on the slower one
 

@@ -77,7 +77,7 @@ def cut(fake: FakeModel, layout: Layout, microbatches: int | None = None, costs:
 def candidates(layout: Layout) -> list[int]:
     """The numbers of micro-batches that training would measure."""
     stages, counts = layout.workers * layout.virtual, tuple(layout.microbatches)
-    return tuning.counts_to_try(Pipe(stages, layout.workers, (layout.schedule,), layout.rows, counts))
+    return tuning.counts_to_try(Pipe(layout.workers, ((layout.schedule, stages),), layout.rows, counts))
 
 
 def default_microbatches(layout: Layout) -> int:

@@ -24,11 +24,11 @@ from trainer.models.partition import Traced
 from trainer.modes.base import Communication, Context
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged
-from trainer.modes.pipeline.torch_schedules import SCHEDULES, as_raised, holders
+from trainer.modes.pipeline.torch_schedules import SCHEDULES, as_raised, holders, ranks_of_stages
 from trainer.modes.pipeline.tuning import Pipe, Plan
 from trainer.modes.pipeline.wire import Wire
 from trainer.processes.world import World, lost_peers
-from trainer.recipe import Recipe
+from trainer.recipe import MEASURED, Recipe
 from trainer.recipe.checks import microbatch_counts, ranks_per_pipeline, schedule_of
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.clocks import Stopwatch
@@ -43,10 +43,7 @@ class ProcessPipeline(Staged):
         self.schedule_name = schedule_of(recipe, size)
         self.ranks = ranks_per_pipeline(recipe, size)
         self.replicas = size // self.ranks
-        self.holders = holders(recipe, size)
         self.pipe_rank = self.world.rank % self.ranks
-        self.mine = [stage for stage, rank in enumerate(self.holders) if rank == self.pipe_rank]
-        self.last = len(self.holders) - 1
         self.averaging = Stopwatch(self.device)
         self._weight = 1.0
         self._losses: list[Tensor] = []
@@ -71,11 +68,11 @@ class ProcessPipeline(Staged):
 
     def describe_pipe(self, rows: int) -> Pipe:
         counts = tuple(microbatch_counts(self.recipe, self.world.size))
-        names: tuple[str, ...] = (self.schedule_name,)
+        schedules = [(self.schedule_name, len(holders(self.recipe, self.world.size)))]
         if self.recipe.pipeline.schedule is None and len(counts) > 1:
-            # With one stage a rank this is 1F1B that runs further ahead: more activations, less waiting.
-            names += ("interleaved1f1b",)
-        return Pipe(len(self.holders), self.ranks, names, rows, counts)
+            parts = (1, 2) if self.recipe.pipeline.cuts == "auto" else (1,)
+            schedules += [(MEASURED, self.ranks * virtual) for virtual in parts]
+        return Pipe(self.ranks, tuple(schedules), rows, counts)
 
     def probe(self, traced: Traced, rows: int) -> list[Any]:
         """All ranks time all blocks at once, as they will work side by side; the mean counts."""
@@ -90,6 +87,9 @@ class ProcessPipeline(Staged):
     def build(self, traced: Traced, plan: Plan) -> None:
         self._deferred.clear()
         self.stages.clear()
+        self.holders = ranks_of_stages(plan.schedule, self.ranks, plan.stages // self.ranks)
+        self.mine = [stage for stage, rank in enumerate(self.holders) if rank == self.pipe_rank]
+        self.last = plan.stages - 1
         everything = traced.stages(plan.cuts)
         samples = self._samples(everything, self.pipe.rows // plan.microbatches)
         for index in self.mine:
@@ -112,10 +112,11 @@ class ProcessPipeline(Staged):
             setattr(part, "_get_p2p_group", self._group_between)  # noqa: B010
             parts.append(self._timed(part, index))
         kind: Any = SCHEDULES[plan.schedule]
+        options = {"loss_fn": self._loss_of_microbatch, "scale_grads": False}
+        if plan.schedule == MEASURED:
+            options["stage_seconds"] = plan.stage_seconds
         single = issubclass(kind, schedules.PipelineScheduleSingle)
-        self.schedule = kind(
-            parts[0] if single else parts, plan.microbatches, loss_fn=self._loss_of_microbatch, scale_grads=False
-        )
+        self.schedule = kind(parts[0] if single else parts, plan.microbatches, **options)
         self._arriving = {index: samples[index] for index in self.mine}
         if self.recipe.compile:
             self._compile()

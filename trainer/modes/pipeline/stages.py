@@ -29,7 +29,7 @@ from trainer.saving.files import usable_json
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.device_memory import forget_memory, free_memory
 
-TRIAL_STEPS, TRIAL_SECONDS = (3, 50), 0.5  # at least and at most, the first to warm up; enough once so long
+TRIAL_STEPS, TRIAL_SECONDS = (2, 50), 0.5  # at least and at most, the first to warm up; enough once so long
 
 
 class Staged(Strategy):
@@ -155,7 +155,7 @@ class Staged(Strategy):
             parameter.grad = None
         self.recorder = Recorder(self.world.drives)
         self._free()
-        return Trial(math.inf, (0.0,) * self.pipe.stages)
+        return Trial(math.inf, (0.0,) * plan.stages)
 
     def _free(self) -> None:
         """Give back what a failed attempt had taken, so that a smaller one finds it."""
@@ -191,7 +191,7 @@ class Staged(Strategy):
 
     def busy(self, spans: Sequence[Span]) -> list[float]:
         """Seconds that each stage works in a step."""
-        seconds = torch.zeros(self.pipe.stages, dtype=torch.float64)
+        seconds = torch.zeros(self.plan.stages, dtype=torch.float64)
         for span in spans:
             seconds[span.action.stage] += span.end - span.begin
         summed: list[float] = (self.world.sum_(seconds) / self.shard.count).tolist()
@@ -287,18 +287,18 @@ class Staged(Strategy):
         count, size = self.plan.microbatches, self.split_size()
         micro = f"{count} micro-batches of {'up to ' * (count * size > self.pipe.rows)}{size} images"
         return {
-            "stages": f"{self.pipe.stages}, cut after {', '.join(self.plan.cuts)}",
+            "stages": f"{self.plan.stages}, cut after {', '.join(self.plan.cuts)}",
             "pipeline": f"{self.plan.schedule}, {micro}, predicted bubble {self.known['predicted']['bubble']:.1%}",
         }
 
     def facts(self) -> dict[str, Any]:
         """result.json's `pipeline`."""
-        virtual = self.pipe.stages // self.pipe.workers
+        virtual = self.plan.stages // self.pipe.workers
         # The first may be of the very first step, which warms up.
         measured, launching = (fmean(values[1:] or values or [0.0]) for values in (self._bubbles, self._launching))
         return {
             "pipeline": {
-                "stages": self.pipe.stages,
+                "stages": self.plan.stages,
                 "ranks": self.pipe.workers,
                 "replicas": self.shard.count,
                 "schedule": self.plan.schedule,

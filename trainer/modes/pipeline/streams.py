@@ -85,7 +85,7 @@ class StreamPipeline(Staged):
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
-        return Pipe(workers, workers, ("streams",), rows, tuple(microbatch_counts(self.recipe, 1)))
+        return Pipe(workers, (("streams", workers),), rows, tuple(microbatch_counts(self.recipe, 1)))
 
     def setup(self, model: nn.Module) -> None:
         # Once for all plans that are tried: the allocator keeps memory for each stream there ever was.

@@ -12,8 +12,29 @@ from torch.distributed.pipelining import schedules
 
 from trainer.modes.pipeline import orders
 from trainer.modes.pipeline.orders import Action
-from trainer.recipe import IN_TURN, STREAMS, Recipe
+from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe
 from trainer.recipe.checks import V_SHAPED, ranks_per_pipeline, refused_schedules, schedule_of, virtual_stages
+
+
+class ScheduleMeasured(schedules._PipelineScheduleRuntime):
+    """Torch's runtime in an order that is made of the stages' seconds."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        microbatches: int,
+        stage_seconds: Sequence[tuple[float, float]] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(stages, microbatches, **options)  # type: ignore[no-untyped-call]
+        kinds = {"F": schedules.FORWARD, "B": schedules.FULL_BACKWARD}
+        listed = pipeline_order(MEASURED, stages[0].group_size, len(stages), microbatches, stage_seconds)
+        self.pipeline_order = {
+            rank: [schedules._Action(action.stage, kinds[action.kind], action.microbatch) for action in actions]
+            for rank, actions in enumerate(listed)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
 
 SCHEDULES = {
     name: kind
@@ -25,6 +46,7 @@ SCHEDULES = {
         "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
         "zbv": schedules.ScheduleZBVZeroBubble,
         "dualpipev": schedules.ScheduleDualPipeV,
+        MEASURED: ScheduleMeasured,
     }.items()
     if name not in refused_schedules()
 }
@@ -54,8 +76,12 @@ def actions_of(actions: Sequence[Any]) -> Iterator[Action]:
             yield Action(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
 
 
-def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int) -> list[list[Action]]:
+def pipeline_order(
+    schedule: str, workers: int, virtual: int, microbatches: int, stages: Sequence[tuple[float, float]] = ()
+) -> list[list[Action]]:
     """Each worker's actions, in torch's own order for the schedules that are torch's.
+
+    `stages`: seconds of each, forward and backward, for the schedule that follows them; else all are equal.
 
     Raises:
         ValueError: torch has no such order for these numbers.
@@ -65,6 +91,10 @@ def pipeline_order(schedule: str, workers: int, virtual: int, microbatches: int)
     if schedule in ("gpipe", "1f1b", STREAMS):
         kind = orders.gpipe if schedule == "gpipe" else orders.one_forward_one_backward
         return [kind(worker, workers, microbatches) for worker in range(workers)]
+    if schedule == MEASURED:
+        return orders.as_ready(
+            ranks_of_stages(schedule, workers, virtual), stages or [(1.0, 2.0)] * (workers * virtual), microbatches
+        )
     stands_in: Any = SimpleNamespace(  # what a schedule reads of a stage before it runs
         num_stages=workers * virtual, group_size=workers, group_rank=0, submod=nn.Identity(), has_backward=True
     )
@@ -80,7 +110,7 @@ def step_and_bubble(
 
     `transfer`: seconds between the end of an action and the start of the one that waits for it on another worker.
     """
-    order = pipeline_order(schedule, workers, len(stages) // workers, microbatches)
+    order = pipeline_order(schedule, workers, len(stages) // workers, microbatches, stages)
     return orders.length_and_bubble(order, orders.seconds_of(stages), transfer)
 
 

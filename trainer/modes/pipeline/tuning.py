@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from functools import cache
+from itertools import combinations, pairwise
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import DeviceMemoryError
 from trainer.models import memory
-from trainer.models.balance import BlockCost, by_stage, cuts_for, stage_seconds
+from trainer.models.balance import TIE, BlockCost, by_stage, cuts_for, stage_seconds
 from trainer.models.partition import Traced
 from trainer.modes.pipeline.torch_schedules import pipeline_order, ranks_of_stages, step_and_bubble
-from trainer.recipe import Recipe
+from trainer.recipe import MEASURED, Recipe
 
 CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
 FINALISTS = 3
@@ -30,6 +31,12 @@ class Plan:
     cuts: tuple[str, ...]
     microbatches: int
     schedule: str
+    stage_seconds: tuple[tuple[float, float], ...] = ()  # that the measured schedule is made of, forward and backward
+
+    @property
+    def stages(self) -> int:
+        """Over all workers."""
+        return len(self.cuts) + 1
 
 
 @dataclass(frozen=True)
@@ -37,16 +44,15 @@ class Pipe:
     """What a plan is for.
 
     Attributes:
-        stages: over all workers.
         workers: ranks, or devices of one process.
-        schedules: by their names in the recipe; the first unless another is found to be faster. Streams runs as 1F1B.
+        schedules: their names in the recipe, and the stages of each over all workers; the first unless another is found
+            to be faster. Streams runs as 1F1B.
         rows: images of a batch that is cut into micro-batches.
         counts: numbers of micro-batches that can run.
     """
 
-    stages: int
     workers: int
-    schedules: tuple[str, ...]
+    schedules: tuple[tuple[str, int], ...]
     rows: int
     counts: tuple[int, ...]
 
@@ -110,14 +116,16 @@ def find_plan(
         large = ", ".join(str(m) for m in candidates if m not in costs)
         say(f"pipeline: {large} micro-batches would be too large for the memory that is free, and are left out")
     candidates = sorted(costs)
-    plans = [
-        Plan(cuts_for(traced, recipe.pipeline.cuts, pipe.stages, costs[m]), m, pipe.schedules[0]) for m in candidates
-    ]
-    each = {plan: stage_seconds(traced, plan.cuts, costs[plan.microbatches]) for plan in plans}
-    predictions = {plan: predict(pipe, plan.microbatches, each[plan]) for plan in plans}
+    plans: list[Plan] = []
+    for schedule, stages in pipe.schedules:
+        if plans and stages > len(traced.cuts) + 1:
+            continue
+        some = [_planned(traced, recipe, pipe, schedule, stages, m, costs[m]) for m in candidates]
+        fitting = [p for p in some if needed(traced, pipe, recipe, p, costs[p.microbatches]) <= memory.USABLE * room]
+        plans += fitting if plans else some
     best, trials, stable = plans[0], dict[Plan, Trial](), True
     if len(plans) > 1:
-        best, trials, stable = _run(traced, recipe, pipe, sorted(plans, key=lambda plan: predictions[plan][0]), trial)
+        best, trials, stable = _run(traced, recipe, pipe, plans, costs, trial)
     of_best = stage_seconds(traced, best.cuts, costs[best.microbatches])
     seconds, bubble = predict(pipe, best.microbatches, of_best, best.schedule)
     return best, {
@@ -128,6 +136,39 @@ def find_plan(
         "stage_seconds": of_best,
         "trials": [{**asdict(plan), **asdict(tried)} for plan, tried in trials.items() if tried.fits],
     }
+
+
+def _planned(
+    traced: Traced,
+    recipe: Recipe,
+    pipe: Pipe,
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    costs: Sequence[BlockCost],
+) -> Plan:
+    """The recipe's cuts, or those with which this schedule's step is shortest.
+
+    From stages that are equally fast on, one cut after the other, and each with its neighbour, goes where the step is
+    shortest, until none moves.
+    """
+    cuts = cuts_for(traced, recipe.pipeline.cuts, stages, costs)
+
+    @cache
+    def seconds(cuts: tuple[str, ...]) -> float:
+        return predict(pipe, microbatches, stage_seconds(traced, cuts, costs), schedule)[0]
+
+    before = None
+    while recipe.pipeline.cuts == "auto" and cuts != before:
+        before = cuts
+        for first, last in [*((i, i) for i in range(len(cuts))), *pairwise(range(len(cuts)))]:
+            low = traced.cuts.index(cuts[first - 1]) + 1 if first else 0
+            high = traced.cuts.index(cuts[last + 1]) if last + 1 < len(cuts) else len(traced.cuts)
+            places = combinations(traced.cuts[low:high], last + 1 - first)
+            shortest = min(((*cuts[:first], *some, *cuts[last + 1 :]) for some in places), key=seconds)
+            if seconds(shortest) * TIE < seconds(cuts):
+                cuts = shortest
+    return Plan(cuts, microbatches, schedule, tuple(stage_seconds(traced, cuts, costs)) if schedule == MEASURED else ())
 
 
 def _probed(
@@ -146,7 +187,9 @@ def _probed(
             smaller = min(measured)
             larger = rows / -(-pipe.rows // smaller)
             guess = [replace(c, kept=round(c.kept * larger), bytes=round(c.bytes * larger)) for c in measured[smaller]]
-            if needed(traced, recipe, pipe, m, guess) > memory.USABLE * room:
+            schedule, stages = pipe.schedules[0]
+            plan = Plan(cuts_for(traced, recipe.pipeline.cuts, stages, guess), m, schedule)
+            if needed(traced, pipe, recipe, plan, guess) > memory.USABLE * room:
                 break
         costs = probe(rows)
         if not all(math.isfinite(cost.forward) for cost in costs):
@@ -157,15 +200,16 @@ def _probed(
     return measured
 
 
-def needed(traced: Traced, recipe: Recipe, pipe: Pipe, microbatches: int, costs: Sequence[BlockCost]) -> int:
+def needed(traced: Traced, pipe: Pipe, recipe: Recipe, plan: Plan, costs: Sequence[BlockCost]) -> int:
     """Bytes on the fullest worker: its weights with their gradients and optimizer, and what its micro-batches keep."""
-    stages = by_stage(traced, cuts_for(traced, recipe.pipeline.cuts, pipe.stages, costs), costs)
+    stages = by_stage(traced, plan.cuts, costs)
     received = [0, *(stage[-1].bytes for stage in stages[:-1])]
     kept = [sum(cost.kept for cost in stage) for stage in stages]
     passes = [memory.Pass(0 if recipe.pipeline.recompute else k, k, k, r) for k, r in zip(kept, received, strict=True)]
-    schedule, virtual = pipe.schedules[0], pipe.stages // pipe.workers
-    workers = [memory.held(order, passes) for order in pipeline_order(schedule, pipe.workers, virtual, microbatches)]
-    for stage, holder in zip(stages, ranks_of_stages(schedule, pipe.workers, virtual), strict=True):
+    virtual = plan.stages // pipe.workers
+    orders = pipeline_order(plan.schedule, pipe.workers, virtual, plan.microbatches, plan.stage_seconds)
+    workers = [memory.held(order, passes) for order in orders]
+    for stage, holder in zip(stages, ranks_of_stages(plan.schedule, pipe.workers, virtual), strict=True):
         workers[holder] += memory.COPIES * sum(cost.weights for cost in stage)
     return max(workers)
 
@@ -192,8 +236,9 @@ def recall(known: Mapping[str, Any], key: str, traced: Traced, pipe: Pipe) -> Pl
         return None
     plan = known_plan.plan
     in_order = plan.cuts == tuple(cut for cut in traced.cuts if cut in plan.cuts)
-    whole = pipe.stages == len(known_plan.stage_seconds) == len(plan.cuts) + 1
-    return plan if in_order and whole and plan.microbatches in pipe.counts and plan.schedule in pipe.schedules else None
+    whole = plan.stages == len(known_plan.stage_seconds) and (plan.schedule, plan.stages) in pipe.schedules
+    ordered = len(plan.stage_seconds) == (plan.stages if plan.schedule == MEASURED else 0)
+    return plan if in_order and whole and ordered and plan.microbatches in pipe.counts else None
 
 
 def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:
@@ -221,13 +266,18 @@ def predict(
 
     `schedule`: instead of the pipe's first.
     """
-    return step_and_bubble(schedule or pipe.schedules[0], pipe.workers, microbatches, stages)
+    return step_and_bubble(schedule or pipe.schedules[0][0], pipe.workers, microbatches, stages)
 
 
 def _run(
-    traced: Traced, recipe: Recipe, pipe: Pipe, plans: Sequence[Plan], trial: Callable[[Plan], Trial]
+    traced: Traced,
+    recipe: Recipe,
+    pipe: Pipe,
+    plans: Sequence[Plan],
+    costs: Mapping[int, Sequence[BlockCost]],
+    trial: Callable[[Plan], Trial],
 ) -> tuple[Plan, dict[Plan, Trial], bool]:
-    """Try the most promising plans, the fastest in other orders and with a cut moved.
+    """Try the most promising plans, one of each schedule among them, and the fastest with cuts after its own seconds.
 
     What is close to the fastest is tried again until a round changes nothing, and the last value says whether it did.
     """
@@ -239,18 +289,23 @@ def _run(
             trials[plan] = min(again, trials.get(plan, again), key=lambda tried: tried.seconds)
         return min(trials, key=lambda plan: trials[plan].seconds)
 
+    def predicted(plan: Plan) -> float:
+        seconds = stage_seconds(traced, plan.cuts, costs[plan.microbatches])
+        return predict(pipe, plan.microbatches, seconds, plan.schedule)[0]
+
+    promising = sorted(plans, key=predicted)
+    firsts = {(plan.schedule, plan.stages): plan for plan in reversed(promising)}
+    finalists = dict.fromkeys([*promising[:FINALISTS], *firsts.values()])
     # From the smallest micro-batches on: should memory end, then with a plan in hand that runs.
-    chosen = best(*sorted(plans[:FINALISTS], key=lambda plan: -plan.microbatches))
+    chosen = best(*sorted(finalists, key=lambda plan: -plan.microbatches))
     if not trials[chosen].fits:
         raise too_little(pipe, chosen.microbatches)
-    if chosen.microbatches % pipe.workers == 0:  # what the other orders want
-        chosen = best(*(replace(chosen, schedule=schedule) for schedule in pipe.schedules[1:]))
-    if recipe.pipeline.cuts == "auto":
-        for _ in range(2):  # side by side, stages slow each other: move a cut of the slowest inwards while that helps
-            before = chosen
-            chosen = best(*(plan for plan in _shrunk(traced, chosen, trials[chosen].busy) if plan not in trials))
-            if chosen == before:
-                break
+    for _ in range(2 if recipe.pipeline.cuts == "auto" else 0):  # side by side, stages slow each other
+        corrected = _corrected(traced, chosen, trials[chosen].busy, costs[chosen.microbatches])
+        again = _planned(traced, recipe, pipe, chosen.schedule, chosen.stages, chosen.microbatches, corrected)
+        if again in trials or best(again) != again:
+            break
+        chosen = again
     for _ in range(ROUNDS):
         limit = (1 + CLOSE) * trials[chosen].seconds
         close = [
@@ -262,14 +317,11 @@ def _run(
     return chosen, trials, False
 
 
-def _shrunk(traced: Traced, plan: Plan, busy: Sequence[float]) -> list[Plan]:
-    """The plans in which the busiest stage gives one block to a neighbour."""
-    at = [traced.cuts.index(cut) for cut in plan.cuts]
-    slowest = max(range(len(busy)), key=lambda stage: busy[stage])
-    moved = []
-    if slowest > 0:
-        moved.append([*at[: slowest - 1], at[slowest - 1] + 1, *at[slowest:]])
-    if slowest < len(at):
-        moved.append([*at[:slowest], at[slowest] - 1, *at[slowest + 1 :]])
-    fits = (m for m in moved if all(a < b for a, b in pairwise([-1, *m, len(traced.cuts)])))
-    return [replace(plan, cuts=tuple(traced.cuts[index] for index in m)) for m in fits]
+def _corrected(traced: Traced, plan: Plan, busy: Sequence[float], costs: Sequence[BlockCost]) -> list[BlockCost]:
+    """The costs of blocks as the plan's stages took them in a step, not one after the other."""
+    corrected = []
+    for seconds, blocks in zip(busy, by_stage(traced, plan.cuts, costs), strict=True):
+        predicted = plan.microbatches * sum(cost.forward + cost.backward for cost in blocks)
+        factor = seconds / predicted if predicted else 1.0
+        corrected += [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in blocks]
+    return corrected

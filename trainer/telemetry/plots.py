@@ -122,7 +122,7 @@ def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
             axes.set_yscale("log")
         else:
             axes.yaxis.set_major_formatter(_thousands)
-    _legend_below(figure, row)
+    legend_below(figure, row)
     if title:
         figure.suptitle(title, color=INK, fontsize=11)
     save_picture(figure, path)
@@ -154,7 +154,7 @@ def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: s
     axes.set_xlabel(key)
     axes.set_ylabel(ylabel)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
-    _legend_below(figure, [axes])
+    legend_below(figure, [axes])
     save_picture(figure, path)
 
 
@@ -182,7 +182,7 @@ def scaling(path: Path, series: Mapping[str, Sequence[Point]], xlabel: str, ylab
     left.set_ylabel(ylabel)
     right.set_ylabel("efficiency, % of ideal")
     left.set_title(title, loc="left", color=INK, fontsize=11)
-    _legend_below(figure, [left])
+    legend_below(figure, [left])
     save_picture(figure, path)
 
 
@@ -219,7 +219,8 @@ def _whiskers(axes: Any, x: Sequence[float], points: Sequence[Point], style: int
     )
 
 
-def _legend_below(figure: Any, axes: Sequence[Any]) -> None:
+def legend_below(figure: Any, axes: Sequence[Any]) -> None:
+    """One legend for all axes, below them."""
     by_label: dict[str, Any] = {}
     for part in axes:
         handles, labels = part.get_legend_handles_labels()

@@ -19,6 +19,8 @@ from tests.typed import odd
 from trainer.commands import sweep
 from trainer.commands.sweep.results import SweepReport
 from trainer.errors import FolderInUseError, Interrupted, Preempted
+from trainer.launch import launching
+from trainer.recipe import load
 
 RATES = "optimizer.lr=[0.01,0.1,1]"
 
@@ -56,6 +58,12 @@ def test_the_last_line_is_the_winning_command(machine, capsys):
     assert shlex.split(last) == report["best"]
 
 
+def test_the_winning_command_has_one_device_of_those_that_the_sweep_had(machine):
+    words = swept(RATES, "devices=[cpu,cpu]", "threads=1")["best"][3:]
+    assert words == ["recipe=digits", "devices=[cpu]", "mode=single", "optimizer.lr=0.1"]
+    assert launching.launch_to_start(load(None, *words[1:])) is None
+
+
 def test_the_tables(machine, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -85,8 +93,8 @@ def test_pictures_of_two_keys_and_more(machine, words, capsys):
 def test_it_says_of_which_images_the_metric_is(machine, capsys):
     swept(RATES, "output=out")
     assert "validation: no test set is looked at" in capsys.readouterr().out
-    report = sweep_of_mnist()
-    assert any("test images" in line and "optimistic" in line for line in report["conclusion"])
+    lines = sweep_of_mnist()["conclusion"]
+    assert "test images" in lines[0] and "optimistic" in lines[1]
 
 
 def sweep_of_mnist():
@@ -102,7 +110,8 @@ def test_repeats_have_a_seed_each_and_say_what_chance_does(machine):
     best, alike, worse = report["trials"]
     assert (best["trial"], best["compared"], alike["compared"]) == (2, None, "no difference shown")
     assert worse["compared"] == "worse" and best["std"] > 0
-    assert any("no difference shown between trial 2 and 1 other (trial 3)" in line for line in report["conclusion"])
+    assert "trial 2 is shown to be better than trial 1" in report["conclusion"]
+    assert any("no difference shown between trial 2 and trial 3;" in line for line in report["conclusion"])
 
 
 def noise(words):
@@ -229,39 +238,46 @@ def test_as_it_is_typed(tmp_path):
     assert result(tmp_path / "again")["best_top1"] == good["value"]
 
 
-def under_way(tmp_path, *words):
-    """A sweep whose two trials have a checkpoint each."""
-    command = [sys.executable, "-m", "trainer", "sweep", "recipe=digits", *words, "output=out", "devices=[cpu,cpu]"]
-    command += ["model.name=mlp", "epochs=400", "save.every_epochs=1", *BARE]
+RESUMED = ("optimizer.lr=0.05", "optimizer.lr=0.1")
+
+
+def under_way(tmp_path):
+    """A sweep whose two trials have checkpoints."""
+    command = [sys.executable, "-m", "trainer", "sweep", "recipe=digits", "optimizer.lr=[0.05,0.1]", "output=out"]
+    command += ["devices=[cpu,cpu]", "model.name=mlp", "epochs=400", "save.every_epochs=1", *BARE]
     pipe = subprocess.PIPE
     started = warm.Popen(command, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     until = time.monotonic() + 120
-    while (
-        len({*(path.parent for path in (tmp_path / "out").glob("*/checkpoints/step-*"))}) < 2
-        and time.monotonic() < until
-    ):
+    folders = [tmp_path / "out" / f"{number:03d}-{word}" for number, word in enumerate(RESUMED, 1)]
+    while any(len(list(folder.glob("checkpoints/step-*"))) < 2 for folder in folders):  # the first may be half written
+        assert time.monotonic() < until
         assert started.poll() is None, started.communicate()
         time.sleep(0.02)
-    return started, command[3:]
+    return started, command[3:], folders
 
 
 def test_killed_and_typed_again_it_goes_on(tmp_path):
-    started, words = under_way(tmp_path, "optimizer.lr=[0.05,0.1]")
+    started, words, folders = under_way(tmp_path)
     started.kill()
     started.communicate()
-    folders = sorted((tmp_path / "out").glob("0*"))
+    saved = [last_step(folder) for folder in folders]
     others = [word if not word.startswith("epochs=") else "epochs=2" for word in words]
     refused = trainer(*others, cwd=tmp_path)
     assert refused.returncode == 8 and "other epochs" in refused.stderr, refused.stderr
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", "trainer", *words]
     again = warm.Popen(command, env=environment(), cwd=tmp_path, text=True, stdout=pipe, stderr=pipe)
-    log = tmp_path / "out/logs" / f"{folders[0].name}.log"
     until = time.monotonic() + 60
-    while "resuming at step" not in log.read_text() and time.monotonic() < until:
-        assert again.poll() is None, again.communicate()
+    while any(last_step(folder) == step for folder, step in zip(folders, saved, strict=True)):
+        assert again.poll() is None and time.monotonic() < until
         time.sleep(0.05)
     again.send_signal(signal.SIGTERM)
     out, err = again.communicate(timeout=60)
     assert again.returncode == 143 and err.count("\n") == 1 and "the same words go on" in err, out + err
-    assert "resuming at step" in log.read_text() and result(folders[0])["status"] == "preempted"
+    for folder in folders:
+        assert "resuming at step" in (tmp_path / "out/logs" / f"{folder.name}.log").read_text()
+        assert result(folder)["status"] == "preempted"
+
+
+def last_step(folder):
+    return max((path.name for path in folder.glob("checkpoints/step-*")), default="")

@@ -14,6 +14,7 @@ from trainer.commands.sweep.trial_runner import TrialOutcome
 from trainer.telemetry import readable
 
 Status = Literal["done", "ended early", "failed", "not done"]
+MOST = 8  # trials that a sentence lists
 ORDER: tuple[Status, ...] = ("done", "ended early", "not done", "failed")
 
 
@@ -155,28 +156,34 @@ def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> li
     done = [row for row in rows if row.status == "done"]
     sentences = []
     if done:
-        sentences.append(
-            f"{metric.name} is of each run's best epoch on {metric.images}; the best of {counted(len(done), 'trial')} "
-            "was chosen by it, so its own figure is optimistic: images that no trial has seen tell more"
-        )
+        best = f"trial {done[0].trial}"
+        sentences += [
+            f"{metric.name} is that of each run's best epoch, on {metric.images}",
+            f"the best of {counted(len(done), 'trial')} was chosen by this figure, which is therefore optimistic: "
+            "images that no trial has seen tell more",
+        ]
     if len(done) > 1 and repeats == 1:
         sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
     elif len(done) > 1:
         alike = [row for row in done[1:] if row.compared == NO_DIFFERENCE]
+        worse = [row for row in done[1:] if row.compared != NO_DIFFERENCE]
         if alike:
-            which = f"trial {', '.join(str(row.trial) for row in alike[:8])}{' ...' * (len(alike) > 8)}"
-            few = ", few seeds show only the grossest" if repeats < 5 else ""
-            sentences.append(
-                f"{NO_DIFFERENCE} between trial {done[0].trial} and {counted(len(alike), 'other')} ({which}){few}"
-            )
-        if len(alike) < len(done) - 1:
-            sentences.append(
-                f"trial {done[0].trial} is shown to be better than {len(done) - 1 - len(alike)} of {len(done) - 1}"
-            )
+            few = f"; {repeats} seeds show only large differences" if repeats < 5 else ""
+            sentences.append(f"{NO_DIFFERENCE} between {best} and {_listed(alike)}{few}")
+        if worse:
+            sentences.append(f"{best} is shown to be better than {_listed(worse)}")
     for status in ("ended early", "failed"):
         if count := sum(row.status == status for row in rows):
             sentences.append(f"{counted(count, 'trial')} {status}")
     return sentences
+
+
+def _listed(rows: Sequence[TrialFigures]) -> str:
+    """Rows by their trials' numbers, or how many they are."""
+    numbers = sorted(row.trial for row in rows)
+    if len(numbers) > MOST:
+        return f"{len(numbers)} others"
+    return f"trial{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def counted(number: int, what: str) -> str:

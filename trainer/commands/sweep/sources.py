@@ -65,10 +65,7 @@ class Sampled:
             return self._waiting.popleft()
         while self._before:
             frozen = self._before.popleft()
-            if set(frozen.params) != set(self.space.keys):  # it was stopped before it had its values
-                if not frozen.state.is_finished():
-                    self._study.tell(frozen.number, state=_states().FAIL)
-            else:
+            if set(frozen.params) == set(self.space.keys):  # else it was stopped before it had its values
                 asked = None if frozen.state.is_finished() else _resumed(self._study, frozen)
                 return self._begun(frozen.number, frozen.params, asked)
         if len(self.trials) >= (self.space.trials or 0):

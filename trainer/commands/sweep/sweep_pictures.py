@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.sweep.results import SweepReport, TrialFigures
-from trainer.recipe.search_space import FACTOR, Choices, Dimension
+from trainer.recipe.search_space import Choices, Dimension
 from trainer.telemetry import plots
 from trainer.telemetry.readable import FRACTIONS
 
@@ -32,45 +32,38 @@ def draw(folder: Path, report: SweepReport, dimensions: Sequence[Dimension]) -> 
 
 
 class _Axis:
-    """Where the values of a key lie: numbers as they are, on a log scale where they span much, others evenly."""
+    """Where the values of a key lie: those of a list evenly, as they were typed; those of a range on its scale."""
 
     def __init__(self, part: Dimension) -> None:
-        self.key, self._values = part.key, part.ends()
-        self.even = isinstance(part, Choices)
-        if isinstance(part, Choices):
-            numbers = [_number(value) for value in part.values]
-            known = [number for number in numbers if number is not None]
-            self.even = len(known) < len(numbers)
-            self.log = not self.even and min(known) > 0 and max(known) >= FACTOR * min(known)
-        else:
-            self.log = part.log
-        self._ticks = isinstance(part, Choices)
+        self.key, self._part = part.key, part
 
     def place(self, value: str) -> float:
-        return float(self._values.index(value)) if self.even else float(value)
+        return float(self._part.values.index(value)) if isinstance(self._part, Choices) else float(value)
 
     def dress(self, axes: Any, side: str) -> None:
         """Scale, ticks and label of `x` or `y`."""
-        if self.log:
+        if isinstance(self._part, Choices):
+            getattr(axes, f"set_{side}ticks")(range(len(self._part.values)), self._part.values)
+            getattr(axes, f"set_{side}lim")(-0.5, len(self._part.values) - 0.5)
+        elif self._part.log:
             getattr(axes, f"set_{side}scale")("log")
-        if self._ticks:
-            axes.minorticks_off()
-            getattr(axes, f"set_{side}ticks")([self.place(value) for value in self._values], self._values)
+            _label_decades(getattr(axes, f"{side}axis"), self._part.high / self._part.low)
         getattr(axes, f"set_{side}label")(self.key)
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+def _label_decades(axis: Any, factor: float) -> None:
+    """Ticks as one types the numbers, few enough to stand side by side."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0,) if factor > 100 else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _scale(report: SweepReport) -> tuple[float, str]:
     """What values are multiplied by, and the label of the metric."""
     fraction = report.metric in FRACTIONS
-    seeds = f", mean and std of {report.repeats} seeds" if report.repeats > 1 else ""
-    return 100.0 if fraction else 1.0, f"best {report.metric}{', %' * fraction}{seeds}"
+    return 100.0 if fraction else 1.0, f"best {report.metric}{', %' * fraction}"
 
 
 def _panels(report: SweepReport, rows: Sequence[TrialFigures], dimensions: Sequence[Dimension]) -> Any:
@@ -97,11 +90,11 @@ def _panels(report: SweepReport, rows: Sequence[TrialFigures], dimensions: Seque
             x = axis.place(best.values[part.key])
             axes.plot([x], [scale * (best.value or 0.0)], marker="o", color=BEST, label="best", **RING)
         axis.dress(axes, "x")
-        if axis.even:
-            axes.margins(x=0.15)
     panels[0].set_ylabel(label)
     for axes in panels[1:]:
         axes.sharey(panels[0])
+    if any(row.status == "ended early" for row in rows):
+        plots.legend_below(figure, panels)
     _titled(figure, report)
     return figure
 
@@ -194,4 +187,5 @@ def _bar(figure: Any, image: Any, axes: Any, label: str) -> None:
 def _titled(figure: Any, report: SweepReport) -> None:
     failed = sum(row.status == "failed" for row in report.trials)
     title = f"{report.recipe}: {len(report.trials)} trials" + (f", {failed} failed" if failed else "")
+    title += f"; mean and standard deviation of {report.repeats} seeds" if report.repeats > 1 else ""
     figure.suptitle(title, color=plots.INK, fontsize=11)
